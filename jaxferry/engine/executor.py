@@ -27,7 +27,7 @@ from jaxferry.engine.lanes import Wait
 from jaxferry.engine.prefetch import wait_for_copy
 from jaxferry.engine.program_keys import ProgramKey
 from jaxferry.engine.step import StepContext
-from jaxferry.engine.transport.base import delete_all
+from jaxferry.engine.transport.held import PutCopy, delete_all
 
 _add = jax.jit(jnp.add)
 
@@ -174,10 +174,11 @@ def store_state(step: StepContext, call: Call) -> Wait | None:
 def save(step: StepContext, call: Call) -> Wait | None:
     """Moves values to pinned host memory. Programs that need their memory wait for the end of this task."""
     arrays = _move(step, call, step.values, step.offloaded, "pinned_host")
-    for value in call.values:
-        # The runtime frees memory of the device only after its last read.
-        step.values.pop(value).delete()
-    return None if step.does_what_it_issues else lambda: jax.block_until_ready(arrays)
+    copy = PutCopy([step.values.pop(value) for value in call.values], arrays)
+    if not step.does_what_it_issues:
+        return copy.wait
+    copy.wait()
+    return None
 
 
 def fetch(step: StepContext, call: Call) -> None:

@@ -20,8 +20,8 @@ from jaxferry.engine.host.arrays import HostArrays
 from jaxferry.engine.host.update_group import Subgroup
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.trace.marks import TaskMark
-from jaxferry.engine.transport.base import Transport, delete_all
-from jaxferry.engine.transport.held import DeviceLayer, HostGradient
+from jaxferry.engine.transport.base import Transport
+from jaxferry.engine.transport.held import DeviceLayer, HostGradient, delete_all
 from jaxferry.partition import Gradient
 
 Uses = Sequence[Sequence[Gradient]]

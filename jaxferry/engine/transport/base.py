@@ -23,7 +23,7 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import NO_JOINS, Joins
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
-from jaxferry.engine.transport.held import CopyInFlight, DeviceLayer, HeldBytes, HostGradient
+from jaxferry.engine.transport.held import CopyInFlight, DeviceLayer, HeldBytes, HostGradient, PutCopy, delete_all
 from jaxferry.native import NativeLibrary
 from jaxferry.partition import Gradient, Layer, RowGradient
 
@@ -291,7 +291,7 @@ class Transport:
     def _store_rows(
         self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None
     ) -> HostGradient:
-        """Adds gradients of lookups on the host; they become dense only there."""
+        """Adds gradients of lookups on the host, where they become dense, and frees the device's copy."""
 
         def zeros() -> Vectors:
             vectors, are_zeros = self._sum_vectors(layer)
@@ -308,7 +308,9 @@ class Transport:
             return tuple(self.program("add", layer, is_sum=True)(rows, known))
 
         if self._placement.is_cpu:
-            return HostGradient(dense(gradients), True)
+            stored = HostGradient(dense(gradients), True)
+            delete_all(jax.tree.leaves(gradients))
+            return stored
         rows = jax.device_put(self._of_one(gradients), self._placement.pinned_alone)
         if mark is not None:
             mark.watch(jax.tree.leaves(rows))
@@ -318,7 +320,7 @@ class Transport:
             return jax.block_until_ready(dense(jax.tree.unflatten(tree, on_cpu(leaves, self._placement))))
 
         # In the order of the stores, so that each finds the sum that it adds to.
-        return HostGradient((), False, finish=self._adder.submit(arrived).result)
+        return HostGradient((), False, PutCopy(gradients, rows), finish=self._adder.submit(arrived).result)
 
     def _of_one(self, arrays: Any) -> Any:
         """Arrays of which each device has all, as arrays of the first device."""
@@ -386,9 +388,3 @@ def split(layer: Layer, gradients: Sequence[Gradient]) -> list[Gradient]:
 def added(known: jax.Array, gradient: Gradient) -> jax.Array:
     """Adds a gradient, which may be rows of lookups, to another one."""
     return gradient.onto(known) if isinstance(gradient, RowGradient) else known + gradient
-
-
-def delete_all(arrays: Sequence[jax.Array]) -> None:
-    """Frees the buffers of arrays once all issued programs have read them."""
-    for array in arrays:
-        array.delete()

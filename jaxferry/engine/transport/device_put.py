@@ -11,8 +11,8 @@ import numpy as np
 from jaxferry.engine.host.pinned import Vectors, as_numpy, can_view
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.trace.marks import TaskMark
-from jaxferry.engine.transport.base import Transport, computable, delete_all, split
-from jaxferry.engine.transport.held import DeviceLayer, HostGradient
+from jaxferry.engine.transport.base import Transport, computable, split
+from jaxferry.engine.transport.held import DeviceLayer, HostGradient, PutCopy, delete_all
 from jaxferry.partition import Gradient, Layer, RowGradient
 
 
@@ -52,31 +52,30 @@ class DevicePut(Transport):
             if onto is None:
                 into = self.destinations(layer, is_sum=True) if into is None else into
                 stored = HostGradient(self.program("store", layer, is_sum=True)(gradients, into), True)
-            else:
-                stored = self._store_rows(layer, gradients, onto, mark)
-        elif all(isinstance(gradient, RowGradient) for gradient in gradients):
-            stored = self._store_rows(layer, gradients, onto, mark)
-        else:
-            packed = self.program("pack", layer, is_sum)(gradients)
-            pinned = tuple(self._placement.moved(packed, self._placement.pinned_of(self._layers[layer])))
-            if mark is not None:
-                mark.watch(pinned)
-            delete_all(packed)
-            stored = HostGradient(pinned, False, is_reusable=False)
-            if into is not None and [v.size for v in into] != [v.size for v in pinned]:
-                stored = self._put_into(layer, pinned, into)
-            if onto is not None or (self.is_widened(layer) and not is_sum):
-                stored = self.add_on_host(layer, onto, stored)
+                delete_all(jax.tree.leaves(gradients))
+                return stored
+            return self._store_rows(layer, gradients, onto, mark)
+        if all(isinstance(gradient, RowGradient) for gradient in gradients):
+            return self._store_rows(layer, gradients, onto, mark)
+        packed = self.program("pack", layer, is_sum)(gradients)
         delete_all(jax.tree.leaves(gradients))
+        pinned = tuple(self._placement.moved(packed, self._placement.pinned_of(self._layers[layer])))
+        if mark is not None:
+            mark.watch(pinned)
+        stored = HostGradient(pinned, False, PutCopy(packed, pinned), is_reusable=False)
+        if into is not None and [v.size for v in into] != [v.size for v in pinned]:
+            stored = self._put_into(layer, stored, into)
+        if onto is not None or (self.is_widened(layer) and not is_sum):
+            stored = self.add_on_host(layer, onto, stored)
         return stored
 
-    def _put_into(self, layer: int, pieces: Vectors, into: Vectors) -> HostGradient:
+    def _put_into(self, layer: int, pieces: HostGradient, into: Vectors) -> HostGradient:
         """Copies pieces in pinned memory into parts of vectors there; waits for them if the CPU cannot reach these."""
         if can_view(self._placement):
             copy = _PartCopy(self._layers[layer], pieces, into)
             return HostGradient(into, False, copy, is_reusable=False)
         whole = [np.array(vector) for vector in into]
-        _put_together(self._layers[layer], [np.asarray(piece) for piece in pieces], whole)
+        _put_together(self._layers[layer], [np.asarray(piece) for piece in pieces.vectors], whole)
         return HostGradient(tuple(jax.device_put(v, self._placement.pinned) for v in whole), False, is_reusable=False)
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
@@ -85,6 +84,8 @@ class DevicePut(Transport):
             return DeviceLayer(layer, size, unpack(vectors))
 
         def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+            # Deleted before its copy has ended, a vector would be freed late (see `PutCopy`), beside its parameters.
+            jax.block_until_ready(arrays)
             cut: Sequence[jax.Array] = self._placement.in_turn(unpack(arrays))
             delete_all(arrays)
             return cut
@@ -120,16 +121,18 @@ class _PartCopy:
 
     Args:
       layer: some leaves of the layer that the vectors hold.
-      pieces: their vectors, which hold nothing else.
+      pieces: their vectors, which hold nothing else, and the copy that brings them.
       into: the whole vectors, in pinned memory that the CPU reaches.
     """
 
-    def __init__(self, layer: Layer, pieces: Vectors, into: Vectors) -> None:
+    def __init__(self, layer: Layer, pieces: HostGradient, into: Vectors) -> None:
         self._layer, self._pieces, self._into = layer, pieces, into
 
     def wait(self) -> None:
         """See `CopyInFlight`."""
-        _put_together(self._layer, list(map(as_numpy, self._pieces)), list(map(as_numpy, self._into)))
+        if self._pieces.copy is not None:
+            self._pieces.copy.wait()
+        _put_together(self._layer, list(map(as_numpy, self._pieces.vectors)), list(map(as_numpy, self._into)))
 
     def hold(self) -> None:
         """See `CopyInFlight`."""

@@ -23,7 +23,7 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import NO_JOINS, Joins
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
-from jaxferry.engine.transport.base import Transport, delete_all
+from jaxferry.engine.transport.base import Transport
 from jaxferry.engine.transport.held import CopyInFlight, DeviceLayer, HostGradient
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES, InFlight
 from jaxferry.engine.transport.queued import queue_stores
@@ -66,9 +66,7 @@ class Ferry(Transport):
         """See `Transport.store`."""
         arrays = [gradient for gradient in gradients if not isinstance(gradient, RowGradient)]
         if len(arrays) < len(gradients):
-            stored = self._store_rows(layer, gradients, onto, mark)
-            delete_all(jax.tree.leaves(gradients))
-            return stored
+            return self._store_rows(layer, gradients, onto, mark)
         begins = is_sum and onto is None
         if not begins and self.is_summed_on_host(layer, onto):
             return self.add_on_host(layer, onto, self._copy(layer, arrays, None, mark, is_sum))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -63,6 +63,47 @@ class CopyInFlight(Protocol):
 
     def settle(self) -> None:
         """As `wait`, once a later copy of the transport has ended; another copy may have taken over the vectors."""
+
+
+class PutCopy:
+    """A copy by `jax.device_put`, whose sources stay on the device until it has ended.
+
+    An array that is deleted earlier is freed by a thread of the runtime, at some time after the copy. Programs that are
+    issued meanwhile find its memory in use, and take more. An array that is deleted after the copy is freed at once.
+
+    Args:
+      sources: arrays on the device that nothing else reads; a tree.
+      targets: the arrays that they are copied to; a tree.
+    """
+
+    def __init__(self, sources: Any, targets: Any) -> None:
+        self._sources, self._targets = jax.tree.leaves(sources), targets
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """See `CopyInFlight`; then frees the sources."""
+        jax.block_until_ready(self._targets)
+        self.forget()
+
+    def hold(self) -> None:
+        """See `CopyInFlight`; waits, since the device cannot wait for a copy of the runtime's."""
+        self.wait()
+
+    def settle(self) -> None:
+        """See `CopyInFlight`."""
+        self.wait()
+
+    def forget(self) -> None:
+        """Frees the sources."""
+        with self._lock:
+            taken, self._sources, self._targets = self._sources, [], []
+        delete_all(taken)
+
+
+def delete_all(arrays: Sequence[jax.Array]) -> None:
+    """Frees the buffers of arrays once all issued programs have read them."""
+    for array in arrays:
+        array.delete()
 
 
 @dataclasses.dataclass

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from jaxferry.engine.host.pinned import Vectors
-from jaxferry.engine.transport.base import delete_all
+from jaxferry.engine.transport.held import delete_all
 from jaxferry.engine.transport.orphaned_copies import InFlight
 from jaxferry.native import NativeLibrary
 
