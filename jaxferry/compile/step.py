@@ -32,6 +32,7 @@ from jaxferry.engine import (
     lower,
     peak_bytes,
     summed_groups,
+    unsplit_by_step,
     variants_of,
 )
 from jaxferry.engine.all_processes import check_same
@@ -96,9 +97,9 @@ class StepCompiler:
     def _chosen(self) -> Plan:
         """The given plan, or the policy's.
 
-        A plan that updates groups on the device may need more than its profile says: what the programs of these updates
-        need besides is known once they are compiled. The policy then plans again, for a budget that is smaller by the
-        excess, since moving these updates to the host would make the step slower.
+        A plan may need more than its profile says: what programs of updates on the device need is known once they are
+        compiled, and what the device's allocator takes once the step is lowered. The policy then plans again, for a
+        budget that is smaller by the excess, since to change the plan layer by layer would make the step slower.
         """
         options, budget = self._options, self._options.memory_budget_bytes
         chosen = plan = choose_plan(self._variants, options, self._given)
@@ -106,19 +107,19 @@ class StepCompiler:
             return plan
         left = budget
         for _ in range(_MOST_PLANS):
-            if all(layer.update is UpdatePlace.HOST for layer in plan.layers):
+            if self._resources.placement.allocator is None and _all_on_host(plan):
                 break
-            excess = self._peak(self._lower(plan)).total - budget
-            if excess <= 0:
+            peak = self._peak(self._lower(plan))
+            if peak.fits(budget):
                 return plan
-            left = max(left - excess, 1)
+            left = max(left - (peak.total - budget), 1)
             smaller = dataclasses.replace(options, memory_budget_bytes=left)
             plan = choose_plan(self._variants, smaller, self._given)
-        return plan if plan is chosen or self._peak(self._lower(plan)).total <= budget else chosen
+        return plan if plan is chosen or self._peak(self._lower(plan)).fits(budget) else chosen
 
     def compile(self, plan: Plan) -> Prepared:
         """Prepares the plan that fits into the memory budget."""
-        if any(layer.update is not UpdatePlace.HOST for layer in plan.layers):
+        if not _all_on_host(plan):
             _check_updates(self._lower(plan), self._resources.optimizer)
         program = self._fitted(plan)
         if program.plan != plan:
@@ -151,8 +152,10 @@ class StepCompiler:
         options = self._options
         if options.accumulate == 1 or options.plan is not None or options.policy == L2L.name:
             return program
-        kept = groups_to_keep(program, *self._counted(program), options.memory_budget_bytes)
-        return dataclasses.replace(program, kept=kept)
+        budget, unsplit_bytes = options.memory_budget_bytes, self._peak(program).unsplit()
+        kept = groups_to_keep(program, *self._counted(program), None if budget is None else budget - unsplit_bytes)
+        keeping = dataclasses.replace(program, kept=kept)
+        return keeping if self._peak(keeping).fits(budget) else program
 
     def _predicted(self, program: StepProgram) -> StepProgram:
         """The program whose plan predicts its own times; those of a plan that the budget has changed are another's."""
@@ -170,7 +173,7 @@ class StepCompiler:
         plan = dataclasses.replace(runnable.program.plan, updates=Updates.AFTER_ALL)
         program = self._lower(plan, runnable.program.summed)
         most = max(self._peak(runnable.program).total, self._options.memory_budget_bytes or 0)
-        if program.updated_on_device and self._peak(program).total > most:
+        if program.updated_on_device and not self._peak(program).fits(most):
             return runnable
         tasks = TaskList(program.schedule, program.trivial)
         return dataclasses.replace(runnable, program=program, tasks=tasks, loads_ahead=(), is_first=True)
@@ -184,7 +187,7 @@ class StepCompiler:
             return self._lower(plan, frozenset(summed))
 
         # Sums on the device only save transfers that are hidden anyway: give them up before loading a group twice.
-        while summed and budget is not None and self._peak(program_of(plan)).total > budget:
+        while summed and not self._peak(program_of(plan)).fits(budget):
             summed.pop()
         fitted = fit(
             plan,
@@ -228,7 +231,13 @@ class StepCompiler:
 
     def _peak(self, program: StepProgram, ahead: Sequence[int] = ()) -> Peak:
         """The most device memory that a step needs."""
-        return peak_bytes(program, *self._counted(program), ahead)
+        kind, (temporary_bytes, other_bytes) = self._resources.placement.allocator, self._counted(program)
+        joins_vectors = self._resources.transport.staging_bytes > 0
+
+        def unsplit() -> int:
+            return 0 if kind is None else unsplit_by_step(program, temporary_bytes, ahead, joins_vectors, kind)
+
+        return peak_bytes(program, temporary_bytes, other_bytes, ahead, unsplit)
 
     def _counted(self, program: StepProgram) -> tuple[Mapping[ProgramKey, int], int]:
         """The temporaries of a step's programs, which it compiles for that, and the memory that is always in use."""
@@ -261,6 +270,11 @@ def _recomputable(profile: Profile) -> Profile:
         for layer in profile.layers
     )
     return dataclasses.replace(profile, layers=layers)
+
+
+def _all_on_host(plan: Plan) -> bool:
+    """Whether a plan updates nothing on the device."""
+    return all(layer.update is UpdatePlace.HOST for layer in plan.layers)
 
 
 def _check_updates(program: StepProgram, optimizer: HostOptimizer) -> None:

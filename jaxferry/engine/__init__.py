@@ -15,6 +15,7 @@ from jaxferry.engine.host.initialise import masters_from_arrays, masters_layer_b
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.instruction import Instruction, Operation, StepProgram
 from jaxferry.engine.lanes import make_lanes
+from jaxferry.engine.lifetimes import unsplit_by_step
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.lower import lower, summed_groups
 from jaxferry.engine.memory import Footprint, Peak, footprints, groups_to_keep, loads_ahead, peak_bytes
@@ -93,5 +94,6 @@ __all__ = [
     "program_keys",
     "summed_groups",
     "trace_program",
+    "unsplit_by_step",
     "variants_of",
 ]

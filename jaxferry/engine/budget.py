@@ -42,7 +42,7 @@ def fit(
     Raises:
       BudgetError: if no such plan fits; it names the smallest budget.
     """
-    if budget_bytes is None or peak_of(plan).total <= budget_bytes:
+    if budget_bytes is None or peak_of(plan).fits(budget_bytes):
         return plan
     if any(layer.update is not UpdatePlace.HOST for layer in plan.layers):
         fewer = _with_fewer_updates(plan, budget_bytes, peak_of, updates)
@@ -50,17 +50,17 @@ def fit(
             return fewer
         return fit(plan.updated_on_host(), budget_bytes, peak_of, may_recompute, layers)
     plan = _with_less_room(plan, peak_of(plan).total - budget_bytes, budget_bytes, peak_of)
-    if peak_of(plan).total <= budget_bytes:
+    if peak_of(plan).fits(budget_bytes):
         return plan
     peaks: list[Peak] = []
     recomputing = [plan, *_recomputing(plan, may_recompute)]
     for tried in recomputing:
         fallbacks = _fallbacks(tried)
-        fallback = next((each for each in fallbacks if peak_of(each).total <= budget_bytes), None)
+        fallback = next((each for each in fallbacks if peak_of(each).fits(budget_bytes)), None)
         if fallback is not None:
             return _fewest_reloads(tried, fallback, budget_bytes, peak_of)
-        peaks.append(min(map(peak_of, fallbacks), key=lambda peak: peak.total))
-    smallest = min(peaks, key=lambda peak: peak.total)
+        peaks.append(min(map(peak_of, fallbacks), key=lambda peak: peak.counted))
+    smallest = min(peaks, key=lambda peak: peak.counted)
     raise _too_small(layers, budget_bytes, smallest, sum(recomputing[peaks.index(smallest)].recomputes))
 
 
@@ -79,7 +79,7 @@ def _with_fewer_updates(
         return dataclasses.replace(plan, layers=tuple(layers))
 
     counts = range(1, len(moved))
-    found = bisect.bisect_left(counts, True, key=lambda count: peak_of(without(count)).total <= budget_bytes)
+    found = bisect.bisect_left(counts, True, key=lambda count: peak_of(without(count)).fits(budget_bytes))
     return without(counts[found]) if found < len(counts) else None
 
 
@@ -88,7 +88,7 @@ def _with_less_room(plan: Plan, excess_bytes: int, budget_bytes: int, peak_of: P
     if plan.memory_bytes is None:
         return plan
     smaller = dataclasses.replace(plan, memory_bytes=max(plan.memory_bytes - excess_bytes, 0))
-    fits = peak_of(smaller).total <= budget_bytes
+    fits = peak_of(smaller).fits(budget_bytes)
     return smaller if fits else dataclasses.replace(plan, memory_bytes=None)
 
 
@@ -119,7 +119,7 @@ def _fewest_reloads(plan: Plan, fallback: Plan, budget_bytes: int, peak_of: Peak
     The first segments hold their parameters longest between forward and backward, so dropping these frees the most.
     """
     for number in range(len(plan.layers)):
-        if peak_of(plan).total <= budget_bytes:
+        if peak_of(plan).fits(budget_bytes):
             break
         plan = _with_layers(plan, {number: fallback.layers[number]})
     return plan

@@ -55,7 +55,9 @@ class Evaluator:
         self._placement, self._budget_bytes = placement, budget_bytes
         self._programs = Programs(partition, {}, placement, native)
         temporary_bytes_of, staging_bytes = self._programs.temporary_bytes_of, transport.staging_bytes
-        self.stream, self.peak = fit_stream(partition, budget_bytes, temporary_bytes_of, staging_bytes)
+        self.stream, self.peak = fit_stream(
+            partition, budget_bytes, temporary_bytes_of, staging_bytes, placement.allocator
+        )
         self._keys = self.stream.keys(partition)
         self._programs.keep(self._keys)
         self._last_reader = last_readers(partition)

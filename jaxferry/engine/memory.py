@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,12 +34,23 @@ class Peak:
     Attributes:
       parameters: parameters only.
       held: parameters, values between segments, residuals and gradients.
-      total: all of these and the temporaries of the running program.
+      counted: all of these and the temporaries of the running program.
+      unsplit: returns the memory to leave for what the device's allocator hands out beyond that.
     """
 
     parameters: int
     held: int
-    total: int
+    counted: int
+    unsplit: Callable[[], int] = dataclasses.field(default=int, repr=False, compare=False)
+
+    @functools.cached_property
+    def total(self) -> int:
+        """What the device's allocator may report as in use."""
+        return self.counted + self.unsplit()
+
+    def fits(self, budget_bytes: int | None) -> bool:
+        """Whether a budget has room for it; None has room for everything."""
+        return budget_bytes is None or (self.counted <= budget_bytes and self.total <= budget_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,15 +96,16 @@ def peak_bytes(
     temporary_bytes: Mapping[ProgramKey, int],
     other_bytes: int = 0,
     ahead: Sequence[int] = (),
+    unsplit: Callable[[], int] = int,
 ) -> Peak:
-    """The most memory that a step needs; arguments as for `footprints`."""
+    """The most memory that a step needs; arguments as for `footprints` and `Peak`."""
     resident = _resident_bytes(program)
     found = footprints(program, temporary_bytes, other_bytes, ahead)
     parameters, held, total = (
         max((getattr(footprint, what) for footprint in found), default=resident)
         for what in ("parameters", "held", "total")
     )
-    return Peak(parameters, held, total)
+    return Peak(parameters, held, total, unsplit)
 
 
 def footprints(
@@ -109,7 +122,7 @@ def footprints(
       other_bytes: device memory that is always in use, besides RESIDENT copies.
       ahead: loads that may run in the previous step.
     """
-    resident, transfers = _resident_bytes(program), _Transfers(program, ahead)
+    resident, transfers = _resident_bytes(program), Transfers(program, ahead)
     values, found = LiveValues(program.partition, program.derivatives), []
     for instruction in program.programs:
         place, key = instruction.place, _key(instruction)
@@ -146,7 +159,7 @@ def loads_ahead(
 
     def takes_more(count: int) -> bool:
         peak = peak_of(leading[:count])
-        return peak.parameters > within.parameters or (budget_bytes is not None and peak.total > budget_bytes)
+        return peak.parameters > within.parameters or not peak.fits(budget_bytes)
 
     counts = range(1, len(leading) + 1)
     return leading[: bisect.bisect_right(counts, False, key=takes_more)]
@@ -172,7 +185,7 @@ def groups_to_keep(
     if budget_bytes is None:
         return frozenset(groups)
     totals = np.array([found.total for found in footprints(program, temporary_bytes, other_bytes)])
-    counted, kept = _Transfers(program, ()).copies_of, set()
+    counted, kept = Transfers(program, ()).copies_of, set()
     for group in groups:
         more = program.partition.layers[group].num_bytes - counted[group]
         if (totals + more).max() <= budget_bytes:
@@ -256,7 +269,7 @@ def _updates_on_device(instruction: Instruction) -> bool:
     return instruction.operation is Operation.UPDATE_ON_DEVICE
 
 
-class _Transfers:
+class Transfers:
     """The most bytes that transfers hold on the device at each place.
 
     A copy may exist once the last program that its load waits for has ended. A gradient may exist until the first
@@ -271,20 +284,28 @@ class _Transfers:
       copies_ahead: bytes of the next step's copies, by place.
       more_ahead: by place, the memory that these take beyond that of the gradients which left before them.
       offloaded: bytes of values that are certainly only in host memory, by place.
+      last_program: by instruction, the place of the last program that it waits for, directly or through its lane.
+      first_waiter: by OFFLOAD or SAVE, the place of the first program that waits for it; missing for none.
+      last_use: by LOAD, the place of the last program that reads the copy.
+      gradient_stops: by segment and group, the first place at which the gradient is certainly gone. For updates that
+        are left to the next step, it lies behind the step's last place.
+      ahead_from: by load that may run in the previous step, the first place there at which its copy may exist.
     """
 
     def __init__(self, program: StepProgram, ahead: Sequence[int]) -> None:
         self._program, self._num_places = program, len(program.programs)
-        self._last_program: list[int] = []
-        self._first_waiter: dict[int, int] = {}
-        self._last_use: dict[int, int] = {}
+        self.last_program: list[int] = []
+        self.first_waiter: dict[int, int] = {}
+        self.last_use: dict[int, int] = {}
         self._last_on_lane: dict[Lane, int] = {}
+        self.gradient_stops: dict[tuple[int, int], int] = {}
+        self.ahead_from: dict[int, int] = {}
         self._walk()
         self._gradients_at: list[dict[int, int]] = [{} for _ in range(self._num_places)]
         self.copies_of = {group: np.zeros(self._num_places, np.int64) for group in program.loaded}
-        for load, last in self._last_use.items():
+        for load, last in self.last_use.items():
             group = program.instructions[load].group
-            self.copies_of[group][self._last_program[load] + 1 : last + 1] += self._bytes_of(load)
+            self.copies_of[group][self.last_program[load] + 1 : last + 1] += self._bytes_of(load)
         self.copies = self._copies()
         self.offloaded = self._offloaded()
         self._add_kept_gradients()
@@ -300,26 +321,27 @@ class _Transfers:
             if task.before is None:
                 self._last_on_lane[task.lane] = instruction.index
             if instruction.operation is Operation.UPDATE_ON_DEVICE:
-                self._last_program.append(place)
+                self.last_program.append(place)
                 continue
             if task.lane is not Lane.GPU:
-                self._last_program.append(max((self._last_program[earlier] for earlier in waits), default=-1))
+                self.last_program.append(max((self.last_program[earlier] for earlier in waits), default=-1))
                 continue
             place = instruction.place if instruction.place >= 0 else loss_place
-            self._last_program.append(place)
+            self.last_program.append(place)
             for earlier in task.after:
-                self._first_waiter.setdefault(earlier, place)
+                self.first_waiter.setdefault(earlier, place)
             if task.copy is not None:
-                self._last_use[task.copy] = place
+                self.last_use[task.copy] = place
 
     def _bytes_of(self, index: int) -> int:
         return self._program.partition.layers[self._program.instructions[index].group].num_bytes
 
     def _gradient_bytes(self, instruction: Instruction) -> int:
         """The bytes of an offload's gradient; only the touched rows of a lookup's table are on the device."""
-        return self._gradient_bytes_of(instruction.segment, instruction.group)
+        return self.gradient_bytes_of(instruction.segment, instruction.group)
 
-    def _gradient_bytes_of(self, segment: int, group: int) -> int:
+    def gradient_bytes_of(self, segment: int, group: int) -> int:
+        """Returns the bytes of the gradient of a group that the program of a segment makes."""
         partition = self._program.partition
         derivative = self._program.derivatives[partition.segments[segment].program]
         layer = partition.layers[group]
@@ -340,23 +362,24 @@ class _Transfers:
         offloaded, free_from = [0] * self._num_places, self._num_places
         gone_from: dict[int, int] = {}
         for instruction in reversed([i for i in instructions if i.task.lane is Lane.D2H]):
-            free_from = min(free_from, self._first_waiter.get(instruction.index, free_from))
+            free_from = min(free_from, self.first_waiter.get(instruction.index, free_from))
             if instruction.operation is Operation.SAVE:
                 gone_from |= dict.fromkeys(instruction.values, free_from)
                 continue
             if instruction.operation is Operation.STORE_STATE:
                 continue  # counted as slots for subgroups
-            for place in range(self._last_program[instruction.index], free_from):
+            self.gradient_stops[instruction.segment, instruction.group] = free_from
+            for place in range(self.last_program[instruction.index], free_from):
                 self._gradients_at[place][instruction.index] = self._gradient_bytes(instruction)
         for instruction in instructions:
             for value in instruction.values if instruction.operation is Operation.FETCH else ():
-                for place in range(gone_from[value], self._last_program[instruction.index] + 1):
+                for place in range(gone_from[value], self.last_program[instruction.index] + 1):
                     offloaded[place] += partition.graph.held_bytes(value)
         return offloaded
 
     def _add_kept_gradients(self) -> None:
         """Adds gradients that stay on the device until their group's update there, from their backward on."""
-        until = {i.group: self._last_program[i.index] for i in self._program.instructions if _updates_on_device(i)}
+        until = {i.group: self.last_program[i.index] for i in self._program.instructions if _updates_on_device(i)}
         partition, late = self._program.partition, self._late_updates()
         for instruction in self._program.programs:
             if _key(instruction).kind is ProgramKind.FORWARD:
@@ -364,9 +387,12 @@ class _Transfers:
             for use in (partition.uses[number] for number in partition.uses_of[instruction.segment]):
                 if not use.is_trained or use.group not in until:
                     continue
-                in_next = self._gradients_at[: late.get(use.group, 0)]
+                num_late = late.get(use.group, 0)
+                in_next = self._gradients_at[:num_late]
+                stop = self._num_places + num_late if num_late else until[use.group] + 1
+                self.gradient_stops[use.segment, use.group] = stop
                 for held in (*self._gradients_at[instruction.place : until[use.group] + 1], *in_next):
-                    num_bytes = self._gradient_bytes_of(use.segment, use.group)
+                    num_bytes = self.gradient_bytes_of(use.segment, use.group)
                     held[instruction.index] = held.get(instruction.index, 0) + num_bytes
 
     def _late_updates(self) -> dict[int, int]:
@@ -387,7 +413,8 @@ class _Transfers:
         arrived, first = -1, 0
         for load in ahead:  # each waits for the one before
             updates = tasks[load].after_previous
-            first = max([first, *(self._last_program[earlier] + 1 for earlier in (*updates, *link))])
+            first = max([first, *(self.last_program[earlier] + 1 for earlier in (*updates, *link))])
+            self.ahead_from[load] = first
             offloads = [i for update in updates for i in tasks[update].after if tasks[i].lane is Lane.D2H]
             arrived = max([arrived, *offloads])
             for place in range(first, self._num_places):

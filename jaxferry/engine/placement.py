@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxferry.engine.allocator import Allocator
 from jaxferry.engine.global_arrays import joined_rows, merged, moved, spread
 from jaxferry.errors import InputError
 from jaxferry.partition import Layer, Ownership
@@ -210,6 +212,14 @@ class Placement:
         device: Any = self.device.mesh.local_devices[0]
         limit = (device.memory_stats() or {}).get("bytes_limit")
         return {} if limit is None else {"memory_limit_bytes": int(limit)}
+
+    @functools.cached_property
+    def allocator(self) -> Allocator | None:
+        """The device's allocator if it is XLA's, which hands out more than programs ask for; see `allocator.py`."""
+        if self.platform == "cpu" or not self.memory_facts():
+            return None
+        preallocates = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("0", "false", "False")
+        return Allocator.PREALLOCATED if preallocates else Allocator.GROWING
 
     @property
     def update_output(self) -> NamedSharding:

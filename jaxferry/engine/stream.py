@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
+from jaxferry.engine.allocator import Allocator, Buffer, unsplit_bytes
 from jaxferry.engine.memory import Peak
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.errors import BudgetError
@@ -50,6 +51,7 @@ def fit_stream(
     budget_bytes: int | None,
     temporary_bytes_of: Callable[[Iterable[ProgramKey]], Mapping[ProgramKey, int]],
     other_bytes: int = 0,
+    allocator: Allocator | None = None,
 ) -> tuple[Stream, Peak]:
     """Returns the stream that waits least among those that fit, and its peak device memory.
 
@@ -58,10 +60,32 @@ def fit_stream(
       budget_bytes: device memory; None for no limit.
       temporary_bytes_of: compiles programs; returns the bytes that each needs beside arguments and results.
       other_bytes: device memory that is always in use.
+      allocator: the device's allocator, which hands out more than programs ask for; None for one that does not.
 
     Raises:
       BudgetError: if none fits; it states the smallest possible budget.
     """
+    stream, needs = _fit_counted(partition, budget_bytes, temporary_bytes_of, other_bytes)
+    if allocator is not None:
+        unsplit_bytes = _unsplit_bytes(partition, stream, temporary_bytes_of(stream.keys(partition)), allocator)
+        if budget_bytes is not None:
+            # Streams with less device memory have smaller buffers, of which less is unsplit.
+            stream, needs = _fit_counted(partition, budget_bytes - unsplit_bytes, temporary_bytes_of, other_bytes)
+        needs = [dataclasses.replace(need, unsplit=lambda: unsplit_bytes) for need in needs]
+    if budget_bytes is not None:
+        _check(partition, needs, budget_bytes)
+    most = max(needs, key=lambda need: need.counted)
+    parameters, held = (max(getattr(need, what) for need in needs) for what in ("parameters", "held"))
+    return stream, dataclasses.replace(most, parameters=parameters, held=held)
+
+
+def _fit_counted(
+    partition: ForwardPartition,
+    budget_bytes: int | None,
+    temporary_bytes_of: Callable[[Iterable[ProgramKey]], Mapping[ProgramKey, int]],
+    other_bytes: int,
+) -> tuple[Stream, list[Peak]]:
+    """Returns the stream that waits least among those that need no more than a budget, and the need of each segment."""
     num_segments = len(partition.segments)
     stream = Stream((Source.DEVICE,) * num_segments, (True,) * num_segments)
 
@@ -69,7 +93,7 @@ def fit_stream(
         return held_bytes(partition, stream, temporary_bytes_of(stream.keys(partition)), other_bytes)
 
     def places_above(needs: list[Peak], budget_bytes: int) -> set[int]:
-        return {place for place, need in enumerate(needs) if need.total > budget_bytes}
+        return {place for place, need in enumerate(needs) if need.counted > budget_bytes}
 
     needs = measured(stream)
     if budget_bytes is not None:
@@ -82,16 +106,39 @@ def fit_stream(
         )
         others = measured(in_place)
         # Some programs that read host memory need more temporary bytes than the parameters would take.
-        is_better = [other.total < need.total for need, other in zip(needs, others, strict=True)]
+        is_better = [other.counted < need.counted for need, other in zip(needs, others, strict=True)]
         reads = [source if better else Source.DEVICE for source, better in zip(in_place.reads, is_better, strict=True)]
         stream = dataclasses.replace(stream, reads=tuple(reads))
         needs = measured(stream)
-        _check(partition, needs, budget_bytes)
-    return stream, Peak(
-        parameters=max(need.parameters for need in needs),
-        held=max(need.held for need in needs),
-        total=max(need.total for need in needs),
-    )
+    return stream, needs
+
+
+def _unsplit_bytes(
+    partition: ForwardPartition, stream: Stream, temporary_bytes: Mapping[ProgramKey, int], allocator: Allocator
+) -> int:
+    """Returns what the allocator hands out beyond a run's buffers; a run takes three times for each segment."""
+    graph, last_reader, num = partition.graph, last_readers(partition), len(partition.segments)
+    buffers, loaded = [], dict[int, int]()
+
+    def add(num_bytes: int, start: int, end: int) -> None:
+        buffers.append(Buffer(num_bytes, (start, start), (end, end)))
+
+    for value in (*graph.batch, *partition.prelude_outputs):
+        add(graph.held_bytes(value), 0, 3 * num)
+    for place, (segment, key) in enumerate(zip(partition.segments, stream.keys(partition), strict=True)):
+        layers = stream.layers_at(partition, place)
+        for layer in [layer for layer in loaded if layer not in layers]:
+            start = loaded.pop(layer)
+            for leaf in partition.layers[layer].leaves:
+                add(leaf.size * leaf.dtype.itemsize, start, 3 * place)
+        loaded |= {layer: 3 * place for layer in layers if layer not in loaded}
+        for value in (*segment.outputs, *segment.nondiff_outputs):
+            add(graph.held_bytes(value), 3 * place + 1, 3 * last_reader.get(value, num - 1) + 2)
+        add(temporary_bytes[key], 3 * place + 1, 3 * place + 2)
+    for layer, start in loaded.items():
+        for leaf in partition.layers[layer].leaves:
+            add(leaf.size * leaf.dtype.itemsize, start, 3 * num)
+    return unsplit_bytes(buffers, 3 * num, allocator)
 
 
 def held_bytes(
@@ -120,9 +167,9 @@ def last_readers(partition: ForwardPartition) -> dict[int, int]:
 
 
 def _check(partition: ForwardPartition, needs: list[Peak], budget_bytes: int) -> None:
-    place = max(range(len(needs)), key=lambda place: needs[place].total)
+    place = max(range(len(needs)), key=lambda place: needs[place].counted)
     most = needs[place]
-    if most.total > budget_bytes:
+    if not most.fits(budget_bytes):
         raise BudgetError(
             f"memory_budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small for this forward: the "
             f"smallest possible is {format_bytes(most.total)} ({most.total} bytes), in segment "
