@@ -1,0 +1,81 @@
+"""A CUDA device in software, on which JAX's own CUDA backend and our CUDA library run without a GPU.
+
+It is no part of this repository: tests use the one in the folder that JAXFERRY_SOFTWARE_GPU names, by default
+`shared/softgpu` beside the repository, and are skipped where there is none. It takes a JAX that needs no cuDNN.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from built import built_once
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FOLDER = pathlib.Path(os.environ.get("JAXFERRY_SOFTWARE_GPU", ROOT.parent / "shared" / "softgpu"))
+_GPU_PACKAGES = pathlib.Path(sys.prefix) / "gpu-packages"
+
+
+def reason_to_skip():
+    """Why there is no software device for this Python; None if there is one."""
+    if not (FOLDER / "Makefile").is_file():
+        return f"there is no software CUDA device in {FOLDER}"
+    if jax.__version_info__ < (0, 12):
+        return "the software CUDA device has no cuDNN, which this JAX needs"
+    missing = [tool for tool in ("make", "g++", "nvcc") if shutil.which(tool) is None]
+    return f"the software CUDA device is built with {missing[0]}, which is missing" if missing else None
+
+
+needed = pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip()))
+
+
+def _build(folder):
+    """Builds the device, and JaxFerry's libraries for it, in a folder."""
+    device, checkout = folder / "device", folder / "checkout"
+    shutil.copytree(FOLDER, device, ignore=shutil.ignore_patterns("build"), copy_function=shutil.copyfile)
+    for tool in (*device.glob("tools/*"), *device.glob("toolkit/bin/*")):
+        tool.chmod(0o755)
+    (checkout / "jaxferry" / "native").mkdir(parents=True)
+    (checkout / "xla_ffi").symlink_to(ROOT / "xla_ffi")
+    for command in (["make", "-C", device], [device / "tools" / "jaxferry-libs", checkout, sys.executable]):
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run(script, *arguments, timeout_s=300, **environment):
+    """Runs a script of `tests/support` on the software device and returns what it prints.
+
+    Args:
+      script: its name.
+      *arguments: passed on.
+      timeout_s: seconds.
+      **environment: further variables.
+    """
+    folder = built_once("software-gpu", _build)
+    settings = {
+        "JAXFERRY_NATIVE_DIR": str(folder / "checkout" / "jaxferry" / "native"),
+        "JAXFERRY_CACHE_DIR": "off",
+        "JAX_COMPILATION_CACHE_DIR": "",
+        "XLA_FLAGS": "",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        **environment,
+    }
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support", _GPU_PACKAGES)))
+    command = f'source {folder}/device/env.sh; export PYTHONPATH="$PYTHONPATH:{path}"; exec "$@"'
+    # The environment of env.sh comes first, but for what is stated here.
+    exports = "".join(f"export {name}='{value}'; " for name, value in environment.items())
+    command = command.replace("exec", f"{exports}exec")
+    given = ["bash", "-c", command, "bash", sys.executable, str(ROOT / "tests" / "support" / script)]
+    done = subprocess.run(
+        [*given, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, **settings},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-5000:]
+    return done.stdout
