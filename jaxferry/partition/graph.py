@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jaxferry.meshes import automatic_mesh
+from jaxferry.settings import users_settings
 
 type_of_aval = Any  # jax.core.ShapedArray; its public alias has moved between JAX releases
 
@@ -260,7 +260,7 @@ def known_jaxpr(
     rest, rest_tree = jax.tree.flatten((args, dict(kwargs)))
     # Without shardings: over a mesh with explicit axes these would be part of every type.
     rest = [_shape_of(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in rest]
-    with automatic_mesh():
+    with users_settings():
         traced = _known_call(function, params_tree, rest_tree).trace(leaves, rest)
     return traced.jaxpr, jax.tree.structure(traced.out_info)
 
