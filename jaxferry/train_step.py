@@ -469,16 +469,14 @@ class TrainStep:
         target = checkpoint.local_path(path)
         with own_settings():
             state.settle()
-            params = self.compiler.model.params
+            params, scale = self.compiler.model.params, state.loss_scale
             saved = checkpoint.Checkpoint(
                 step=state.updated_step,
                 params=dict(zip(path_names(params), state.masters(), strict=True)),
                 dtypes=[str(leaf.dtype) for leaf in jax.tree.leaves(params)],
                 dictionary_paths=checkpoint.dictionary_paths(params),
                 optimizer=state.stored_optimizer_state(),
-                loss_scale=[state.loss_scale.value, state.loss_scale.num_finite]
-                if state.loss_scale.is_dynamic
-                else None,
+                loss_scale=[scale.value, scale.num_finite] if scale.is_dynamic else None,
                 extra=checkpoint.check_extra({} if extra is None else extra),
                 metric=checkpoint.check_metric(metric),
             )
