@@ -38,6 +38,7 @@ from jaxferry.modes import BLOCK
 from jaxferry.options import CACHED_SHAPES, Options, read_options
 from jaxferry.partition import Partition, Trainable
 from jaxferry.partition.graph import result_shapes
+from jaxferry.partition.packed import stored_struct
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Run
@@ -547,8 +548,9 @@ class TrainStep:
     def _matching(self, saved: checkpoint.Checkpoint, params: Any) -> Model:
         """The model of these parameters, which a checkpoint must match: arrays or shapes of it."""
         model = self._adopt(params).model
-        expected = dict(zip(path_names(model.params), jax.tree.leaves(model.params), strict=True))
-        checkpoint.check_matches("model", saved.params, expected)
+        names, leaves = path_names(model.params), jax.tree.leaves(model.params)
+        checkpoint.check_narrow(saved.params, saved.dtypes, dict(zip(names, leaves, strict=True)))
+        checkpoint.check_matches("model", saved.params, dict(zip(names, map(stored_struct, leaves), strict=True)))
         checkpoint.check_matches("optimizer", saved.optimizer, model.optimizer.state_shapes(), check_dtypes=True)
         return model
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxferry.engine.host.checkpoint.about import is_numeric
 from jaxferry.engine.host.pieces import Owned, Stacked
 from jaxferry.errors import CheckpointError, InputError
+from jaxferry.partition.packed import is_narrow, shape_from_stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Checkpoint:
 
     Attributes:
       step: number of steps taken.
-      params: master parameters by path (as `jax.tree_util.keystr` writes it), in the order of the flattened tree;
+      params: master parameters by path (as `jax.tree_util.keystr` writes it), in the order of the flattened tree, as
+        they are stored (`partition.packed`);
         `Stacked` or `Owned` where they are in parts, which is never so after `load`.
       dtypes: the dtypes of the model's own parameters, in the same order.
       dictionary_paths: for a tree of plain dictionaries the keys of each parameter, else None.
@@ -55,7 +57,7 @@ class Checkpoint:
             node = tree
             for key in keys[:-1]:
                 node = node.setdefault(key, {})
-            node[keys[-1]] = jax.ShapeDtypeStruct(array.shape, jax.numpy.dtype(dtype))
+            node[keys[-1]] = jax.ShapeDtypeStruct(shape_from_stored(array, dtype), jax.numpy.dtype(dtype))
         return tree
 
     def copied(self) -> Checkpoint:
@@ -121,6 +123,25 @@ def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, An
             raise CheckpointError(
                 f"the checkpoint does not match the {what}: {name} is {saved[name].dtype} in the checkpoint and "
                 f"{expected[name].dtype} in the {what}"
+            )
+
+
+def check_narrow(saved: Mapping[str, Any], dtypes: Sequence[str], expected: Mapping[str, Any]) -> None:
+    """Checks that parameters of fewer than 8 bits an element have the dtype that they were saved in.
+
+    Args:
+      saved: the parameters as they were stored, by path.
+      dtypes: their own dtypes.
+      expected: the model's parameters.
+
+    Raises:
+      CheckpointError: if one differs.
+    """
+    for (name, _), dtype in zip(saved.items(), dtypes, strict=True):
+        wanted = getattr(expected.get(name), "dtype", dtype)
+        if np.dtype(wanted) != jax.numpy.dtype(dtype) and (is_narrow(dtype) or is_narrow(wanted)):
+            raise CheckpointError(
+                f"the checkpoint does not match the model: {name} is {dtype} in the checkpoint and {wanted} in the model"
             )
 
 
