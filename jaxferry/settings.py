@@ -17,7 +17,7 @@ import contextvars
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -165,6 +165,18 @@ class ThreadPool(ThreadPoolExecutor):
 
     def __init__(self, max_workers: int | None = None, name: str = "jaxferry") -> None:
         super().__init__(max_workers, thread_name_prefix=name, initializer=_enter_for_good)
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As of `ThreadPoolExecutor`; the function runs with 64-bit numbers if its caller has them."""
+        wide = bool(jax.config.jax_enable_x64)
+
+        def run() -> Any:
+            if jax.config.jax_enable_x64 == wide:
+                return function(*args, **kwargs)
+            with jax.enable_x64(wide):
+                return function(*args, **kwargs)
+
+        return super().submit(run)
 
 
 def with_own_settings(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,10 +22,16 @@ from jaxferry.errors import InputError
 from jaxferry.partition.graph import Builder, Graph, bits_of
 from jaxferry.partition.stacking import Stored
 
+_UNSIGNED = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8}
+"""By the bits of an element."""
 
-def is_narrow(dtype: Any) -> bool:
-    """Whether elements of a dtype have fewer than 8 bits."""
-    return bits_of(dtype) < 8
+_UNWRITABLE = ("float8_e4m3",)
+"""Dtypes that TensorStore, which writes checkpoints, does not know."""
+
+
+def is_coded(dtype: Any) -> bool:
+    """Whether frozen parameters of a dtype are stored as bytes: those of fewer than 8 bits, and unwritable ones."""
+    return bits_of(dtype) < 8 or np.dtype(dtype).name in _UNWRITABLE
 
 
 def check_storable(dtype: Any, what: str) -> None:
@@ -36,24 +42,23 @@ def check_storable(dtype: Any, what: str) -> None:
       what: which parameter has it, for the error.
 
     Raises:
-      InputError: if it is a PRNG key, or its elements do not fill bytes.
+      InputError: if it is a PRNG key, no dtype of JAX, or one with which XLA does not compute.
     """
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         raise InputError(f"{what} has dtype {dtype}, PRNG keys: pass keys outside params, for instance in the batch")
     if np.dtype(dtype).kind not in "biufcV" or np.dtype(dtype).hasobject:
         raise InputError(f"{what} has dtype {dtype}, which JAX has no arrays of: pass numbers")
-    bits = bits_of(dtype)
-    if bits < 8 and 8 % bits:
+    if bits_of(dtype) < 8 and bits_of(dtype) not in _UNSIGNED:
         raise InputError(
-            f"{what} has dtype {dtype}, whose {bits} bits do not fill bytes: cast it to a dtype of 4 or 8 bits, such as "
-            "float8_e4m3fn"
+            f"{what} has dtype {dtype}, of {bits_of(dtype)} bits, with which XLA does not compute: cast it to a dtype "
+            "of 2, 4 or 8 bits"
         )
 
 
 def stored_struct(aval: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype in which a frozen parameter is stored: its own, unless its elements are narrow."""
+    """The shape and dtype in which a frozen parameter is stored: its own, unless they are coded (`is_coded`)."""
     shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
-    if not is_narrow(dtype):
+    if not is_coded(dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
     num = 8 // bits_of(dtype)
     if not shape or shape[-1] % num:
@@ -62,9 +67,9 @@ def stored_struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def as_stored(array: Any) -> np.ndarray:
-    """An array as it is stored: itself, unless its elements are narrow."""
+    """An array as it is stored: itself, unless they are coded (`is_coded`)."""
     array = np.asarray(array)
-    if not is_narrow(array.dtype):
+    if not is_coded(array.dtype):
         return array
     bits, stored = bits_of(array.dtype), stored_struct(array)
     codes = array.view(np.uint8) & np.uint8((1 << bits) - 1)
@@ -80,7 +85,7 @@ def as_stored(array: Any) -> np.ndarray:
 def from_stored(array: np.ndarray, dtype: Any) -> np.ndarray:
     """The inverse of `as_stored`, for a parameter of this dtype."""
     dtype = np.dtype(dtype)
-    if not is_narrow(dtype) or array.dtype == dtype:
+    if not is_coded(dtype) or array.dtype == dtype:
         return array
     bits = bits_of(dtype)
     if array.dtype == np.int8:
@@ -100,7 +105,7 @@ def from_stored(array: np.ndarray, dtype: Any) -> np.ndarray:
 def shape_from_stored(stored: Any, dtype: Any) -> tuple[int, ...]:
     """The shape of a parameter of this dtype that is stored so."""
     shape = tuple(stored.shape)
-    if not is_narrow(dtype) or np.dtype(stored.dtype) != np.uint8:
+    if not is_coded(dtype) or np.dtype(stored.dtype) != np.uint8:
         return shape
     return (*shape[:-1], shape[-1] * (8 // bits_of(dtype)))
 
@@ -116,11 +121,11 @@ def reading_stored(graph: Graph, stored: Sequence[Stored], frozen: Collection[in
     Raises:
       InputError: if elements are packed along the axis that a scan over layers cuts.
     """
-    narrow = [leaf for leaf in frozen if is_narrow(graph.avals[graph.parameters[leaf]].dtype)]
-    if not narrow:
+    coded = [leaf for leaf in frozen if is_coded(graph.avals[graph.parameters[leaf]].dtype)]
+    if not coded:
         return graph
     builder, parameters = Builder.onto(graph), list(graph.parameters)
-    for leaf in sorted(narrow):
+    for leaf in sorted(coded):
         value, part = parameters[leaf], stored[leaf].part
         aval = graph.avals[value]
         if part is not None and part.axis == len(aval.shape):
@@ -143,10 +148,8 @@ def _unpacked(array: jax.Array, dtype: np.dtype) -> jax.Array:
         if not _is_float(dtype):
             return array.astype(dtype)
         return jax.lax.bitcast_convert_type(array.astype(_UNSIGNED[bits]), dtype)
-    return jax.lax.bitcast_convert_type(array, dtype).reshape((*array.shape[:-1], -1))
-
-
-_UNSIGNED = {1: jnp.uint1, 2: jnp.uint2, 4: jnp.uint4}
+    made = jax.lax.bitcast_convert_type(array, dtype)
+    return made if bits == 8 else made.reshape((*array.shape[:-1], -1))
 
 
 def _is_float(dtype: Any) -> bool:

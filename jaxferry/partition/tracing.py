@@ -142,8 +142,8 @@ def abstract_params(
             )
         if bits_of(leaf.dtype) < 8:
             raise InputError(
-                f"parameter {path!r} has dtype {leaf.dtype}, in which no gradient has a direction and a size: freeze it "
-                "by trainable=, or pass it in 8 bits or more"
+                f"parameter {path!r} has dtype {leaf.dtype}, too coarse for gradients: freeze it by trainable=, or "
+                "pass it in 8 bits or more"
             )
         # Updates need fp32 precision even if the model is stored in 16 bits.
         dtypes.append(np.dtype(np.float32 if leaf.dtype.itemsize < 4 else leaf.dtype))

@@ -28,7 +28,7 @@ def masters_from_arrays(
     Args:
       leaves: NumPy or JAX arrays, or anything that `np.asarray` accepts; leaves with methods `blocks` and `rows`, such
         as `pretrained.StoredTensor`, are read piece by piece.
-      dtypes: the master dtypes; those of bytes for leaves whose elements are narrow (`partition.packed`).
+      dtypes: the master dtypes; those of bytes for leaves that are stored as bytes (`partition.packed`).
       placement: where the masters go.
       spans: of each leaf the elements that this process holds, None for all; none for all of all.
     """

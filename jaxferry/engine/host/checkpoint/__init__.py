@@ -30,9 +30,9 @@ from jaxferry.engine.host.checkpoint.arrays import describe, read_arrays, write_
 from jaxferry.engine.host.checkpoint.background import BackgroundSaves
 from jaxferry.engine.host.checkpoint.content import (
     Checkpoint,
+    check_coded,
     check_extra,
     check_matches,
-    check_narrow,
     dictionary_paths,
     is_key,
 )
@@ -61,10 +61,10 @@ __all__ = [
     "Keep",
     "SavedCheckpoint",
     "Spans",
+    "check_coded",
     "check_extra",
     "check_matches",
     "check_metric",
-    "check_narrow",
     "check_target",
     "dictionary_paths",
     "list_checkpoints",

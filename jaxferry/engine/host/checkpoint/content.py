@@ -12,7 +12,7 @@ import numpy as np
 from jaxferry.engine.host.checkpoint.about import is_numeric
 from jaxferry.engine.host.pieces import Owned, Stacked
 from jaxferry.errors import CheckpointError, InputError
-from jaxferry.partition.packed import is_narrow, shape_from_stored
+from jaxferry.partition.packed import is_coded, shape_from_stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +126,8 @@ def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, An
             )
 
 
-def check_narrow(saved: Mapping[str, Any], dtypes: Sequence[str], expected: Mapping[str, Any]) -> None:
-    """Checks that parameters of fewer than 8 bits an element have the dtype that they were saved in.
+def check_coded(saved: Mapping[str, Any], dtypes: Sequence[str], expected: Mapping[str, Any]) -> None:
+    """Checks that parameters that are stored as bytes have the dtype that they were saved in.
 
     Args:
       saved: the parameters as they were stored, by path.
@@ -139,9 +139,10 @@ def check_narrow(saved: Mapping[str, Any], dtypes: Sequence[str], expected: Mapp
     """
     for (name, _), dtype in zip(saved.items(), dtypes, strict=True):
         wanted = getattr(expected.get(name), "dtype", dtype)
-        if np.dtype(wanted) != jax.numpy.dtype(dtype) and (is_narrow(dtype) or is_narrow(wanted)):
+        if np.dtype(wanted) != jax.numpy.dtype(dtype) and (is_coded(dtype) or is_coded(wanted)):
             raise CheckpointError(
-                f"the checkpoint does not match the model: {name} is {dtype} in the checkpoint and {wanted} in the model"
+                f"the checkpoint does not match the model: {name} is {dtype} in the checkpoint and {wanted} in the "
+                "model"
             )
 
 
