@@ -549,7 +549,7 @@ class TrainStep:
         """The model of these parameters, which a checkpoint must match: arrays or shapes of it."""
         model = self._adopt(params).model
         names, leaves = path_names(model.params), jax.tree.leaves(model.params)
-        checkpoint.check_coded(saved.params, saved.dtypes, dict(zip(names, leaves, strict=True)))
+        checkpoint.check_coded(saved.params, saved.dtypes, dict(zip(names, leaves, strict=True)), model.optimizer.avals)
         checkpoint.check_matches("model", saved.params, dict(zip(names, map(stored_struct, leaves), strict=True)))
         checkpoint.check_matches("optimizer", saved.optimizer, model.optimizer.state_shapes(), check_dtypes=True)
         return model

@@ -32,7 +32,7 @@ from jaxferry.engine.transport.base import Transport
 from jaxferry.engine.transport.held import DeviceLayer
 from jaxferry.errors import StateError
 from jaxferry.partition import Layer, Span
-from jaxferry.partition.packed import as_stored, from_stored, is_coded
+from jaxferry.partition.packed import as_stored, from_stored, is_stored_as_bytes
 from jaxferry.settings import own_settings
 from jaxferry.units import format_bytes
 
@@ -179,7 +179,7 @@ class TrainState:
     def _shown(self) -> list[Any]:
         """Shape and dtype of each master parameter, as the user sees it."""
         pairs = zip(jax.tree.leaves(self._params), self.optimizer.avals, strict=True)
-        return [own if is_coded(own.dtype) else aval for own, aval in pairs]
+        return [own if is_stored_as_bytes(own, aval) else aval for own, aval in pairs]
 
     def _replace_state(self, leaves: Mapping[str, Any]) -> None:
         """Replaces leaves of the optimizer's state, which are copied in their own dtypes."""

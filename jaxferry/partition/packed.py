@@ -25,6 +25,9 @@ from jaxferry.partition.stacking import Stored
 _UNSIGNED = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8}
 """By the bits of an element."""
 
+BYTES = (np.dtype(np.uint8), np.dtype(np.int8))
+"""The dtypes in which coded parameters are stored."""
+
 _UNWRITABLE = ("float8_e4m3",)
 """Dtypes that TensorStore, which writes checkpoints, does not know."""
 
@@ -64,6 +67,16 @@ def stored_struct(aval: Any) -> jax.ShapeDtypeStruct:
     if not shape or shape[-1] % num:
         return jax.ShapeDtypeStruct(shape, np.int8)
     return jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // num), np.uint8)
+
+
+def is_stored_as_bytes(own: Any, master: Any) -> bool:
+    """Whether a parameter is stored as bytes: one of a coded dtype that is not trained.
+
+    Args:
+      own: its shape and dtype.
+      master: those in which it is stored.
+    """
+    return is_coded(own.dtype) and np.dtype(master.dtype) in BYTES
 
 
 def as_stored(array: Any) -> np.ndarray:

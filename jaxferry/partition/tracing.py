@@ -140,10 +140,10 @@ def abstract_params(
                 f"parameter {path!r} has dtype {leaf.dtype}; only real floating-point parameters can be trained: "
                 "freeze it by trainable=, or pass it outside params, for instance in the batch"
             )
-        if bits_of(leaf.dtype) < 8:
+        if bits_of(leaf.dtype) < 8 or np.asarray(-1, leaf.dtype) != -1:
             raise InputError(
-                f"parameter {path!r} has dtype {leaf.dtype}, too coarse for gradients: freeze it by trainable=, or "
-                "pass it in 8 bits or more"
+                f"parameter {path!r} has dtype {leaf.dtype}, which cannot hold gradients: freeze it by trainable=, or "
+                "pass it in a floating-point dtype of 8 bits or more with a sign"
             )
         # Updates need fp32 precision even if the model is stored in 16 bits.
         dtypes.append(np.dtype(np.float32 if leaf.dtype.itemsize < 4 else leaf.dtype))

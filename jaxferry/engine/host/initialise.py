@@ -14,7 +14,7 @@ from jaxferry.engine.host.pieces import Parts, on_host
 from jaxferry.engine.placement import Placement
 from jaxferry.partition import Layer, Span
 from jaxferry.partition.graph import evaluate, live_equations, trace
-from jaxferry.partition.packed import as_stored
+from jaxferry.partition.packed import BYTES, as_stored
 
 BLOCK_BYTES = 2 << 20
 """The bytes of a stored array that are in memory at a time, beside its master."""
@@ -35,7 +35,7 @@ def masters_from_arrays(
     blocks, made = _Blocks(placement), dict[int, Parts]()
     for i, (leaf, dtype, span) in enumerate(zip(leaves, dtypes, spans or [None] * len(leaves), strict=True)):
         if not hasattr(leaf, "blocks"):
-            array = as_stored(leaf)
+            array = as_stored(leaf) if dtype in BYTES else np.asarray(leaf)
             made[i] = {span: on_host(array if span is None else span.of(array), placement, dtype)}
         else:
             made[i] = {span: blocks.master(leaf, dtype) if span is None else _elements(leaf, span, dtype, placement)}

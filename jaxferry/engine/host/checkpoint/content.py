@@ -12,7 +12,7 @@ import numpy as np
 from jaxferry.engine.host.checkpoint.about import is_numeric
 from jaxferry.engine.host.pieces import Owned, Stacked
 from jaxferry.errors import CheckpointError, InputError
-from jaxferry.partition.packed import is_coded, shape_from_stored
+from jaxferry.partition.packed import is_stored_as_bytes, shape_from_stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,24 +126,32 @@ def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, An
             )
 
 
-def check_coded(saved: Mapping[str, Any], dtypes: Sequence[str], expected: Mapping[str, Any]) -> None:
-    """Checks that parameters that are stored as bytes have the dtype that they were saved in.
+def check_coded(
+    saved: Mapping[str, Any], dtypes: Sequence[str], expected: Mapping[str, Any], masters: Sequence[Any]
+) -> None:
+    """Checks that parameters that are stored as bytes were saved so, in the same dtype.
 
     Args:
       saved: the parameters as they were stored, by path.
       dtypes: their own dtypes.
-      expected: the model's parameters.
+      expected: the model's parameters, by path.
+      masters: as they are stored.
 
     Raises:
       CheckpointError: if one differs.
     """
-    for (name, _), dtype in zip(saved.items(), dtypes, strict=True):
-        wanted = getattr(expected.get(name), "dtype", dtype)
-        if np.dtype(wanted) != jax.numpy.dtype(dtype) and (is_coded(dtype) or is_coded(wanted)):
-            raise CheckpointError(
-                f"the checkpoint does not match the model: {name} is {dtype} in the checkpoint and {wanted} in the "
-                "model"
-            )
+    there = {
+        name: dtype
+        for (name, stored), dtype in zip(saved.items(), dtypes, strict=True)
+        if is_stored_as_bytes(jax.ShapeDtypeStruct((), jax.numpy.dtype(dtype)), stored)
+    }
+    pairs = zip(expected.items(), masters, strict=True)
+    here = {name: str(own.dtype) for (name, own), master in pairs if is_stored_as_bytes(own, master)}
+    for name in [name for name in expected if name in saved and here.get(name) != there.get(name)]:
+        found, wanted = there.get(name, saved[name].dtype), here.get(name, expected[name].dtype)
+        raise CheckpointError(
+            f"the checkpoint does not match the model: {name} is {found} in the checkpoint and {wanted} in the model"
+        )
 
 
 def dictionary_paths(params: Any) -> list[list[str]] | None:
