@@ -146,7 +146,7 @@ def reading_stored(graph: Graph, stored: Sequence[Stored], frozen: Collection[in
                 f"parameter {stored[leaf].path!r} of dtype {aval.dtype} is scanned over its last axis, along which its "
                 "elements are packed: stack its layers along another axis, or pass it as int8"
             )
-        made = jax.make_jaxpr(lambda x, dtype=aval.dtype: _unpacked(x, dtype))(stored_struct(aval))
+        made = jax.make_jaxpr(lambda x, like=aval: _unpacked(x, like))(stored_struct(aval))
         parameters[leaf] = builder.value(made.in_avals[0])
         builder.inline(made, [parameters[leaf]])
         # What read the parameter reads the view.
@@ -155,14 +155,13 @@ def reading_stored(graph: Graph, stored: Sequence[Stored], frozen: Collection[in
     return dataclasses.replace(graph, equations=equations, avals=builder.avals, parameters=tuple(parameters))
 
 
-def _unpacked(array: jax.Array, dtype: np.dtype) -> jax.Array:
-    bits = bits_of(dtype)
+def _unpacked(array: jax.Array, like: Any) -> jax.Array:
+    dtype, bits = like.dtype, bits_of(like.dtype)
     if array.dtype == np.int8:
         if not _is_float(dtype):
             return array.astype(dtype)
         return jax.lax.bitcast_convert_type(array.astype(_UNSIGNED[bits]), dtype)
-    made = jax.lax.bitcast_convert_type(array, dtype)
-    return made if bits == 8 else made.reshape((*array.shape[:-1], -1))
+    return jax.lax.bitcast_convert_type(array, dtype).reshape(like.shape)
 
 
 def _is_float(dtype: Any) -> bool:
