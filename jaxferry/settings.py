@@ -168,10 +168,11 @@ class ThreadPool(ThreadPoolExecutor):
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """As of `ThreadPoolExecutor`; the function runs with 64-bit numbers if its caller has them."""
-        wide = bool(jax.config.jax_enable_x64)
+        config: Any = jax.config
+        wide = config.jax_enable_x64
 
         def run() -> Any:
-            if jax.config.jax_enable_x64 == wide:
+            if config.jax_enable_x64 == wide:
                 return function(*args, **kwargs)
             with jax.enable_x64(wide):
                 return function(*args, **kwargs)

@@ -60,7 +60,7 @@ def train(context, options, is_around_the_first_step):
     return losses, float(evaluated), params, state.params
 
 
-@pytest.fixture(scope="module", params=OPTIONS.values(), ids=OPTIONS)
+@pytest.fixture(scope="module", params=list(OPTIONS.values()), ids=list(OPTIONS))
 def options(request):
     return request.param
 
@@ -183,6 +183,26 @@ def test_a_program_without_donation_is_refused_before_anything_is_written(monkey
         with pytest.raises(jaxferry.JaxFerryError, match="does not donate its argument"):
             step(state, np.ones((4, 24), np.float32))
     assert_same_bits(state.params, before)
+
+
+LONG = """
+import jax, jax.numpy as jnp, numpy as np, optax, jaxferry
+from settings_runs import loss_fn, make_params
+
+jax.config.update("jax_debug_nans", True)
+for transport in ("ferry", "device_put"):
+    step = jaxferry.train_step(loss_fn, optax.adamw(1e-3), transport=transport)
+    state = step.init(make_params())
+    for _ in range(60):
+        state, metrics = step(state, np.ones((4, 8), np.float32))
+kept = [np.zeros(size) for size in range(1, 5000)]
+"""
+
+
+def test_a_long_run_under_debug_nans_leaves_memory_whole():
+    """In a process of its own: copies into freed memory end it after some dozens of steps."""
+    path = os.pathsep.join([str(pathlib.Path(__file__).parent / "support"), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", LONG], env={**os.environ, "PYTHONPATH": path}, check=True)
 
 
 TRAINING = ["test_train_step.py", "test_accumulation.py", "test_frozen.py", "test_policies.py", "test_scans.py"]
