@@ -71,6 +71,10 @@ class Donating:
         self._name = name
         self._checked: set[tuple[int, int]] = set()
 
+    def trace(self, *args: Any) -> Any:
+        """As of a jitted function: `jax.stages.Traced`."""
+        return self._jitted.trace(*args)
+
     def __call__(self, *args: Any) -> Any:
         """Calls the function.
 
@@ -80,7 +84,7 @@ class Donating:
         kind = len(args), len(args[0])
         if kind not in self._checked:
             # JAX keeps the lowered program for the call.
-            check_donated(self._jitted.trace(*args).lower(), self._name)
+            check_donated(self.trace(*args).lower(), self._name)
             self._checked.add(kind)
         return self._jitted(*args)
 
