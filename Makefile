@@ -48,7 +48,7 @@ docs: $(VENV)/installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 sanitize: install-test
-	@tools/sanitize $(ARGS)
+	@PYTHON=$(VENV)/bin/python tools/sanitize $(ARGS)
 	@PYTHON=$(VENV)/bin/python tools/sanitize_steps
 
 lint: install-dev

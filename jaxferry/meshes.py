@@ -1,20 +1,16 @@
-"""Meshes: that of a number of devices, for command lines, and that of `jax.set_mesh`, which the engine leaves."""
+"""Makes the mesh of a number of devices, for command lines."""
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import os
-from collections.abc import Iterator
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from jaxferry.errors import InputError
 
 _VIRTUAL = "xla_force_host_platform_device_count"
-_LEFT: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("left mesh", default=None)
 
 
 def mesh_of(num_devices: int) -> Mesh | None:
@@ -40,31 +36,3 @@ def mesh_of(num_devices: int) -> Mesh | None:
 def are_virtual() -> bool:
     """Whether XLA_FLAGS sets the number of virtual CPU devices."""
     return _VIRTUAL in os.environ.get("XLA_FLAGS", "")
-
-
-@contextlib.contextmanager
-def outside_mesh() -> Iterator[None]:
-    """Leaves the mesh of `jax.set_mesh`, if one is set: the engine's arrays and programs name their own."""
-    if jax.sharding.get_abstract_mesh().empty:
-        yield
-        return
-    token = _LEFT.set(jax.sharding.get_mesh())
-    try:
-        with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
-            yield
-    finally:
-        _LEFT.reset(token)
-
-
-@contextlib.contextmanager
-def automatic_mesh() -> Iterator[None]:
-    """Enters the mesh that `outside_mesh` has left if its axes are automatic, so that models may name them.
-
-    Explicit axes would be part of the types of a model's values.
-    """
-    left = _LEFT.get()
-    if left is None or any(axis is not AxisType.Auto for axis in left.axis_types):
-        yield
-        return
-    with jax.set_mesh(left):
-        yield

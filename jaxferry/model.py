@@ -19,6 +19,7 @@ from jaxferry.engine.host.subtree import path_names
 from jaxferry.options import Options
 from jaxferry.partition import Layer, Ownership, Span, frozen_leaves, held_whole, layers_by_path
 from jaxferry.partition.graph import aval_bytes
+from jaxferry.partition.packed import stored_struct
 
 _COPIES = "copies to read in place"
 
@@ -59,7 +60,7 @@ class Model:
         self.params = abstract(params)
         leaves, tree = jax.tree.flatten(self.params)
         dtypes = _master_dtypes(layers)
-        masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
+        masters = [jax.ShapeDtypeStruct(stored_struct(leaf).shape, dtypes[i]) for i, leaf in enumerate(leaves)]
         self._masters = jax.tree.unflatten(tree, masters)
         self._accumulates = options.accumulate > 1
         given = (optimizer, tree, masters, placement, options.clip_norm, hidden)
@@ -168,8 +169,7 @@ class Model:
           step: the number of steps taken.
         """
         scale = self._options.loss_scale or UNSCALED
-        tree = jax.tree.structure(self.params)
-        return TrainState(tree, self.optimizer, self._placement, layers, masters, optimizer, step, scale)
+        return TrainState(self.params, self.optimizer, self._placement, layers, masters, optimizer, step, scale)
 
 
 def host_bytes(params: Any, optimizer: optax.GradientTransformation, compute_dtype: Any) -> dict[str, int]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxferry.errors import InputError
 from jaxferry.partition import check_byte_order
+from jaxferry.settings import traced_settings
 
 
 def split_flags(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -19,7 +20,7 @@ def split_flags(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def structure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The structure: the tree, the shapes and dtypes (weak or not) of its leaves, and the flags.
+    """The structure: the tree, the shapes and dtypes (weak or not) of its leaves, the flags, and JAX's settings.
 
     Raises:
       InputError: if a leaf is traced, or is no array or number that JAX can hold.
@@ -36,7 +37,7 @@ def structure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
     except (TypeError, ValueError) as error:
         _name_unfit_leaf(args, arrays)
         raise InputError(f"the arguments must be trees of arrays and numbers: {error}") from error
-    return structure, kinds, tuple(sorted(flags.items(), key=repr))
+    return structure, kinds, tuple(sorted(flags.items(), key=repr)), traced_settings()
 
 
 def _name_unfit_leaf(args: Any, kwargs: Mapping[str, Any]) -> None:

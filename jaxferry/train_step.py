@@ -33,15 +33,16 @@ from jaxferry.engine.global_arrays import global_shape
 from jaxferry.engine.host.subtree import path_names
 from jaxferry.engine.progress import PROGRESS
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
-from jaxferry.meshes import outside_mesh
 from jaxferry.model import Model, abstract
 from jaxferry.modes import BLOCK
 from jaxferry.options import CACHED_SHAPES, Options, read_options
 from jaxferry.partition import Partition, Trainable
 from jaxferry.partition.graph import result_shapes
+from jaxferry.partition.packed import stored_struct
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Run
+from jaxferry.settings import own_settings
 from jaxferry.structure import split_flags
 
 __all__ = ["Prepared", "TrainStep", "train_step"]
@@ -193,8 +194,9 @@ class TrainStep:
         self._placement, self._wanted_transport = placement, transport
         options = options.on(self._placement.memory_facts().get("memory_limit_bytes"))
         self._loss_fn, self._optax, self._options = loss_fn, optimizer, options
-        choose_transport(transport, self._placement)
-        self._shared = Shared(self._placement, options)
+        with own_settings():
+            choose_transport(transport, self._placement)
+            self._shared = Shared(self._placement, options)
         self._compiler: Compiler | None = None
         self._saves = checkpoint.BackgroundSaves()
 
@@ -210,7 +212,7 @@ class TrainStep:
           InputError: if a trained parameter is not real floating point.
           HostMemoryError: if host memory cannot hold them; nothing is allocated then.
         """
-        with outside_mesh():
+        with own_settings():
             compiler = self._adopt(params)
             compiler.model.check_host_memory()
             leaves = jax.tree.leaves(params)
@@ -227,7 +229,7 @@ class TrainStep:
         Raises:
           InputError: as for `init`.
         """
-        with outside_mesh():
+        with own_settings():
             self._adopt(params)
 
     def init_from(self, init_fn: Callable[[Any], Any], rng: Any) -> TrainState:
@@ -240,7 +242,7 @@ class TrainStep:
         Raises:
           HostMemoryError: if host memory cannot hold the model; nothing is allocated then.
         """
-        with outside_mesh():
+        with own_settings():
             compiler = self._adopt(result_shapes(init_fn, rng))
             compiler.model.check_host_memory()
             if self._placement.num_processes > 1:
@@ -271,7 +273,7 @@ class TrainStep:
           TaskError: if a task of this step or of the previous one failed; the message states the outcome.
           StateError: if the state belongs to another step or to the parent of this forked process, or is damaged.
         """
-        with outside_mesh(), PROGRESS.call():
+        with own_settings(), PROGRESS.call():
             prepared = self._arranged(state, args, kwargs)
             state.fill()
             number = state.step
@@ -291,7 +293,7 @@ class TrainStep:
           BudgetError: if no plan fits into `memory_budget`.
           StateError: if the model is not known yet: call `init`, `init_from`, `restore` or `declare` first.
         """
-        with outside_mesh():
+        with own_settings():
             return self.compiler.prepare(*self._of_all(args, kwargs))
 
     def measure(self, params: Any, *args: Any, **kwargs: Any) -> Profile:
@@ -304,7 +306,7 @@ class TrainStep:
           *args: the step's arguments; arrays or shape structs.
           **kwargs: likewise.
         """
-        with outside_mesh():
+        with own_settings():
             return self._adopt(params).measure(*self._of_all(args, kwargs))
 
     def compile_updates(self, state: TrainState, *args: Any, **kwargs: Any) -> None:
@@ -315,7 +317,7 @@ class TrainStep:
           *args: the step's arguments; arrays or shape structs.
           **kwargs: likewise.
         """
-        with outside_mesh():
+        with own_settings():
             self._arranged(state, args, kwargs)
 
     def _of_all(self, args: Any, kwargs: Any) -> Any:
@@ -368,7 +370,7 @@ class TrainStep:
         """
         self._check(state)
         compiler = self.compiler
-        with outside_mesh(), PROGRESS.call():
+        with own_settings(), PROGRESS.call():
             evaluator = compiler.evaluator(function, *self._of_all(args, kwargs))
             self._shared.prefetch.clear()
             state.settle()
@@ -466,29 +468,34 @@ class TrainStep:
         keep = None if keep_last is None else checkpoint.Keep(keep_last, keep_best)
         # The working folder may be another one while a thread writes.
         target = checkpoint.local_path(path)
-        state.settle()
-        params = self.compiler.model.params
-        saved = checkpoint.Checkpoint(
-            step=state.updated_step,
-            params=dict(zip(path_names(params), state.masters(), strict=True)),
-            dtypes=[str(leaf.dtype) for leaf in jax.tree.leaves(params)],
-            dictionary_paths=checkpoint.dictionary_paths(params),
-            optimizer=state.stored_optimizer_state(),
-            loss_scale=[state.loss_scale.value, state.loss_scale.num_finite] if state.loss_scale.is_dynamic else None,
-            extra=checkpoint.check_extra({} if extra is None else extra),
-            metric=checkpoint.check_metric(metric),
-        )
-        messages = messages_of("save", self._placement.process, self._placement.num_processes)
-        if not wait:
-            if messages is None:
-                checkpoint.check_target(target, saved.step, keep)
-            saved = saved.copied()
+        with own_settings():
+            state.settle()
+            params, scale = self.compiler.model.params, state.loss_scale
+            saved = checkpoint.Checkpoint(
+                step=state.updated_step,
+                params=dict(zip(path_names(params), state.masters(), strict=True)),
+                dtypes=[str(leaf.dtype) for leaf in jax.tree.leaves(params)],
+                dictionary_paths=checkpoint.dictionary_paths(params),
+                optimizer=state.stored_optimizer_state(),
+                loss_scale=[scale.value, scale.num_finite] if scale.is_dynamic else None,
+                extra=checkpoint.check_extra({} if extra is None else extra),
+                metric=checkpoint.check_metric(metric),
+            )
+            messages = messages_of("save", self._placement.process, self._placement.num_processes)
+            if not wait:
+                if messages is None:
+                    checkpoint.check_target(target, saved.step, keep)
+                saved = saved.copied()
 
         def write() -> None:
             checkpoint.save(saved, target, keep, messages)
             state.checkpoint = os.fspath(path)
 
-        write() if wait else self._saves.start(write)
+        if wait:
+            with own_settings():
+                write()
+        else:
+            self._saves.start(write)
 
     def wait_for_saves(self) -> None:
         """Waits until the last save with `wait=False` is on the disk.
@@ -528,7 +535,7 @@ class TrainStep:
             return self._matching(described, tree(described)).owned()
 
         try:
-            with outside_mesh():
+            with own_settings():
                 saved = checkpoint.load(path, None if is_alone else spans)
                 state = self._restored(saved, tree(saved))
         except JaxFerryError:
@@ -541,8 +548,9 @@ class TrainStep:
     def _matching(self, saved: checkpoint.Checkpoint, params: Any) -> Model:
         """The model of these parameters, which a checkpoint must match: arrays or shapes of it."""
         model = self._adopt(params).model
-        expected = dict(zip(path_names(model.params), jax.tree.leaves(model.params), strict=True))
-        checkpoint.check_matches("model", saved.params, expected)
+        names, leaves = path_names(model.params), jax.tree.leaves(model.params)
+        checkpoint.check_coded(saved.params, saved.dtypes, dict(zip(names, leaves, strict=True)), model.optimizer.avals)
+        checkpoint.check_matches("model", saved.params, dict(zip(names, map(stored_struct, leaves), strict=True)))
         checkpoint.check_matches("optimizer", saved.optimizer, model.optimizer.state_shapes(), check_dtypes=True)
         return model
 

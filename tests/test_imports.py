@@ -15,7 +15,7 @@ ROOT = Path(jaxferry.errors.__file__).parent
 LAYERS = (
     ("errors",),
     ("units", "modes"),
-    ("host_memory", "meshes"),
+    ("host_memory", "meshes", "settings"),
     ("records",),
     ("native",),
     ("optimizers",),

@@ -29,6 +29,7 @@ from jaxferry.partition.graph import Graph
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import Profile
 from jaxferry.recent import Recent
+from jaxferry.settings import check_may_trace
 from jaxferry.structure import structure_of
 
 
@@ -70,6 +71,7 @@ class Compiler:
         """The prepared step for arguments of this structure; prepares it on the first call."""
 
         def make() -> tuple[Prepared, Cut]:
+            check_may_trace("the loss function for a batch of new shapes")
             self._shared.prefetch.take(None)  # copies in flight would disturb the measurement
             try:
                 return self._compiled(self._cut(args, kwargs), args, kwargs)
@@ -104,6 +106,7 @@ class Compiler:
         """The evaluator of a function of the parameters."""
 
         def make() -> tuple[Evaluator, Cut | None]:
+            check_may_trace("a function for arguments of new shapes")
             cut = self._cut(args, kwargs) if function is self._loss_fn else None
             parts = self._cutter.forward(function, args, kwargs) if cut is None else cut.parts
             budget, transport = self._options.memory_budget_bytes, self._transport_of(parts.layers)

@@ -18,6 +18,7 @@ from jaxferry.options import MEASURE, Options
 from jaxferry.partition import Partition
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
+from jaxferry.settings import looks_for_nans
 
 
 class Profiler:
@@ -142,6 +143,6 @@ def rules_of(options: Options) -> Rules:
     """The update rules that the options of `train_step` ask for."""
     scale, clips, check = options.loss_scale, options.clip_norm is not None, options.check_gradients
     is_adapted = scale is not None and scale.is_dynamic
-    # Where updates wait for the norm anyway, the check costs nothing.
-    checks = clips or options.accumulate > 1 if check is None else check
+    # Where updates wait for the norm anyway, the check costs nothing. Who looks for a NaN wants no update with one.
+    checks = clips or options.accumulate > 1 or looks_for_nans() if check is None else check
     return Rules(clips, options.skip_nonfinite, is_adapted or checks, options.accumulate)

@@ -18,11 +18,11 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from jaxferry.engine.ready_tasks import ReadyTasks, TaskList
 from jaxferry.errors import StateError
 from jaxferry.schedule import Lane
+from jaxferry.settings import ThreadPool
 
 Wait = Callable[[], object]
 Action = Callable[[int], Wait | None]
@@ -60,7 +60,7 @@ class Monitor:
     def __init__(self, threads: Sequence[Sequence[Lane]]) -> None:
         self.lock = threading.RLock()
         self.outside = threading.Condition(self.lock)
-        self.later = ThreadPoolExecutor(1, thread_name_prefix="jaxferry later")
+        self.later = ThreadPool(1, "jaxferry later")
         self._of_lane: dict[Lane, threading.Condition] = {}
         for lanes in threads:
             self._of_lane |= dict.fromkeys(lanes, threading.Condition(self.lock))
@@ -351,9 +351,7 @@ class Lanes:
     def __init__(self, threads: Sequence[Sequence[Lane]] = ONE_EACH) -> None:
         self._lanes = [tuple(lanes) for lanes in threads]
         # Python joins these threads at exit, so no update is cut off.
-        self._threads = [
-            ThreadPoolExecutor(1, thread_name_prefix=f"jaxferry {'+'.join(lanes)}") for lanes in self._lanes
-        ]
+        self._threads = [ThreadPool(1, f"jaxferry {'+'.join(lanes)}") for lanes in self._lanes]
         self._monitor = Monitor(self._lanes)
 
     def make(self, tasks: TaskList, action: Action, previous: StepRun | None = None) -> StepRun:

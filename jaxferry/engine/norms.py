@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jaxferry.engine.host.pinned import Vectors
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_functions import squared_norm
 from jaxferry.partition import Layer
+from jaxferry.settings import ThreadPool
 
 SquaredNorm = Future[jax.Array] | jax.Array
 """A scalar in host memory that a thread computes, or one on the device."""
@@ -34,7 +35,7 @@ class Norms:
 
     def __init__(self, placement: Placement, on_host: bool) -> None:
         self._placement, self._on_host = placement, on_host
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxferry norms")
+        self._thread = ThreadPool(1, "jaxferry norms")
         self.none = jax.device_put(np.float32(0), placement.host_compute)
         """The argument of an update that needs no norm."""
 

@@ -24,7 +24,7 @@ from jaxferry.engine.allocator import Allocator
 from jaxferry.engine.global_arrays import joined_rows, merged, moved, spread
 from jaxferry.errors import InputError
 from jaxferry.partition import Layer, Ownership
-from jaxferry.partition.graph import Graph
+from jaxferry.partition.graph import Graph, bits_of
 
 DATA = "data"
 """The axis of a mesh along which devices share a batch; of the engine's own mesh, that of one process's devices."""
@@ -225,6 +225,36 @@ class Placement:
     def update_output(self) -> NamedSharding:
         """Where the host update writes the compute copy: pinned memory if the CPU backend reaches it, else `host`."""
         return self.pinned if self.is_cpu else self.host
+
+
+def check_passes(aval: Any, placement: Placement) -> None:
+    """Checks that compiled programs take values of a dtype.
+
+    Args:
+      aval: shape and dtype of a value that programs read.
+      placement: where it is.
+
+    Raises:
+      InputError: if they do not. JAX 0.10 compares layouts of fewer than 8 bits an element wrongly on CPUs.
+    """
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or bits_of(aval.dtype) >= 8:
+        return
+    if not _passes(np.dtype(aval.dtype), placement):
+        raise InputError(
+            f"the loss function passes {aval.str_short()} from one layer, or from the batch, to another, and JAX "
+            f"{jax.__version__} gives compiled programs no arrays of that dtype: cast it to int8, or update JAX"
+        )
+
+
+@functools.cache
+def _passes(dtype: np.dtype, placement: Placement) -> bool:
+    program = jax.jit(lambda x: x.astype(np.float32), out_shardings=placement.own)
+    struct = jax.ShapeDtypeStruct((8,), dtype, sharding=placement.own)
+    try:
+        program.trace(struct).lower().compile()(jax.device_put(np.zeros(8, dtype), placement.own))
+    except ValueError:
+        return False
+    return True
 
 
 def make_placement(device: Any = None, mesh: Any = None) -> Placement:

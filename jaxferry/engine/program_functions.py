@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxferry.engine.placement import Placement
+from jaxferry.engine.placement import Placement, check_passes
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.engine.transport.queued import queue_stores
 from jaxferry.native import as_stored, targets, twins
@@ -376,7 +376,13 @@ class ProgramTracer:
         return [_struct(aval, self._placement.device, aval.weak_type) for aval in avals]
 
     def _placed(self, avals: Sequence[Any]) -> list[Any]:
-        """Structs of values, which devices may share."""
+        """Structs of values, which devices may share.
+
+        Raises:
+          InputError: if this version of JAX passes no arrays of their dtype to compiled programs.
+        """
+        for aval in avals:
+            check_passes(aval, self._placement)
         return [_struct(aval, self._placement.of(self._partition.graph, aval), aval.weak_type) for aval in avals]
 
     def _with_gradients(self, layers: Sequence[Layer], function: Function, arguments: Sequence[Any]) -> Any:

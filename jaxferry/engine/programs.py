@@ -19,6 +19,7 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_functions import ProgramTracer
 from jaxferry.engine.program_keys import ProgramKey
 from jaxferry.engine.shared_programs import compile_shared
+from jaxferry.native.donation import check_donated
 from jaxferry.partition import Derivative, ForwardPartition, Partition, Segment, differentiate
 from jaxferry.partition.graph import evaluate
 
@@ -56,6 +57,7 @@ class Programs:
         self.derivatives = derivatives
         self.prelude = make_prelude(partition, placement)
         self.temporary_bytes: dict[ProgramKey, int] = {}
+        self._native = native
         self._tracer = ProgramTracer(partition, derivatives, placement, native, is_scaled)
         self._compiled: dict[ProgramKey, Any] = {}
         self._lowered: dict[ProgramKey, Any] = {}
@@ -63,7 +65,9 @@ class Programs:
     def lowered(self, key: ProgramKey) -> Any:
         """Returns the program of a key before XLA compiles it (`jax.stages.Lowered`)."""
         if key not in self._lowered:
-            self._lowered[key] = lower_traced(self.traced(key))
+            lowered = self._lowered[key] = lower_traced(self.traced(key))
+            if self._native:
+                check_donated(lowered, f"the {key.kind.value} of program {key.program}")
         return self._lowered[key]
 
     def traced(self, key: ProgramKey) -> Any:

@@ -21,7 +21,7 @@ from jaxferry.engine.prefetch import DeviceCopies, Prefetch
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.step import RunnableStep, StepContext, StepResult
 from jaxferry.engine.trace.marks import Marks
-from jaxferry.errors import TaskError
+from jaxferry.errors import StateError, TaskError
 from jaxferry.schedule import Lane
 
 DEVICE_LANES = (Lane.GPU, Lane.D2H)
@@ -208,7 +208,7 @@ class StepRunner:
             # A device reports errors late; the task that waits for its result fails too.
             work.wait()
             if work.failure is None:
-                outcome = self._fail(step)
+                outcome = self._fail(step, error)
                 raise TaskError(f"a program of the step failed: {error} ({outcome})", "") from error
             return None
         step.state.pending = PendingStep(work, step, before)
@@ -216,21 +216,27 @@ class StepRunner:
             recorder.add(work, step.copies.marks)
         return result
 
-    def _fail(self, step: StepContext) -> str:
+    def _fail(self, step: StepContext, error: BaseException | None = None) -> str:
         """Ends a step that has not returned: rolls it back, or marks the state as damaged; returns which, in words.
+
+        Args:
+          step: the step.
+          error: what has failed, if it is no task.
 
         Raises:
           TaskError: if a task of this step or of the previous one has failed.
+          StateError: if the state is damaged.
         """
         state, work = step.state, step.work
         self._discard_prefetch(state)
         work.stop()
         step.drop()
         state.drop_kept(self._resources.transport)
-        outcome = state.end_failed(step, work, state.counts)
+        outcome = state.end_failed(step, work, state.counts, error)
         if work.failure is not None:
             raise task_error(work, outcome) from work.failure.error
-        state.check()
+        if state.damage is not None:
+            raise StateError(state.damage) from error
         return outcome
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxferry.profiling.progress import Lines
+from jaxferry.settings import traced_settings
 
 _TOLD_EVERY_S = 1.0
 
@@ -28,9 +29,10 @@ def shared_function(content: Hashable, make: Callable[[], Any]) -> Any:
       content: everything that the function depends on.
       make: makes it; returns a function of `jax.jit`.
     """
-    function = _FUNCTIONS.get(content)
+    key = (content, traced_settings())
+    function = _FUNCTIONS.get(key)
     if function is None:
-        function = _FUNCTIONS[content] = make()
+        function = _FUNCTIONS[key] = make()
     return function
 
 
@@ -41,6 +43,9 @@ def compile_shared(wanted: Mapping[Any, Hashable | None], lowered: Callable[[Any
       wanted: by key, everything that the program depends on; None for a program that is not shared.
       lowered: returns a key's program before XLA compiles it.
     """
+    # What is traced elsewhere, such as an optimizer's update, depends on JAX's settings too.
+    settings = traced_settings()
+    wanted = {key: content and (content, settings) for key, content in wanted.items()}
     made = {key: held for key, content in wanted.items() if content and (held := _PROGRAMS.get(content)) is not None}
     missing = [key for key in wanted if key not in made]
     what, lines = f"compiling {len(missing)} programs", Lines()

@@ -31,8 +31,9 @@ from jaxferry.engine.process import Process
 from jaxferry.engine.transport.base import Transport
 from jaxferry.engine.transport.held import DeviceLayer
 from jaxferry.errors import StateError
-from jaxferry.meshes import outside_mesh
 from jaxferry.partition import Layer, Span
+from jaxferry.partition.packed import as_stored, from_stored, is_stored_as_bytes
+from jaxferry.settings import own_settings
 from jaxferry.units import format_bytes
 
 
@@ -62,7 +63,7 @@ class TrainState:
 
     def __init__(
         self,
-        tree: jax.tree_util.PyTreeDef,
+        params: Any,
         optimizer: HostOptimizer,
         placement: Placement,
         layers: Sequence[Layer],
@@ -82,7 +83,7 @@ class TrainState:
         self.pending: PendingStep | None = None
         self.prefetch: Prefetch | None = None
         self.accumulated = Accumulated()
-        self._tree, self.optimizer, self._placement, self._process = tree, optimizer, placement, Process()
+        self._params, self.optimizer, self._placement, self._process = params, optimizer, placement, Process()
 
     def __repr__(self) -> str:
         held, num = sum(unit.num_bytes for unit in self.host.units), sum(aval.size for aval in self.optimizer.avals)
@@ -105,19 +106,24 @@ class TrainState:
           StateError: if it is assigned while gradients are accumulated.
         """
         self.settle()
-        by_leaf, avals = self.host.masters(), self.optimizer.avals
-        # Without the arrays that have been read, only one parameter exists twice.
-        masters = [np.array(self._whole(by_leaf.pop(leaf), avals[leaf])) for leaf in range(len(avals))]
-        return jax.tree.unflatten(self._tree, masters)
+        with own_settings():
+            by_leaf, avals = self.host.masters(), self.optimizer.avals
+            # Without the arrays that have been read, only one parameter exists twice.
+            masters = [
+                np.array(from_stored(self._whole(by_leaf.pop(leaf), avals[leaf]), shown.dtype))
+                for leaf, shown in enumerate(self._shown)
+            ]
+        return jax.tree.unflatten(jax.tree.structure(self._params), masters)
 
     @params.setter
     def params(self, given: Any) -> None:
-        leaves = given_leaves("state.params", given, jax.tree.unflatten(self._tree, self.optimizer.avals))
+        tree: Any = jax.tree.structure(self._params)
+        leaves = given_leaves("state.params", given, jax.tree.unflatten(tree, self._shown))
         if self.accumulated.num_batches:
             raise StateError("state.params is assigned while gradients are accumulated: assign it after an update")
         self.settle()
-        masters = self._given(dict(enumerate(leaves)), dict(enumerate(self.optimizer.avals)))
-        with deferred_interrupts(), outside_mesh():
+        with deferred_interrupts(), own_settings():
+            masters = self._given(dict(enumerate(leaves)), dict(enumerate(self._shown)))
             if self.prefetch is not None:
                 self.prefetch.work.stop()  # the next step frees the copies of the old parameters
             self.resident = {}
@@ -135,8 +141,9 @@ class TrainState:
         Raises:
           InputError: if an assigned tree has another structure or other shapes.
         """
-        leaves = self.optimizer_state()
-        return self.optimizer.whole_state({name: _copied(leaf) for name, leaf in leaves.items()})
+        with own_settings():
+            leaves = self.optimizer_state()
+            return self.optimizer.whole_state({name: _copied(leaf) for name, leaf in leaves.items()})
 
     @opt_state.setter
     def opt_state(self, given: Any) -> None:
@@ -161,18 +168,24 @@ class TrainState:
         With `accumulate` it is the state after the last update, as in a checkpoint.
         """
         self.settle()
-        masters, optimizer = self._copies(self.host.masters()), self._copies(self.host.optimizer_state())
-        args = (self._tree, self.optimizer, self._placement, self.host.layers, masters, optimizer)
-        with outside_mesh():
+        with own_settings():
+            masters, optimizer = self._copies(self.host.masters()), self._copies(self.host.optimizer_state())
+            args = (self._params, self.optimizer, self._placement, self.host.layers, masters, optimizer)
             made = TrainState(*args, self.updated_step, self.loss_scale)
         made._is_arranged, made.checkpoint = self._is_arranged, self.checkpoint
         return made
 
+    @property
+    def _shown(self) -> list[Any]:
+        """Shape and dtype of each master parameter, as the user sees it."""
+        pairs = zip(jax.tree.leaves(self._params), self.optimizer.avals, strict=True)
+        return [own if is_stored_as_bytes(own, aval) else aval for own, aval in pairs]
+
     def _replace_state(self, leaves: Mapping[str, Any]) -> None:
         """Replaces leaves of the optimizer's state, which are copied in their own dtypes."""
-        own = self._given(leaves, self.optimizer.state_shapes())
         self.settle()
-        with deferred_interrupts(), outside_mesh():
+        with deferred_interrupts(), own_settings():
+            own = self._given(leaves, self.optimizer.state_shapes())
             self.host.replace_state({name: parts[None] for name, parts in own.items()})
 
     def _given(self, leaves: Mapping[Any, Any], avals: Mapping[Any, Any]) -> dict[Any, Parts]:
@@ -180,7 +193,7 @@ class TrainState:
         if self._placement.ownership.is_all:
             return {name: {None: self._owned(leaf, avals[name].dtype)} for name, leaf in leaves.items()}
         return {
-            name: {None: leaf if _is_key(leaf) else np.asarray(leaf, avals[name].dtype)}
+            name: {None: leaf if _is_key(leaf) else as_stored(np.asarray(leaf, avals[name].dtype))}
             for name, leaf in leaves.items()
         }
 
@@ -191,7 +204,7 @@ class TrainState:
         """Returns a copy in host memory, in `dtype` if given; PRNG keys keep theirs."""
         if _is_key(leaf):
             return jax.device_put(jnp.copy(leaf), self._placement.host, may_alias=False)
-        return on_host(leaf, self._placement, dtype)
+        return on_host(as_stored(np.asarray(leaf, dtype)), self._placement)
 
     def _whole(self, parts: Parts, aval: Any) -> Any:
         found = parts.get(None)
@@ -215,18 +228,20 @@ class TrainState:
         if self.damage is not None:
             raise StateError(self.damage)
 
-    def end_failed(self, step: EndingStep, work: StepRun, before: Counts) -> str:
+    def end_failed(self, step: EndingStep, work: StepRun, before: Counts, error: BaseException | None = None) -> str:
         """Rolls back a failed step, or marks the state as damaged; returns the outcome in words.
 
         Args:
           step: the failed step; it must have no work in flight.
           work: the run of its tasks.
           before: the state's counts before the step.
+          error: what has failed, if it is no task.
         """
         if step.is_updating:
             remedy = "restore a checkpoint" if self.checkpoint is None else f"restore {self.checkpoint}"
             outcome = f"the state lies between two steps: {remedy}"
-            failed = "a program of the step failed" if work.failure is None else str(task_error(work, outcome))
+            cause = "" if error is None else f": {error}"
+            failed = f"a program of the step failed{cause}" if work.failure is None else str(task_error(work, outcome))
             self.damage = failed if work.failure is not None else f"{failed} ({outcome})"
             return outcome
         self.step, self.accumulated, self.loss_scale = before.step, before.accumulated, before.loss_scale

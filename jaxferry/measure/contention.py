@@ -26,6 +26,7 @@ from jaxferry.measure.microbenchmarks import HostUpdate
 from jaxferry.partition import Layer
 from jaxferry.profiling.cache import MeasurementCache
 from jaxferry.profiling.contention import DOWN, HOST, NO_CONTENTION, UP, Contention
+from jaxferry.settings import with_own_settings
 
 TRANSFER_BYTES = 2**26
 """The bytes of a transfer, and about those of an update."""
@@ -108,7 +109,7 @@ def _calls_per_s(calls: Sequence[Callable[[], Any]], window_s: float) -> list[fl
     if len(calls) == 1:
         return [run(calls[0])]
     with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads:
-        return list(threads.map(run, calls))
+        return list(threads.map(with_own_settings(run), calls))
 
 
 def transfers(placement: Placement, num_bytes: int = TRANSFER_BYTES) -> dict[str, Callable[[], Any]]:

@@ -19,6 +19,7 @@ import jax
 
 from jaxferry.native.checks import CHECKS, Bench
 from jaxferry.native.library import is_available, library, status
+from jaxferry.settings import with_own_settings
 
 NUM_BYTES = 2**18
 """The size of the checks' operands in the self-test of a training step."""
@@ -114,7 +115,7 @@ def run_self_test(
         for name in CHECKS:
             results.append(_run_check(name, bench, measures))
 
-    thread = threading.Thread(target=run, name="jaxferry self-test", daemon=True)
+    thread = threading.Thread(target=with_own_settings(run), name="jaxferry self-test", daemon=True)
     thread.start()
     thread.join(limit_s)
     found = tuple(results)

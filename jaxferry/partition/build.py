@@ -18,6 +18,7 @@ from jaxferry.partition.graph import Equation, Graph
 from jaxferry.partition.groups import Group, group_leaves, leaf_paths, modules_of
 from jaxferry.partition.keys import Canonical, bytes_of
 from jaxferry.partition.layout import Layer, make_layer
+from jaxferry.partition.packed import stored_struct
 from jaxferry.partition.segments import (
     ForwardPartition,
     Partition,
@@ -209,7 +210,7 @@ def layers_by_path(params: Any, compute_dtype: Any = None, frozen: Collection[in
     parts = leaf_paths(params)
     paths = ["/".join(path) for path in parts]
     abstract, master_dtypes = abstract_params(params, paths, compute_dtype, frozen)
-    avals = jax.tree.leaves(abstract)
+    avals = [stored_struct(aval) if leaf in frozen else aval for leaf, aval in enumerate(jax.tree.leaves(abstract))]
     return tuple(make_layer(g.name, g.leaves, paths, avals, master_dtypes, frozen) for g in group_leaves(parts))
 
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxferry.meshes import automatic_mesh
+from jaxferry.settings import users_settings
 
 type_of_aval = Any  # jax.core.ShapedArray; its public alias has moved between JAX releases
 
@@ -139,11 +140,21 @@ def is_raw_key(shape: Sequence[int], dtype: Any) -> bool:
 
 
 def aval_bytes(aval: type_of_aval) -> int:
-    """Bytes of an array of this shape and dtype; for typed PRNG keys, of their key data."""
+    """Bytes of an array of this shape and dtype on a device; for typed PRNG keys, of their key data."""
     dtype = aval.dtype
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return int(aval.size) * int(dtype.itemsize)
-    return int(aval.size) * np.dtype(dtype).itemsize
+    return -(-int(aval.size) * bits_of(dtype) // 8)
+
+
+@functools.cache
+def bits_of(dtype: Any) -> int:
+    """Bits of an element of a dtype in a buffer of XLA, which packs elements of fewer than 8 bits."""
+    dtype = np.dtype(dtype)
+    if dtype.itemsize > 1 or dtype == np.bool_:
+        return 8 * dtype.itemsize
+    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    return int(info(dtype).bits)
 
 
 def is_inexact(aval: type_of_aval) -> bool:
@@ -260,7 +271,7 @@ def known_jaxpr(
     rest, rest_tree = jax.tree.flatten((args, dict(kwargs)))
     # Without shardings: over a mesh with explicit axes these would be part of every type.
     rest = [_shape_of(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in rest]
-    with automatic_mesh():
+    with users_settings():
         traced = _known_call(function, params_tree, rest_tree).trace(leaves, rest)
     return traced.jaxpr, jax.tree.structure(traced.out_info)
 

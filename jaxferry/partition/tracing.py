@@ -16,9 +16,10 @@ from jax.extend import core
 
 from jaxferry.errors import InputError, PartitionError
 from jaxferry.partition.byte_order import check_byte_order
-from jaxferry.partition.graph import Builder, Graph, graph_of, known_jaxpr
+from jaxferry.partition.graph import Builder, Graph, bits_of, graph_of, known_jaxpr
 from jaxferry.partition.groups import Path, leaf_paths
 from jaxferry.partition.layout import Layer
+from jaxferry.partition.packed import check_storable, reading_stored, stored_struct
 from jaxferry.partition.scans import find_scans
 from jaxferry.partition.stacking import Stack, Stored, stored_in, stored_leaves
 from jaxferry.partition.unroll import unroll
@@ -63,8 +64,9 @@ def trace(
     abstract, dtypes = abstract_params(params, ["/".join(path) for path in keys], dtype, frozen)
     closed, out_tree = known_jaxpr(function, abstract, args, kwargs or {})
     graph, stored, notes = _unroll_scans(graph_of(closed, len(keys), out_tree), keys, layers)
-    graph = dataclasses.replace(graph, num_devices=num_devices, num_processes=num_processes)
     frozen = frozenset(index for index, leaf in enumerate(stored) if leaf.source in frozen)
+    graph = reading_stored(graph, stored, frozen)
+    graph = dataclasses.replace(graph, num_devices=num_devices, num_processes=num_processes)
     return Traced(graph, stored, [dtypes[leaf.source] for leaf in stored], frozen, notes)
 
 
@@ -130,12 +132,18 @@ def abstract_params(
             raise InputError(f"parameter {path!r} is a {type(leaf).__name__}, not an array")
         check_byte_order(leaf, f"parameter {path!r}")
         if index in frozen:
-            dtypes.append(np.dtype(leaf.dtype))
+            check_storable(leaf.dtype, f"parameter {path!r}")
+            dtypes.append(np.dtype(stored_struct(leaf).dtype))
             continue
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise InputError(
                 f"parameter {path!r} has dtype {leaf.dtype}; only real floating-point parameters can be trained: "
                 "freeze it by trainable=, or pass it outside params, for instance in the batch"
+            )
+        if bits_of(leaf.dtype) < 8 or np.asarray(-1, leaf.dtype) != -1:
+            raise InputError(
+                f"parameter {path!r} has dtype {leaf.dtype}, which cannot hold gradients: freeze it by trainable=, or "
+                "pass it in a floating-point dtype of 8 bits or more with a sign"
             )
         # Updates need fp32 precision even if the model is stored in 16 bits.
         dtypes.append(np.dtype(np.float32 if leaf.dtype.itemsize < 4 else leaf.dtype))

@@ -4,45 +4,65 @@ namespace jaxferry {
 
 namespace {
 
-// NumPy's name for an XLA dtype.
-const char* NameOf(ffi::DataType dtype) {
-  switch (dtype) {
-    case ffi::DataType::PRED:
-      return "bool";
-    case ffi::DataType::S8:
-      return "int8";
-    case ffi::DataType::S16:
-      return "int16";
-    case ffi::DataType::S32:
-      return "int32";
-    case ffi::DataType::S64:
-      return "int64";
-    case ffi::DataType::U8:
-      return "uint8";
-    case ffi::DataType::U16:
-      return "uint16";
-    case ffi::DataType::U32:
-      return "uint32";
-    case ffi::DataType::U64:
-      return "uint64";
-    case ffi::DataType::F16:
-      return "float16";
-    case ffi::DataType::BF16:
-      return "bfloat16";
-    case ffi::DataType::F32:
-      return "float32";
-    case ffi::DataType::F64:
-      return "float64";
-    default:
-      return nullptr;
+// A dtype as NumPy names it, and the bits of an element. XLA packs elements of fewer than 8 bits, the first one lowest.
+struct Known {
+  ffi::DataType dtype;
+  const char* name;
+  int64_t bits;
+};
+
+// XLA's own ByteWidth says a byte for each of them.
+constexpr Known kKnown[] = {
+    {ffi::DataType::PRED, "bool", 8},
+    {ffi::DataType::S1, "int1", 1},
+    {ffi::DataType::S2, "int2", 2},
+    {ffi::DataType::S4, "int4", 4},
+    {ffi::DataType::S8, "int8", 8},
+    {ffi::DataType::S16, "int16", 16},
+    {ffi::DataType::S32, "int32", 32},
+    {ffi::DataType::S64, "int64", 64},
+    {ffi::DataType::U1, "uint1", 1},
+    {ffi::DataType::U2, "uint2", 2},
+    {ffi::DataType::U4, "uint4", 4},
+    {ffi::DataType::U8, "uint8", 8},
+    {ffi::DataType::U16, "uint16", 16},
+    {ffi::DataType::U32, "uint32", 32},
+    {ffi::DataType::U64, "uint64", 64},
+    {ffi::DataType::F4E2M1FN, "float4_e2m1fn", 4},
+    {ffi::DataType::F8E3M4, "float8_e3m4", 8},
+    {ffi::DataType::F8E4M3, "float8_e4m3", 8},
+    {ffi::DataType::F8E4M3B11FNUZ, "float8_e4m3b11fnuz", 8},
+    {ffi::DataType::F8E4M3FN, "float8_e4m3fn", 8},
+    {ffi::DataType::F8E4M3FNUZ, "float8_e4m3fnuz", 8},
+    {ffi::DataType::F8E5M2, "float8_e5m2", 8},
+    {ffi::DataType::F8E5M2FNUZ, "float8_e5m2fnuz", 8},
+    {ffi::DataType::F8E8M0FNU, "float8_e8m0fnu", 8},
+    {ffi::DataType::F16, "float16", 16},
+    {ffi::DataType::BF16, "bfloat16", 16},
+    {ffi::DataType::F32, "float32", 32},
+    {ffi::DataType::F64, "float64", 64},
+    {ffi::DataType::C64, "complex64", 64},
+    {ffi::DataType::C128, "complex128", 128},
+};
+
+const Known* Find(const ffi::AnyBuffer& buffer) {
+  for (const Known& known : kKnown) {
+    if (known.dtype == buffer.element_type()) return &known;
   }
+  return nullptr;
+}
+
+// The bits of an element; 0 for an unknown dtype, of which the checks refuse all buffers.
+int64_t BitsOf(const ffi::AnyBuffer& buffer) {
+  const Known* known = Find(buffer);
+  return known != nullptr ? known->bits : 0;
 }
 
 }  // namespace
 
 std::string Describe(const ffi::AnyBuffer& buffer) {
-  const char* name = NameOf(buffer.element_type());
-  std::string text = name != nullptr ? name : "dtype " + std::to_string(static_cast<int>(buffer.element_type()));
+  const Known* known = Find(buffer);
+  std::string text = known != nullptr ? known->name : "dtype " + std::to_string(static_cast<int>(buffer.element_type()));
   text += "[";
   for (size_t axis = 0; axis < buffer.dimensions().size(); ++axis) {
     text += (axis == 0 ? "" : ",") + std::to_string(buffer.dimensions()[axis]);
@@ -103,13 +123,23 @@ ffi::Error CheckMatrix(const char* operation, const char* name, const ffi::AnyBu
   return ffi::Error::Success();
 }
 
+ffi::Error CheckKnown(const char* operation, const char* name, const ffi::AnyBuffer& buffer) {
+  if (Find(buffer) != nullptr) return ffi::Error::Success();
+  return Invalid(operation, std::string(name) + " must have a dtype whose size is known, got " + Describe(buffer));
+}
+
 ffi::Error CheckInside(const char* operation, const char* name, const ffi::AnyBuffer& vector, int64_t offset,
                        int64_t rows, int64_t columns) {
+  JAXFERRY_RETURN_IF_ERROR(CheckKnown(operation, name, vector));
   const int64_t size = vector.element_count();
   // Divides, because a product of two attributes may exceed 64 bits.
   const bool fits =
       offset >= 0 && offset <= size && rows >= 0 && columns >= 0 && (columns == 0 || rows <= (size - offset) / columns);
-  if (fits) return ffi::Error::Success();
+  if (fits && (offset % 8) * BitsOf(vector) % 8 == 0) return ffi::Error::Success();
+  if (fits) {
+    return Invalid(operation, "element " + std::to_string(offset) + " of " + name + ", " + Describe(vector) +
+                                  ", must be the first one of a byte");
+  }
   return Invalid(operation, std::to_string(rows) + " x " + std::to_string(columns) + " elements from offset " +
                                 std::to_string(offset) + " on do not lie inside " + name + ", " + Describe(vector));
 }
@@ -120,14 +150,18 @@ ffi::Error CheckAliased(const char* operation, const char* name, const ffi::AnyB
     return Invalid(operation, std::string("the result for ") + name + " must have its dtype and shape, got " +
                                   Describe(argument) + " and " + Describe(result));
   }
-  if (argument.size_bytes() == 0 || argument.untyped_data() == result.untyped_data()) return ffi::Error::Success();
+  JAXFERRY_RETURN_IF_ERROR(CheckKnown(operation, name, argument));
+  if (NumBytes(argument) == 0 || argument.untyped_data() == result.untyped_data()) return ffi::Error::Success();
   return Invalid(operation, std::string("the result for ") + name + ", " + Describe(argument) +
                                 ", must alias it: pass input_output_aliases and donate the argument");
 }
 
+int64_t NumBytes(const ffi::AnyBuffer& buffer) {
+  return (static_cast<int64_t>(buffer.element_count()) * BitsOf(buffer) + 7) / 8;
+}
+
 void* At(const ffi::AnyBuffer& vector, int64_t offset) {
-  const int64_t item_size = static_cast<int64_t>(ffi::ByteWidth(vector.element_type()));
-  return static_cast<char*>(vector.untyped_data()) + offset * item_size;
+  return static_cast<char*>(vector.untyped_data()) + offset / 8 * BitsOf(vector) + offset % 8 * BitsOf(vector) / 8;
 }
 
 }  // namespace jaxferry

@@ -24,13 +24,22 @@ ffi::Error CheckSameDtype(const char* operation, const char* name, const ffi::An
 ffi::Error CheckMatrix(const char* operation, const char* name, const ffi::AnyBuffer& buffer, const char* columns_name,
                        int64_t columns, int64_t* rows);
 
-// Checks that `rows * columns` elements starting at `offset` lie inside the vector.
+// Checks that the size of the buffer's elements is known.
+ffi::Error CheckKnown(const char* operation, const char* name, const ffi::AnyBuffer& buffer);
+
+// Checks that `rows * columns` elements starting at `offset` lie inside the vector, and that the first one is at the
+// start of a byte.
 ffi::Error CheckInside(const char* operation, const char* name, const ffi::AnyBuffer& vector, int64_t offset,
                        int64_t rows, int64_t columns);
 
+// Checks that the result is the argument's own memory.
 ffi::Error CheckAliased(const char* operation, const char* name, const ffi::AnyBuffer& argument,
                         const ffi::AnyBuffer& result);
 
+// The bytes of a buffer, in which XLA packs elements of fewer than 8 bits.
+int64_t NumBytes(const ffi::AnyBuffer& buffer);
+
+// The address of an element that CheckInside has accepted.
 void* At(const ffi::AnyBuffer& vector, int64_t offset);
 
 }  // namespace jaxferry

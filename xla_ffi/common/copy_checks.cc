@@ -29,8 +29,6 @@ ffi::Error CheckFloatingPart(const char* operation, const std::string& name, ffi
 
 std::string ArrayName(size_t i) { return "array " + std::to_string(i); }
 
-int64_t NumBytes(ffi::AnyBuffer buffer) { return static_cast<int64_t>(buffer.size_bytes()); }
-
 }  // namespace
 
 ffi::Error CheckRead(ffi::AnyBuffer vector, ffi::RemainingRets results, Integers offsets, Copies* copies) {

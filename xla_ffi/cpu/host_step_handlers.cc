@@ -58,7 +58,7 @@ ffi::Error Numbered(const ffi::Error& error, const char* name, size_t i) {
 ffi::Error CheckAddresses(StepOperands& operands) {
   operands.num_vectors = operands.arguments.size() - operands.NumUpdated() - 2;
   const ffi::AnyBuffer addresses = operands.Addresses();
-  if (addresses.element_type() != ffi::DataType::U8 || addresses.size_bytes() != sizeof(void*) * operands.num_vectors) {
+  if (addresses.element_type() != ffi::DataType::U8 || addresses.element_count() != sizeof(void*) * operands.num_vectors) {
     return Invalid(kHostStep, "without results for the copies, the last argument must be their addresses, uint8[" +
                                   std::to_string(sizeof(void*) * operands.num_vectors) + "], got " +
                                   Describe(addresses));
@@ -181,12 +181,12 @@ ffi::Error FindParts(const StepOperands& operands, Integers vectors, Integers of
 }
 
 // The bytes that a step reads and writes: gradients once, masters and moments twice, copies once.
-int64_t NumBytes(const StepOperands& operands) {
+int64_t MovedBytes(const StepOperands& operands) {
   int64_t bytes = 0;
   for (size_t i = 0; i < operands.num_vectors; ++i) {
-    bytes += operands.Gradient(i).size_bytes() + operands.CopySize(i) * ItemSize(operands.CopyDtype(i));
+    bytes += NumBytes(operands.Gradient(i)) + operands.CopySize(i) * ItemSize(operands.CopyDtype(i));
   }
-  for (size_t i = 0; i < operands.NumUpdated(); ++i) bytes += 2 * operands.Updated(i).size_bytes();
+  for (size_t i = 0; i < operands.NumUpdated(); ++i) bytes += 2 * NumBytes(operands.Updated(i));
   return bytes;
 }
 
@@ -217,7 +217,7 @@ ffi::Error HostStepHandler(ffi::RemainingArgs arguments, ffi::RemainingRets resu
     // Kept per thread, so that calls stop allocating once it fits the largest layer.
     thread_local std::vector<StepPart> parts;
     JAXFERRY_RETURN_IF_ERROR(FindParts(operands, vectors, offsets, decays, &parts));
-    const int64_t num_bytes = NumBytes(operands);
+    const int64_t num_bytes = MovedBytes(operands);
     moved_bytes += num_bytes;
     const EmulatedTime updating(kHost, num_bytes);
     RunHostStep({static_cast<StepRule>(rule), FactorsFrom(factors), ConstantsFrom(b1, b2, eps, eps_root), parts.data(),
@@ -228,7 +228,7 @@ ffi::Error HostStepHandler(ffi::RemainingArgs arguments, ffi::RemainingRets resu
 
 }  // namespace
 
-static int64_t MovedBytes() { return moved_bytes; }
+static int64_t AllMovedBytes() { return moved_bytes; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_host_step, HostStepHandler,
                               ffi::Ffi::Bind()
@@ -246,4 +246,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_host_step, HostStepHandler,
 
 }  // namespace jaxferry
 
-int64_t jaxferry_host_step_bytes() { return jaxferry::MovedBytes(); }
+int64_t jaxferry_host_step_bytes() { return jaxferry::AllMovedBytes(); }

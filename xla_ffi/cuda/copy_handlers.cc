@@ -24,7 +24,7 @@ static ffi::Error DhaRead(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer v
     Copies copies;
     JAXFERRY_RETURN_IF_ERROR(CheckRead(vector, results, offsets, &copies));
     return cuda::RunOn("dha_read", ordinal, {{"vector", vector}}, [&](cuda::Device&) {
-      cuda::CheckReachable(vector.untyped_data(), vector.size_bytes(), "the vector");
+      cuda::CheckReachable(vector.untyped_data(), vector.element_count(), "the vector");
       cuda::RunRead(copies, stream);
     });
   });

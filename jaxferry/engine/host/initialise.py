@@ -14,6 +14,7 @@ from jaxferry.engine.host.pieces import Parts, on_host
 from jaxferry.engine.placement import Placement
 from jaxferry.partition import Layer, Span
 from jaxferry.partition.graph import evaluate, live_equations, trace
+from jaxferry.partition.packed import BYTES, as_stored
 
 BLOCK_BYTES = 2 << 20
 """The bytes of a stored array that are in memory at a time, beside its master."""
@@ -27,14 +28,14 @@ def masters_from_arrays(
     Args:
       leaves: NumPy or JAX arrays, or anything that `np.asarray` accepts; leaves with methods `blocks` and `rows`, such
         as `pretrained.StoredTensor`, are read piece by piece.
-      dtypes: the master dtypes.
+      dtypes: the master dtypes; those of bytes for leaves that are stored as bytes (`partition.packed`).
       placement: where the masters go.
       spans: of each leaf the elements that this process holds, None for all; none for all of all.
     """
     blocks, made = _Blocks(placement), dict[int, Parts]()
     for i, (leaf, dtype, span) in enumerate(zip(leaves, dtypes, spans or [None] * len(leaves), strict=True)):
         if not hasattr(leaf, "blocks"):
-            array = np.asarray(leaf)
+            array = as_stored(leaf) if dtype in BYTES else np.asarray(leaf)
             made[i] = {span: on_host(array if span is None else span.of(array), placement, dtype)}
         else:
             made[i] = {span: blocks.master(leaf, dtype) if span is None else _elements(leaf, span, dtype, placement)}

@@ -26,6 +26,7 @@ from jaxferry.engine.host.subtree import path_names, subtree
 from jaxferry.engine.host.update_group import UpdateGroup, by_leaf, packed, put_together, taken_apart
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.shared_programs import compile_shared
+from jaxferry.native.donation import check_donated
 from jaxferry.optimizers import FusedTransformation, HostRule
 from jaxferry.partition import Layer
 from jaxferry.partition.graph import result_shapes
@@ -200,7 +201,10 @@ class UpdatePrograms:
             keep_unused=True,
             out_shardings=(place.host, place.host, place.update_output),
         )
-        return jitted.trace(masters, states, vectors, gradients, number, number).lower()
+        lowered = jitted.trace(masters, states, vectors, gradients, number, number).lower()
+        if rule is not None:
+            check_donated(lowered, "the host update")
+        return lowered
 
     def _owned(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
         """The trained parameters of a unit's layers, as this process holds them."""

@@ -20,7 +20,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ import numpy as np
 
 from jaxferry.engine.placement import Placement
 from jaxferry.native import NativeLibrary, targets
+from jaxferry.settings import ThreadPool
 
 UNDER_WAY = 2
 """Steps that make marks while those of the last finished steps are kept: a running one and a failed one."""
@@ -63,8 +64,8 @@ class Marks:
         self._probe = jax.jit(lambda result: jnp.zeros((), jnp.int8), keep_unused=True, out_shardings=device)
         # Programs end in their order. A copy's buffer may be deleted as soon as it has been read, so a thread must be
         # waiting for it by then.
-        self._programs = ThreadPoolExecutor(1, thread_name_prefix="jaxferry marks of programs")
-        self._copies = ThreadPoolExecutor(_MOST_COPIES, thread_name_prefix="jaxferry marks of copies")
+        self._programs = ThreadPool(1, "jaxferry marks of programs")
+        self._copies = ThreadPool(_MOST_COPIES, "jaxferry marks of copies")
         if library is not None:
             weakref.finalize(self, _close, library, self._addresses)
 

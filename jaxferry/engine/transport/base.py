@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.engine.transport.held import CopyInFlight, DeviceLayer, HeldBytes, HostGradient, PutCopy, delete_all
 from jaxferry.native import NativeLibrary
 from jaxferry.partition import Gradient, Layer, RowGradient
+from jaxferry.settings import ThreadPool
 
 _OF_LOADS = frozenset({"unpack", "load", "load onto", "arrived"})
 """Programs that move parameters; all others move gradients."""
@@ -63,7 +63,7 @@ class Transport:
         self._spare: dict[Any, list[Vectors]] = {}
         self._written_before: dict[tuple[int, bool], list[Vectors]] = {}
         self._num_sum_vectors: collections.Counter[int] = collections.Counter()
-        self._adder = ThreadPoolExecutor(1, thread_name_prefix="jaxferry rows")
+        self._adder = ThreadPool(1, "jaxferry rows")
         self.held = HeldBytes()
         self.staging_bytes = 0
 

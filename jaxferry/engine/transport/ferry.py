@@ -30,6 +30,7 @@ from jaxferry.engine.transport.queued import queue_stores
 from jaxferry.engine.transport.stored_copies import StoredCopy, hold_together
 from jaxferry.errors import NativeError
 from jaxferry.native import library, targets
+from jaxferry.native.donation import Donating
 from jaxferry.partition import Gradient, Layer, RowGradient
 
 
@@ -142,7 +143,7 @@ class Ferry(Transport):
 
     def _jitted(self, name: str, layer: Layer) -> Any:
         made = _load_programs(layer, self._placement) | _store_programs(layer, self._placement)
-        return made[name]() if name in made else super()._jitted(name, layer)
+        return Donating(made[name](), f"the program {name!r}") if name in made else super()._jitted(name, layer)
 
 
 def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[], Any]]:
@@ -187,7 +188,9 @@ def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[]
 
 def landed_program(placement: Placement) -> Any:
     """Makes the program that lets the device wait for copies of any arrays."""
-    return jax.jit(targets.ferry_wait, donate_argnums=0, out_shardings=placement.device)
+    return Donating(
+        jax.jit(targets.ferry_wait, donate_argnums=0, out_shardings=placement.device), "the wait for copies"
+    )
 
 
 def _marked(program: Any, arguments: tuple[Any, ...], mark: TaskMark | None) -> Any:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from jaxferry.engine.placement import Placement
 from jaxferry.native import NativeLibrary
+from jaxferry.settings import with_own_settings
 
 InFlight = dict[int, tuple[Any, Any]]
 """By any key, the holder of the target arrays of a copy in flight, and the vectors that it reads."""
@@ -69,7 +70,9 @@ class OrphanedCopies:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="jaxferry left copies", daemon=True)
+            self._thread = threading.Thread(
+                target=with_own_settings(self._run), name="jaxferry left copies", daemon=True
+            )
             self._thread.start()
             # Registered after the library is loaded, so it runs before the library frees its resources.
             atexit.register(self._end)

@@ -28,7 +28,14 @@ from jaxferry.engine.all_processes import Messages
 from jaxferry.engine.host.checkpoint.about import FILE, WITHOUT_DIGESTS, About, read_about, write_about
 from jaxferry.engine.host.checkpoint.arrays import describe, read_arrays, write_arrays
 from jaxferry.engine.host.checkpoint.background import BackgroundSaves
-from jaxferry.engine.host.checkpoint.content import Checkpoint, check_extra, check_matches, dictionary_paths, is_key
+from jaxferry.engine.host.checkpoint.content import (
+    Checkpoint,
+    check_coded,
+    check_extra,
+    check_matches,
+    dictionary_paths,
+    is_key,
+)
 from jaxferry.engine.host.checkpoint.leaves import Spans, read_leaves
 from jaxferry.engine.host.checkpoint.paths import local_path, reason
 from jaxferry.engine.host.checkpoint.replacement import check_replaceable, find, identity, publish, sweep
@@ -54,6 +61,7 @@ __all__ = [
     "Keep",
     "SavedCheckpoint",
     "Spans",
+    "check_coded",
     "check_extra",
     "check_matches",
     "check_metric",

@@ -8,9 +8,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from jaxferry.engine.interrupts import deferred_interrupts
+from jaxferry.settings import ThreadPool
 
 _untold: set[Future[None]] = set()
 
@@ -19,13 +20,13 @@ class BackgroundSaves:
     """The saves of a training step: at most one is in progress."""
 
     def __init__(self) -> None:
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: ThreadPool | None = None
         self._last: Future[None] | None = None
 
     def start(self, write: Callable[[], None]) -> None:
         """Starts a save; call `wait` before."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "checkpoint")
+            self._thread = ThreadPool(1, "checkpoint")
         self._last = self._thread.submit(write)
         _untold.add(self._last)
 

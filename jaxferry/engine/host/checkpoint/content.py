@@ -12,6 +12,7 @@ import numpy as np
 from jaxferry.engine.host.checkpoint.about import is_numeric
 from jaxferry.engine.host.pieces import Owned, Stacked
 from jaxferry.errors import CheckpointError, InputError
+from jaxferry.partition.packed import is_stored_as_bytes, shape_from_stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Checkpoint:
 
     Attributes:
       step: number of steps taken.
-      params: master parameters by path (as `jax.tree_util.keystr` writes it), in the order of the flattened tree;
+      params: master parameters by path (as `jax.tree_util.keystr` writes it), in the order of the flattened tree, as
+        they are stored (`partition.packed`);
         `Stacked` or `Owned` where they are in parts, which is never so after `load`.
       dtypes: the dtypes of the model's own parameters, in the same order.
       dictionary_paths: for a tree of plain dictionaries the keys of each parameter, else None.
@@ -55,7 +57,7 @@ class Checkpoint:
             node = tree
             for key in keys[:-1]:
                 node = node.setdefault(key, {})
-            node[keys[-1]] = jax.ShapeDtypeStruct(array.shape, jax.numpy.dtype(dtype))
+            node[keys[-1]] = jax.ShapeDtypeStruct(shape_from_stored(array, dtype), jax.numpy.dtype(dtype))
         return tree
 
     def copied(self) -> Checkpoint:
@@ -122,6 +124,34 @@ def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, An
                 f"the checkpoint does not match the {what}: {name} is {saved[name].dtype} in the checkpoint and "
                 f"{expected[name].dtype} in the {what}"
             )
+
+
+def check_coded(
+    saved: Mapping[str, Any], dtypes: Sequence[str], expected: Mapping[str, Any], masters: Sequence[Any]
+) -> None:
+    """Checks that parameters that are stored as bytes were saved so, in the same dtype.
+
+    Args:
+      saved: the parameters as they were stored, by path.
+      dtypes: their own dtypes.
+      expected: the model's parameters, by path.
+      masters: as they are stored.
+
+    Raises:
+      CheckpointError: if one differs.
+    """
+    there = {
+        name: dtype
+        for (name, stored), dtype in zip(saved.items(), dtypes, strict=True)
+        if is_stored_as_bytes(jax.ShapeDtypeStruct((), jax.numpy.dtype(dtype)), stored)
+    }
+    pairs = zip(expected.items(), masters, strict=True)
+    here = {name: str(own.dtype) for (name, own), master in pairs if is_stored_as_bytes(own, master)}
+    for name in [name for name in expected if name in saved and here.get(name) != there.get(name)]:
+        found, wanted = there.get(name, saved[name].dtype), here.get(name, expected[name].dtype)
+        raise CheckpointError(
+            f"the checkpoint does not match the model: {name} is {found} in the checkpoint and {wanted} in the model"
+        )
 
 
 def dictionary_paths(params: Any) -> list[list[str]] | None:

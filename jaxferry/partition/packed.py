@@ -1,0 +1,168 @@
+"""Frozen parameters of fewer than 8 bits an element, which the engine stores and moves as bytes.
+
+    int4[k, n] --packed--> uint8[k, n / 2] --loaded, read in place, saved ... within a program--> int4[k, n]
+
+XLA packs such elements in its buffers. NumPy, XLA's FFI and JAX's own counts of bytes take a byte for each, and array
+addresses know no half bytes. So no vector has such a dtype: each program that reads a parameter unpacks it, which is a
+view of the bytes. Elements are packed along the last axis, the first one in the lowest bits, as XLA packs them. Where
+the length of that axis leaves a byte part empty, each element takes a byte, as int8; the two are told apart by dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxferry.errors import InputError
+from jaxferry.partition.graph import Builder, Graph, bits_of
+from jaxferry.partition.stacking import Stored
+
+_UNSIGNED = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8}
+"""By the bits of an element."""
+
+BYTES = (np.dtype(np.uint8), np.dtype(np.int8))
+"""The dtypes in which coded parameters are stored."""
+
+_UNWRITABLE = ("float8_e4m3",)
+"""Dtypes that TensorStore, which writes checkpoints, does not know."""
+
+
+def is_coded(dtype: Any) -> bool:
+    """Whether frozen parameters of a dtype are stored as bytes: those of fewer than 8 bits, and unwritable ones."""
+    return bits_of(dtype) < 8 or np.dtype(dtype).name in _UNWRITABLE
+
+
+def check_storable(dtype: Any, what: str) -> None:
+    """Checks that parameters of a dtype can be stored.
+
+    Args:
+      dtype: the dtype.
+      what: which parameter has it, for the error.
+
+    Raises:
+      InputError: if it is a PRNG key, no dtype of JAX, or one with which XLA does not compute.
+    """
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        raise InputError(f"{what} has dtype {dtype}, PRNG keys: pass keys outside params, for instance in the batch")
+    if np.dtype(dtype).kind not in "biufcV" or np.dtype(dtype).hasobject:
+        raise InputError(f"{what} has dtype {dtype}, which JAX has no arrays of: pass numbers")
+    if bits_of(dtype) < 8 and bits_of(dtype) not in _UNSIGNED:
+        raise InputError(
+            f"{what} has dtype {dtype}, of {bits_of(dtype)} bits, with which XLA does not compute: cast it to a dtype "
+            "of 2, 4 or 8 bits"
+        )
+
+
+def stored_struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype in which a frozen parameter is stored: its own, unless they are coded (`is_coded`)."""
+    shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
+    if not is_coded(dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    num = 8 // bits_of(dtype)
+    if not shape or shape[-1] % num:
+        return jax.ShapeDtypeStruct(shape, np.int8)
+    return jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // num), np.uint8)
+
+
+def is_stored_as_bytes(own: Any, master: Any) -> bool:
+    """Whether a parameter is stored as bytes: one of a coded dtype that is not trained.
+
+    Args:
+      own: its shape and dtype.
+      master: those in which it is stored.
+    """
+    return is_coded(own.dtype) and np.dtype(master.dtype) in BYTES
+
+
+def as_stored(array: Any) -> np.ndarray:
+    """An array as it is stored: itself, unless they are coded (`is_coded`)."""
+    array = np.asarray(array)
+    if not is_coded(array.dtype):
+        return array
+    bits, stored = bits_of(array.dtype), stored_struct(array)
+    codes = array.view(np.uint8) & np.uint8((1 << bits) - 1)
+    if stored.dtype == np.int8:
+        return codes.view(np.int8) if _is_float(array.dtype) else array.astype(np.int8)
+    num = 8 // bits
+    made = np.zeros(stored.shape, np.uint8)
+    for place in range(num):
+        made |= codes[..., place::num] << np.uint8(place * bits)
+    return made
+
+
+def from_stored(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """The inverse of `as_stored`, for a parameter of this dtype."""
+    dtype = np.dtype(dtype)
+    if not is_coded(dtype) or array.dtype == dtype:
+        return array
+    bits = bits_of(dtype)
+    if array.dtype == np.int8:
+        return array.view(dtype) if _is_float(dtype) else array.astype(dtype)
+    num, mask = 8 // bits, np.uint8((1 << bits) - 1)
+    codes = np.empty((*array.shape[:-1], array.shape[-1] * num), np.uint8)
+    for place in range(num):
+        codes[..., place::num] = (array >> np.uint8(place * bits)) & mask
+    if _is_float(dtype):
+        return codes.view(dtype)
+    if dtype.name.startswith("int"):
+        # A signed code's highest bit counts negative.
+        codes = ((codes ^ np.uint8(1 << (bits - 1))).astype(np.int8) - np.int8(1 << (bits - 1))).astype(np.int8)
+    return codes.astype(dtype)
+
+
+def shape_from_stored(stored: Any, dtype: Any) -> tuple[int, ...]:
+    """The shape of a parameter of this dtype that is stored so."""
+    shape = tuple(stored.shape)
+    if not is_coded(dtype) or np.dtype(stored.dtype) != np.uint8:
+        return shape
+    return (*shape[:-1], shape[-1] * (8 // bits_of(dtype)))
+
+
+def reading_stored(graph: Graph, stored: Sequence[Stored], frozen: Collection[int]) -> Graph:
+    """The graph with frozen parameters as they are stored; views of them are what it read before.
+
+    Args:
+      graph: the graph.
+      stored: its parameters.
+      frozen: the indices of the frozen ones.
+
+    Raises:
+      InputError: if elements are packed along the axis that a scan over layers cuts.
+    """
+    coded = [leaf for leaf in frozen if is_coded(graph.avals[graph.parameters[leaf]].dtype)]
+    if not coded:
+        return graph
+    builder, parameters = Builder.onto(graph), list(graph.parameters)
+    for leaf in sorted(coded):
+        value, part = parameters[leaf], stored[leaf].part
+        aval = graph.avals[value]
+        if part is not None and part.axis == len(aval.shape):
+            raise InputError(
+                f"parameter {stored[leaf].path!r} of dtype {aval.dtype} is scanned over its last axis, along which its "
+                "elements are packed: stack its layers along another axis, or pass it as int8"
+            )
+        made = jax.make_jaxpr(lambda x, like=aval: _unpacked(x, like))(stored_struct(aval))
+        parameters[leaf] = builder.value(made.in_avals[0])
+        builder.inline(made, [parameters[leaf]])
+        # What read the parameter reads the view.
+        builder.equations[-1] = dataclasses.replace(builder.equations[-1], outputs=(value,))
+    equations = (*builder.equations, *graph.equations)
+    return dataclasses.replace(graph, equations=equations, avals=builder.avals, parameters=tuple(parameters))
+
+
+def _unpacked(array: jax.Array, like: Any) -> jax.Array:
+    dtype, bits = like.dtype, bits_of(like.dtype)
+    if array.dtype == np.int8:
+        if not _is_float(dtype):
+            return array.astype(dtype)
+        return jax.lax.bitcast_convert_type(array.astype(_UNSIGNED[bits]), dtype)
+    return jax.lax.bitcast_convert_type(array, dtype).reshape(like.shape)
+
+
+def _is_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))

@@ -1,0 +1,256 @@
+"""Parameters of every dtype that JAX has: right bits, or one refusal before anything is allocated."""
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.partition.packed import as_stored, from_stored, shape_from_stored, stored_struct
+from jaxferry.plan.records import LayerPlan, Plan
+
+NUMPY = ["bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))]
+NUMPY += ["float16", "float32", "float64", "complex64", "complex128"]
+SMALL = sorted(name for name in dir(ml_dtypes) if re.fullmatch(r"b?float\d+(_\w+)?|u?int\d+", name))
+REFUSED = {"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn"}
+TRAINED = {"float16", "bfloat16", "float32", "float64", *(n for n in SMALL if n.startswith("float8_"))}
+TRAINED -= {"float8_e8m0fnu"}  # it has no sign
+NATIVE = {"float16", "bfloat16", "float32"}
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+
+
+def dtype_of(name):
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def every_dtype():
+    return [*NUMPY, *SMALL]
+
+
+def needs_64_bits(name):
+    return name in ("int64", "uint64", "float64", "complex128")
+
+
+def settings_for(name):
+    return jax.enable_x64(True) if needs_64_bits(name) else contextlib.nullcontext()
+
+
+def codes(dtype):
+    """Every code of a dtype of up to 8 bits; numbers of each sign of a larger one."""
+    if dtype.itemsize > 1 or dtype == np.bool_:
+        return np.arange(-24, 24).astype(dtype)
+    if dtype.name.startswith(("int", "uint")):
+        info = ml_dtypes.iinfo(dtype) if hasattr(ml_dtypes, dtype.name) else np.iinfo(dtype)
+        return np.arange(int(info.min), int(info.max) + 1).astype(np.int16).astype(dtype)
+    return np.arange(1 << ml_dtypes.finfo(dtype).bits, dtype=np.uint8).view(dtype)
+
+
+def frozen_array(name, shape):
+    return np.resize(codes(dtype_of(name)), shape)
+
+
+def loss_fn(params, x):
+    z = params["q"]["q"]
+    z = (z.real if jnp.iscomplexobj(z) else z).astype(jnp.float32)
+    z = jnp.where(jnp.isfinite(z), z, 1)
+    return jnp.mean((jnp.tanh(x @ params["a"]["w"]) @ (z / (1 + jnp.abs(z))) @ params["v"]["v"]) ** 2)
+
+
+def make_params(name, shape):
+    q = frozen_array(name, shape)
+    return {
+        "a": {"w": np.eye(8, shape[0], dtype=np.float32)},
+        "q": {"q": q},
+        "v": {"v": np.eye(shape[1], 4, dtype=np.float32)},
+    }
+
+
+def make_step(transport="device_put", mode=None, params=None):
+    options = {"transport": transport, "trainable": lambda path: path != "q/q"}
+    if mode is not None:
+        step = jaxferry.train_step(loss_fn, optax.sgd(1e-2), **options)
+        step.declare(params)
+        names = [segment.name for segment in step.prepare(X).partition.segments]
+        options["plan"] = Plan("any", 1.0, tuple(LayerPlan(n, mode, GradientPlace.DEVICE) for n in names))
+    return jaxferry.train_step(loss_fn, optax.sgd(1e-2), **options)
+
+
+def plain_losses(params, num_steps):
+    """Plain JAX, which updates all but the frozen leaf."""
+    params, losses = jax.tree.map(jnp.asarray, params), []
+    slope = jax.jit(jax.value_and_grad(lambda own, q, x: loss_fn({**own, "q": q}, x)))
+    own, q = {"a": params["a"], "v": params["v"]}, params["q"]
+    for _ in range(num_steps):
+        loss, gradients = slope(own, q, X)
+        own = jax.tree.map(lambda a, b: a - 1e-2 * b, own, gradients)
+        losses.append(float(loss))
+    return losses
+
+
+def assert_same(array, expected):
+    assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+    assert array.tobytes() == expected.tobytes()
+
+
+# One of each way in which elements are stored, and of each width.
+KINDS = ("bool", "int8", "int64", "complex128", "int2", "int4", "float4_e2m1fn", "float8_e4m3", "float8_e5m2")
+ODD = ("int4", "float4_e2m1fn")
+
+
+def frozen_cases():
+    for name in every_dtype():
+        for shape, chosen in (((8, 8), KINDS), ((8, 3), ODD)):
+            marks = [] if name in chosen else [pytest.mark.slow]
+            yield pytest.param(name, shape, marks=marks, id=f"{name}{list(shape)}")
+
+
+@pytest.mark.parametrize(("name", "shape"), [case for case in frozen_cases() if case.values[0] not in REFUSED])
+def test_frozen_parameters_keep_their_bits(name, shape, tmp_path):
+    """Loaded, read in place, kept, copied, assigned, saved and restored, by both transports."""
+    with settings_for(name):
+        params = make_params(name, shape)
+        expected = plain_losses(params, 3)
+        for transport, mode in [(t, m) for t in ("ferry", "device_put") for m in (None, Mode.DHA, Mode.RELOAD)]:
+            step, losses = make_step(transport, mode, params), []
+            state = step.init(params)
+            for _ in range(3):
+                state, metrics = step(state, X)
+                losses.append(float(metrics["loss"]))
+            np.testing.assert_allclose(losses, expected, rtol=1e-5)
+            assert_same(state.params["q"]["q"], params["q"]["q"])
+            copy = state.copy()
+            copy.params = copy.params
+            assert_same(copy.params["q"]["q"], params["q"]["q"])
+            path = tmp_path / f"{transport} {mode}"
+            step.save(state, path)
+            restored = make_step(transport, mode, params).restore(path)
+            assert_same(restored.params["q"]["q"], params["q"]["q"])
+            assert float(step.evaluate(state, X)) == float(step.evaluate(copy, X))
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED & set(every_dtype())))
+def test_dtypes_with_which_xla_does_not_compute_are_refused_before_anything_is_allocated(name):
+    step = make_step()
+    with pytest.raises(jaxferry.InputError, match=f"parameter 'q/q' has dtype {name}.*cast it"):
+        step.declare(make_params(name, (8, 8)))
+
+
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("name", every_dtype())
+def test_trained_parameters_are_those_of_plain_jax_or_refused(name, transport):
+    dtype = dtype_of(name)
+    generator = np.random.default_rng(0)
+    params = {f"l{i}": {"w": (generator.standard_normal((8, 8)) / 2).astype(dtype)} for i in range(3)}
+
+    def loss_fn(params, x):
+        for layer in params.values():
+            x = x + jnp.tanh(x @ layer["w"].astype(jnp.float32))
+        return jnp.mean(x**2)
+
+    with settings_for(name):
+        step = jaxferry.train_step(loss_fn, optax.sgd(0.1), transport=transport)
+        if name not in TRAINED or (transport == "ferry" and name not in NATIVE):
+            with pytest.raises(jaxferry.InputError, match=name):
+                step.declare(params)
+            return
+        wide = jnp.float64 if name == "float64" else jnp.float32
+        masters = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(wide), params)
+
+        @jax.jit
+        def plain(masters):
+            loss, gradients = jax.value_and_grad(loss_fn)(jax.tree.map(lambda leaf: leaf.astype(dtype), masters), X)
+            return loss, jax.tree.map(lambda leaf, g: leaf - 0.1 * g.astype(leaf.dtype), masters, gradients)
+
+        state = step.init(params)
+        for _ in range(3):
+            state, metrics = step(state, X)
+            loss, masters = plain(masters)
+            np.testing.assert_allclose(float(metrics["loss"]), float(loss), rtol=2e-2 if dtype.itemsize < 4 else 1e-5)
+        for ours, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(masters), strict=True):
+            assert ours.dtype == wide
+            np.testing.assert_allclose(ours, expected, atol=5e-2 if dtype.itemsize < 4 else 1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (1,), (3, 5), (2, 3, 8)], ids=str)
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in REFUSED])
+def test_bytes_hold_every_code(name, shape):
+    array = np.asarray(frozen_array(name, shape) if np.prod(shape) else np.zeros(shape, dtype_of(name)))
+    stored = as_stored(array)
+    assert (stored.shape, stored.dtype) == (stored_struct(array).shape, stored_struct(array).dtype)
+    assert shape_from_stored(stored, array.dtype) == shape
+    assert_same(np.asarray(from_stored(stored, array.dtype)), array)
+
+
+def test_four_bits_take_half_a_byte_on_the_host_and_on_the_device():
+    params = make_params("int4", (8, 8))
+    step = make_step("ferry")
+    state, _ = step(step.init(params), X)
+    [layer] = [layer for layer in state.host.layers if layer.name == "q"]
+    assert layer.num_bytes == 32
+    state.fill()
+    assert [vector.nbytes for vector in state.host.vectors[state.host.layers.index(layer)]] == [32]
+
+
+def test_layers_of_a_scan_are_cut_from_packed_stacks():
+    generator = np.random.default_rng(0)
+    params = {
+        "w": generator.standard_normal((4, 8, 8), np.float32) / 8,
+        "q": generator.integers(-8, 8, (4, 8, 8)).astype(np.int8).astype(ml_dtypes.int4),
+    }
+
+    def scanned(params, x):
+        def body(h, layer):
+            return h + jnp.tanh(h @ layer["w"]) @ (layer["q"].astype(jnp.float32) / 16), None
+
+        return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
+
+    step = jaxferry.train_step(scanned, optax.sgd(0.1), trainable=lambda path: path != "q")
+    state = step.init(params)
+    state, metrics = step(state, X)
+    assert len(step.prepare(X).partition.segments) == 4
+    np.testing.assert_allclose(
+        float(metrics["loss"]), float(jax.jit(scanned)(jax.tree.map(jnp.asarray, params), X)), rtol=1e-6
+    )
+    assert_same(state.params["q"], params["q"])
+
+
+def test_a_scan_over_the_packed_axis_is_refused():
+    def scanned(params, x):
+        def body(h, layer):
+            return h * (1 + layer["w"] * layer["q"].astype(jnp.float32)), None
+
+        return jnp.mean(jax.lax.scan(body, x, {"w": params["w"], "q": params["q"].T})[0] ** 2)
+
+    params = {"w": np.ones((4, 8), np.float32), "q": np.ones((8, 4), ml_dtypes.int4)}
+    step = jaxferry.train_step(scanned, optax.sgd(0.1), trainable=lambda path: path != "q")
+    state = step.init(params)
+    with pytest.raises(jaxferry.InputError, match="scanned over its last axis"):
+        step(state, X)
+    assert_same(state.params["q"], params["q"])
+
+
+def test_a_checkpoint_of_another_coded_dtype_is_an_error(tmp_path):
+    step = make_step()
+    step.save(step.init(make_params("int4", (8, 8))), tmp_path / "saved")
+    for name in ("uint4", "int8", "float4_e2m1fn"):
+        with pytest.raises(jaxferry.CheckpointError, match=f"is int4 in the checkpoint and {name} in the model"):
+            make_step().restore(tmp_path / "saved", make_params(name, (8, 8)))
+
+
+def test_devices_that_share_a_batch_gather_packed_parameters():
+    params = make_params("int4", (8, 8))
+    step = jaxferry.train_step(
+        loss_fn, optax.sgd(1e-2), trainable=lambda path: path != "q/q", mesh=jax.make_mesh((2,), ("data",))
+    )
+    state, losses = step.init(params), []
+    for _ in range(3):
+        state, metrics = step(state, X)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, plain_losses(params, 3), rtol=1e-5)
+    assert_same(state.params["q"]["q"], params["q"]["q"])

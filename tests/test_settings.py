@@ -1,0 +1,229 @@
+"""JAX's settings around and inside a step: training is the same, or the step is refused before it begins."""
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from jaxferry import settings
+from planned import assert_same_bits
+from settings_runs import FLAGS, loss_fn, make_params, set_flag
+
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+OPTIONS = {
+    "default": {},
+    "device_put": {"transport": "device_put"},
+    "one pass, clipped": {"optimizer": jaxferry.adamw(1e-2), "clip_norm": 0.5},
+    "accumulated": {"accumulate": 2},
+}
+
+CONTEXTS = {
+    "debug_nans": lambda: jax.debug_nans(True),
+    "debug_infs": lambda: jax.debug_infs(True),
+    "disable_jit": jax.disable_jit,
+    "check_tracer_leaks": lambda: jax.check_tracer_leaks(True),
+    "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "debug_key_reuse": lambda: jax.debug_key_reuse(True),
+    "legacy_prng_key": lambda: jax.legacy_prng_key("error"),
+    "transfer_guard": lambda: jax.transfer_guard("disallow"),
+    "explicit transfer_guard": lambda: jax.transfer_guard("disallow_explicit"),
+    "default_device": lambda: jax.default_device(jax.devices("cpu")[1]),
+    "thread_guard": lambda: jax.thread_guard(True),
+    "mesh": lambda: jax.set_mesh(jax.make_mesh((2,), ("data",))),
+} | {f"{name}={value!r}": lambda name=name, value=value: set_flag(name, value) for name, value in FLAGS.items()}
+
+
+def train(context, options, is_around_the_first_step):
+    """Losses and parameters after steps outside and inside of a context, in which everything else is asked too."""
+    options = dict(options)
+    step = jaxferry.train_step(loss_fn, options.pop("optimizer", optax.adamw(1e-2)), **options)
+    state, losses = step.init(make_params()), []
+    for number in range(5):
+        inside = contextlib.nullcontext() if number in (0 if not is_around_the_first_step else 4, 4) else context()
+        with inside, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="jax_disable_jit")
+            state, metrics = step(state, X)
+            if number == 2:
+                evaluated = step.evaluate(state, X)
+                state = state.copy()
+                params = state.params
+        losses.append(float(metrics["loss"]))
+    return losses, float(evaluated), params, state.params
+
+
+@pytest.fixture(scope="module", params=list(OPTIONS.values()), ids=list(OPTIONS))
+def options(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(options):
+    return train(contextlib.nullcontext, options, False)
+
+
+@pytest.mark.parametrize("is_around_the_first_step", [False, True], ids=["later steps", "first step"])
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+def test_training_has_the_same_bits_under_every_setting(context, is_around_the_first_step, options, expected):
+    losses, evaluated, *params = train(context, options, is_around_the_first_step)
+    assert (losses, evaluated) == expected[:2]
+    assert_same_bits(params, list(expected[2:]))
+
+
+def test_settings_of_numerics_reach_the_loss_function():
+    seen = []
+
+    def watched(params, x):
+        seen.append((jax.config.jax_default_matmul_precision, str(jax.config.jax_numpy_dtype_promotion)))
+        return loss_fn(params, x)
+
+    step = jaxferry.train_step(watched, optax.sgd(0.1))
+    state = step.init(make_params())
+    with jax.default_matmul_precision("highest"), jax.numpy_dtype_promotion("strict"):
+        step(state, X)
+    assert seen == [("highest", "strict")]
+    step(state, X)
+    assert seen[1:] == [(None, "standard")]
+
+
+def test_what_strict_promotion_refuses_in_the_loss_function_is_an_error_before_the_step():
+    def mixed(params, x):
+        return loss_fn(params, x.astype(jnp.bfloat16))
+
+    step = jaxferry.train_step(mixed, optax.sgd(0.1))
+    state = step.init(make_params())
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(TypeError, match="strict"):
+        step(state, X)
+    assert state.step == 0
+    assert_same_bits(state.params, make_params())
+    step(state, X)
+
+
+def test_a_program_forbidden_by_name_leaves_the_state_as_it_was():
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    state, _ = step(step.init(make_params()), X)
+    before = state.params
+    with jax.no_execution(True), pytest.raises(jaxferry.InputError, match="jax_no_execution"):
+        step(state, X)
+    with jax.no_tracing(True):
+        state, _ = step(state, X)
+        with pytest.raises(jaxferry.InputError, match=r"jax_no_tracing.*new shapes"):
+            step(state, X[:2])
+    assert state.step == 2
+    fresh = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    again, _ = fresh(fresh.init(before), X)
+    assert_same_bits(again.params, state.params)
+
+
+def test_disable_jit_warns_once_that_it_has_no_effect(monkeypatch):
+    monkeypatch.setattr(settings, "_warned", set())
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    with jax.disable_jit(), pytest.warns(UserWarning, match="jax_disable_jit has no effect") as caught:
+        state = step.init(make_params())
+        step(state, X)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("flag", ["jax_debug_nans", "jax_debug_infs"])
+@pytest.mark.parametrize("value", [0.0, -1.0], ids=["the loss", "a gradient alone"])
+def test_who_looks_for_a_nan_is_told_its_layer_and_keeps_the_state(flag, value):
+    """At zero the loss of a root is finite and its derivative is not; below zero both are not."""
+
+    def rooted(params, x):
+        x = x @ params["first"]["w"]
+        return jnp.mean(jnp.sqrt(x * params["second"]["w"]))
+
+    params = {"first": {"w": jnp.eye(8)}, "second": {"w": jnp.ones(8)}}
+    step = jaxferry.train_step(rooted, optax.sgd(0.1))
+    state, _ = step(step.init(params), np.ones((4, 8), np.float32))
+    before = state.params
+    with set_flag(flag, True), pytest.raises(jaxferry.NonFiniteError, match=r"first|second") as caught:
+        step(state, np.full((4, 8), value, np.float32))
+    assert caught.value.layer in ("first", "second")
+    assert_same_bits(state.params, before)
+
+
+def test_optimizers_compiled_under_other_settings_are_not_shared():
+    """Python's numbers in an optimizer are of 64 bits with `jax_enable_x64`, so its update is another program."""
+
+    def losses(wide):
+        with jax.enable_x64(wide):
+            step = jaxferry.train_step(loss_fn, optax.adamw(1e-2))
+            state, found = step.init(make_params()), []
+            for _ in range(4):
+                state, metrics = step(state, X)
+                found.append(float(metrics["loss"]))
+        return step, found
+
+    held, narrow = losses(False)
+    assert losses(True)[1] != narrow
+    assert losses(False)[1] == narrow
+    del held
+
+
+def test_a_program_without_donation_is_refused_before_anything_is_written(monkeypatch):
+    """As a setting of a future JAX could make it: the library relies on donation, and says so by name."""
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), transport="ferry")
+    state = step.init(make_params(width=24))  # programs of its own
+    before, jit = state.params, jax.jit
+
+    def without(function, **options):
+        return jit(function, **{name: value for name, value in options.items() if name != "donate_argnums"})
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "jit", without)
+        with pytest.raises(jaxferry.JaxFerryError, match="does not donate its argument"):
+            step(state, np.ones((4, 24), np.float32))
+    assert_same_bits(state.params, before)
+
+
+LONG = """
+import jax, jax.numpy as jnp, numpy as np, optax, jaxferry
+from settings_runs import loss_fn, make_params
+
+jax.config.update("jax_debug_nans", True)
+for transport in ("ferry", "device_put"):
+    step = jaxferry.train_step(loss_fn, optax.adamw(1e-3), transport=transport)
+    state = step.init(make_params())
+    for _ in range(60):
+        state, metrics = step(state, np.ones((4, 8), np.float32))
+kept = [np.zeros(size) for size in range(1, 5000)]
+"""
+
+
+def test_a_long_run_under_debug_nans_leaves_memory_whole():
+    """In a process of its own: copies into freed memory end it after some dozens of steps."""
+    path = os.pathsep.join([str(pathlib.Path(__file__).parent / "support"), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", LONG], env={**os.environ, "PYTHONPATH": path}, check=True)
+
+
+TRAINING = ["test_train_step.py", "test_accumulation.py", "test_frozen.py", "test_policies.py", "test_scans.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_tests_of_training_pass_under_debug_nans():
+    tests = pathlib.Path(__file__).parent
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-m",
+        "not slow",
+        *(str(tests / name) for name in TRAINING),
+    ]
+    environment = {**os.environ, "JAX_DEBUG_NANS": "1"}
+    environment.pop("JAXFERRY_TESTS_CACHE", None)
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tests.parent)
+    assert result.returncode == 0, result.stdout[-4000:]
