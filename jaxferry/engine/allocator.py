@@ -19,7 +19,6 @@ _LARGEST_REST_BYTES = 128 * 2**20
 _FIRST_REGION_BYTES = 2 * 2**20
 _NUM_RUNS = 8
 _NUM_STEPS = 3
-_SAFETY = 2
 
 
 class Allocator(enum.Enum):
@@ -27,6 +26,11 @@ class Allocator(enum.Enum):
 
     PREALLOCATED = "preallocated"
     GROWING = "growing"
+
+
+_SAFETY = {Allocator.PREALLOCATED: 2, Allocator.GROWING: 3}
+"""How much more than in the model is left for unsplit chunks. In some 20 random plans on XLA's own allocator, up to 1.7
+times as much as in the model was unsplit where it preallocates, and up to 2.0 times as much where it grows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,14 +126,14 @@ class BestFit:
 def unsplit_bytes(buffers: Sequence[Buffer], step_length: int, kind: Allocator) -> int:
     """Returns the memory to leave for what XLA's allocator hands out beyond the requests of a step, in bytes.
 
-    This is twice the most that runs of the model show: on a device, orders vary more than in these.
+    This is a multiple of the most that runs of the model show: on a device, orders vary more than in these.
 
     Args:
       buffers: the requests of a step.
       step_length: the time from the start of a step to that of the next one.
       kind: how the device's memory is taken.
     """
-    return _SAFETY * max(_run(buffers, step_length, kind, run) for run in range(_NUM_RUNS))
+    return _SAFETY[kind] * max(_run(buffers, step_length, kind, run) for run in range(_NUM_RUNS))
 
 
 def _run(buffers: Sequence[Buffer], step_length: int, kind: Allocator, run: int) -> int:

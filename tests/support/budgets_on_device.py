@@ -1,4 +1,4 @@
-"""Trains random models under random plans and budgets; prints JSON with the budget and the peak that the allocator reports.
+"""Trains random models under random plans and budgets; prints each budget, and the peak that the allocator reports.
 
 usage: SCRIPT SEED COUNT TRANSPORT
 
@@ -15,6 +15,8 @@ import numpy as np
 
 import jaxferry
 
+SELF_TEST_BYTES = 640 * 1024
+"""More than the library's self-test takes, once for each process, whatever the budgets."""
 POLICIES = ("auto", "native-overlapped", "l2l", "exact", "memferry", None)
 
 
@@ -39,7 +41,7 @@ def draw(rng):
     options |= {"remat": "auto"} if rng.random() < 0.3 else {}
     options |= {"accumulate": 2} if rng.random() < 0.3 else {}
     options |= {"clip_norm": 1.0} if rng.random() < 0.3 else {}
-    options |= {"offload_activations": True} if rng.random() < 0.3 else {}
+    options |= {"offload_activations": True} if rng.random() < 0.3 and "remat" not in options else {}
     x = rng.standard_normal((int(rng.choice([4, 16, 48])), width)).astype(np.float32)
     return params, x, options
 
@@ -63,7 +65,7 @@ def main(seed, count, transport):
         options["transport"] = transport
         # Every third plan has the least budget of all.
         budget = int(least_budget(params, x, options) * (1 + max(0.0, rng.uniform(-0.4, 0.8))))
-        runs.append((budget, params, x, options))
+        runs.append((max(budget, SELF_TEST_BYTES), params, x, options))
     for budget, params, x, options in sorted(runs, key=lambda run: run[0]):
         step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-3), memory_budget=budget, **options)
         state = step.init(params)
