@@ -6,8 +6,10 @@ import statistics
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import jaxferry
 import model as gpt2
 from jaxferry.engine import (
     ProgramKind,
@@ -191,6 +193,26 @@ def test_norms_and_finiteness_are_those_of_the_rounded_values_that_are_stored(dt
             found = reached(executable, decision, stored)
             assert not found & {"parameter", "custom-call"}, (use, found)
     assert num_norms >= 8 and num_flags >= 3
+
+
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4, jnp.int2, jnp.float4_e2m1fn])
+def test_products_with_packed_parameters_compile_where_xla_may_choose_triton(dtype):
+    """XLA's choice of Triton kernels ended the process for int4."""
+    cuda_library()
+    shapes = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in "uvw"}
+    params = {**shapes, "v": jax.ShapeDtypeStruct((64, 64), dtype)}
+
+    def loss(params, x):
+        x = jnp.tanh(x @ params["u"]) @ params["v"].astype(jnp.float32) @ params["w"]
+        return jnp.mean(x**2)
+
+    step = jaxferry.train_step(loss, optax.sgd(0.1), trainable=lambda path: path != "v")
+    step.declare(params)
+    prepared = step.prepare(jax.ShapeDtypeStruct((2, 64), jnp.float32))
+    programs = prepared.runner.runnable.programs
+    for key in dict.fromkeys(prepared.program.keys):
+        lowered = lower_traced(programs.traced(key), "cuda")
+        assert compile_lowered(lowered, flags={"xla_gpu_autotune_level": "0"}) is not None
 
 
 def can_store(model, use):

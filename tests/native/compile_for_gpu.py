@@ -86,14 +86,20 @@ def compile_for_gpu(fn, *args, out_shardings, donate_argnums=()):
     return compile_lowered(jitted.trace(*args).lower(lowering_platforms=("cuda",)))
 
 
-def compile_lowered(lowered, num_devices=1):
-    """Compiles a program lowered for CUDA, for an H200, or for several that share its arrays."""
+def compile_lowered(lowered, num_devices=1, flags=None):
+    """Compiles a program lowered for CUDA, for an H200, or for several that share its arrays.
+
+    Args:
+      lowered: the program.
+      num_devices: the number of devices.
+      flags: XLA's flags by name; None for `NO_TUNING`.
+    """
     topology = _topology(num_devices)
     options = compiler.get_compile_options(
         num_replicas=1,
         num_partitions=num_devices,
         device_assignment=np.arange(num_devices).reshape(1, num_devices),
-        env_options_overrides=NO_TUNING,
+        env_options_overrides=NO_TUNING if flags is None else flags,
     )
     devices = xla_client.DeviceList(tuple(topology.devices))
     return topology.devices[0].client.compile(lowered.compiler_ir("stablehlo"), devices, options)
