@@ -161,8 +161,8 @@ def _unpacked(array: jax.Array, like: Any) -> jax.Array:
         if not _is_float(dtype):
             return array.astype(dtype)
         return jax.lax.bitcast_convert_type(array.astype(_UNSIGNED[bits]), dtype)
-    # Without a barrier, XLA's choice of Triton kernels (jaxlib 0.10.2, 0.11.2) looks through the view of int4 and ends the
-    # process: "Check failed: dst_dim_it != dst_dim_end". The barrier costs nothing, since the view is one of memory.
+    # Without a barrier, XLA's choice of Triton kernels (jaxlib 0.10.2, 0.11.2) looks through the view of int4 and ends
+    # the process: "Check failed: dst_dim_it != dst_dim_end". The barrier costs nothing: the view is one of memory.
     return jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(array, dtype).reshape(like.shape))
 
 
