@@ -33,6 +33,10 @@ _SAFETY = {Allocator.PREALLOCATED: 2, Allocator.GROWING: 3}
 times as much as in the model was unsplit where it preallocates, and up to 2.0 times as much where it grows."""
 
 
+_SPARE_BYTES = 2**16
+"""For scalars and tables of addresses, of which each takes 256 bytes."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffer:
     """A request for device memory within one step.
@@ -133,7 +137,7 @@ def unsplit_bytes(buffers: Sequence[Buffer], step_length: int, kind: Allocator) 
       step_length: the time from the start of a step to that of the next one.
       kind: how the device's memory is taken.
     """
-    return _SAFETY[kind] * max(_run(buffers, step_length, kind, run) for run in range(_NUM_RUNS))
+    return _SPARE_BYTES + _SAFETY[kind] * max(_run(buffers, step_length, kind, run) for run in range(_NUM_RUNS))
 
 
 def _run(buffers: Sequence[Buffer], step_length: int, kind: Allocator, run: int) -> int:

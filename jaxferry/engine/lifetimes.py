@@ -37,11 +37,11 @@ def unsplit_by_step(
       joins_vectors: whether copies cross the link as whole vectors, which exist beside the arrays that they hold.
       kind: as for `unsplit_bytes`.
     """
-    found = _Lifetimes(program, temporary_bytes, ahead, joins_vectors)
+    found = Lifetimes(program, temporary_bytes, ahead, joins_vectors)
     return unsplit_bytes(found.buffers, found.end, kind)
 
 
-class _Lifetimes:
+class Lifetimes:
     """The buffers of one step.
 
     Attributes:
