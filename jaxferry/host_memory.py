@@ -13,6 +13,7 @@ import pathlib
 import resource
 from collections.abc import Iterator, Mapping
 
+from jaxferry.control_groups import groups, read_lines
 from jaxferry.errors import HostMemoryError
 from jaxferry.units import format_bytes, parse_bytes
 
@@ -22,6 +23,34 @@ VARIABLE = "JAXFERRY_HOST_MEMORY"
 _ROOT = pathlib.Path("/")
 _UNLIMITED = 1 << 60
 """Limits from here on are none; control groups of version 1 write the largest page number times the page's size."""
+
+_OF_PROCESS = (
+    (resource.RLIMIT_AS, 0, "address space of the process, ulimit -v"),
+    (resource.RLIMIT_DATA, 5, "data of the process, ulimit -d"),
+)
+"""Limits of the process, each with the field of `statm` that counts against it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """Names of a control group's files.
+
+    Attributes:
+      limits: beyond `memory.max` the kernel ends processes, beyond `memory.high` it slows them down to a crawl.
+      taken: memory in use, without swap.
+      reclaimable: counts of `memory.stat`. The kernel gives this memory back before it refuses any, as `MemAvailable`
+        of the machine assumes; pages of a file that was read twice are active. Version 1 does not tell its slab.
+    """
+
+    limits: tuple[str, ...]
+    taken: str
+    reclaimable: tuple[str, ...]
+
+
+_OF_GROUP = {
+    1: _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+    2: _Names(("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file", "slab_reclaimable")),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,53 +105,29 @@ def check(needed: Mapping[str, int]) -> None:
 
 
 def _of_machine(root: pathlib.Path) -> Iterator[Limit]:
-    for line in _lines(root / "proc/meminfo"):
+    for line in read_lines(root / "proc/meminfo"):
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             yield Limit(1024 * int(value.split()[0]), "MemAvailable of the machine")
 
 
 def _of_process(root: pathlib.Path) -> Iterator[Limit]:
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    sizes = _lines(root / "proc/self/statm")
-    if soft != resource.RLIM_INFINITY and sizes:
-        taken = int(sizes[0].split()[0]) * resource.getpagesize()
-        yield Limit(max(soft - taken, 0), "address space of the process, ulimit -v")
+    sizes = [int(size) for size in " ".join(read_lines(root / "proc/self/statm")).split()]
+    for most, number, source in _OF_PROCESS:
+        soft, _ = resource.getrlimit(most)
+        if soft != resource.RLIM_INFINITY and sizes:
+            yield Limit(max(soft - sizes[number] * resource.getpagesize(), 0), source)
 
 
 def _of_control_groups(root: pathlib.Path) -> Iterator[Limit]:
-    for line in _lines(root / "proc/self/cgroup"):
-        fields = line.split(":", 2)
-        if len(fields) < 3:
+    for group in groups("memory", root):
+        names = _OF_GROUP[group.version]
+        taken = group.first_line(names.taken)
+        if not taken.isdigit():
             continue
-        _, controllers, path = fields
-        if controllers == "":
-            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        # In a container the path may be one of the host's, and the mount the container's own group.
-        for folder in dict.fromkeys([mount / path.lstrip("/"), *(mount / path.lstrip("/")).parents]):
-            if folder.is_relative_to(mount):
-                yield from _of_group(folder, *names)
-
-
-def _of_group(folder: pathlib.Path, most: str, taken: str, cached: str) -> Iterator[Limit]:
-    limit, usage = _lines(folder / most), _lines(folder / taken)
-    is_known = limit and usage and limit[0].isdigit() and usage[0].isdigit()
-    if not is_known or int(limit[0]) >= _UNLIMITED:
-        return
-    # The kernel gives files' pages back before it refuses memory.
-    counts = [line.split() for line in _lines(folder / "memory.stat")]
-    reclaimable = sum(int(count[1]) for count in counts if len(count) == 2 and count[0] == cached)
-    left = int(limit[0]) - int(usage[0]) + reclaimable
-    yield Limit(max(left, 0), f"{most} of the control group")
-
-
-def _lines(path: pathlib.Path) -> list[str]:
-    try:
-        return path.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return []
+        counts = group.statistics("memory.stat")
+        free = min(sum(counts.get(name, 0) for name in names.reclaimable), int(taken))
+        for name in names.limits:
+            most = group.first_line(name)
+            if most.isdigit() and int(most) < _UNLIMITED:
+                yield Limit(max(int(most) - int(taken) + free, 0), f"{name} of the control group")

@@ -1,5 +1,6 @@
 """Host memory is checked before it is allocated."""
 
+import os
 import subprocess
 import sys
 
@@ -10,27 +11,34 @@ import optax
 import pytest
 
 import jaxferry
+from control_groups import real_group, write
 from jaxferry import host_memory
 
 GIB = 2**30
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8388608 kB\n"
 
 
-def write(root, files):
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-
-
-def group(folder, most, taken, cached=0, version=2):
-    names = [("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")]
-    names += [("memory.max", "memory.current", "inactive_file")]
-    limit, usage, inactive = names[version - 1]
+def group(folder, most, taken, version=2, **counts):
+    """Files of a control group; counts are of inactive files unless named."""
+    limit, usage = [("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")][version - 1]
+    prefix = "total_" if version == 1 else ""
+    stat = [f"{prefix}{name} {count}\n" for name, count in counts.items()]
+    # Those of the group alone, without the groups below, and memory that only swap could take.
+    others = f"anon {GIB}\nfile {GIB}\nshmem {GIB}\ninactive_anon {GIB}\n" + (
+        f"inactive_file {GIB}\n" if prefix else ""
+    )
     return {
         f"{folder}/{limit}": f"{most}\n",
         f"{folder}/{usage}": f"{taken}\n",
-        f"{folder}/memory.stat": f"anon 1\n{inactive} {cached}\n",
+        f"{folder}/memory.swap.max": f"{64 * GIB}\n",
+        f"{folder}/memory.memsw.limit_in_bytes": f"{64 * GIB}\n",
+        f"{folder}/memory.stat": others + "".join(stat),
     }
+
+
+OWN = {"proc/self/cgroup": "0::/a/b\n"}
+FIRST = {"proc/self/cgroup": "4:memory,cpu:/a/b\n"}
+V2, ABOVE, V1 = "sys/fs/cgroup/a/b", "sys/fs/cgroup/a", "sys/fs/cgroup/memory/a/b"
 
 
 @pytest.mark.parametrize(
@@ -38,18 +46,94 @@ def group(folder, most, taken, cached=0, version=2):
     [
         ({}, 8 * GIB),
         ({"proc/self/cgroup": "0::/a/b\n", **group("sys/fs/cgroup/a/b", "max", GIB)}, 8 * GIB),
-        ({"proc/self/cgroup": "0::/a/b\n", **group("sys/fs/cgroup/a/b", 4 * GIB, 3 * GIB, GIB)}, 2 * GIB),
+        ({"proc/self/cgroup": "0::/a/b\n", **group("sys/fs/cgroup/a/b", 4 * GIB, 3 * GIB, inactive_file=GIB)}, 2 * GIB),
         ({"proc/self/cgroup": "0::/a/b\n", **group("sys/fs/cgroup/a", 4 * GIB, GIB)}, 3 * GIB),
         ({"proc/self/cgroup": "0::/of/the/host\n", **group("sys/fs/cgroup", 2 * GIB, GIB)}, GIB),
         ({"proc/self/cgroup": "0::/a\n", **group("sys/fs/cgroup/a", GIB, 2 * GIB)}, 0),
-        ({"proc/self/cgroup": "4:memory,cpu:/a\n", **group("sys/fs/cgroup/memory/a", 6 * GIB, GIB, 0, 1)}, 5 * GIB),
-        ({"proc/self/cgroup": "4:memory:/a\n", **group("sys/fs/cgroup/memory/a", 2**63 - 4096, GIB, 0, 1)}, 8 * GIB),
+        ({"proc/self/cgroup": "4:memory,cpu:/a\n", **group("sys/fs/cgroup/memory/a", 6 * GIB, GIB, 1)}, 5 * GIB),
+        ({"proc/self/cgroup": "4:memory:/a\n", **group("sys/fs/cgroup/memory/a", 2**63 - 4096, GIB, 1)}, 8 * GIB),
     ],
     ids=["machine", "no limit", "limit", "parent", "container", "exceeded", "version 1", "version 1 without"],
 )  # fmt: skip
 def test_the_smallest_limit_of_machine_and_control_groups_counts(files, expected, tmp_path):
     write(tmp_path, {"proc/meminfo": MEMINFO, **files})
     assert host_memory.limits(tmp_path)[0].num_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        pytest.param({**OWN, **group(V2, 8 * GIB, 7 * GIB, active_file=6 * GIB)}, 7 * GIB, id="active"),
+        pytest.param(
+            {**OWN, **group(V2, 8 * GIB, 7 * GIB, active_file=GIB, inactive_file=2 * GIB, slab_reclaimable=GIB)},
+            5 * GIB,
+            id="all kinds",
+        ),
+        pytest.param(
+            {**OWN, **group(V2, 8 * GIB, 7 * GIB, slab_unreclaimable=GIB, unevictable=GIB)}, GIB, id="not reclaimable"
+        ),
+        pytest.param({**OWN, **group(V2, 8 * GIB, GIB, active_file=2 * GIB)}, 8 * GIB, id="more than taken"),
+        pytest.param(
+            {**FIRST, **group(V1, 8 * GIB, 7 * GIB, 1, active_file=3 * GIB, inactive_file=2 * GIB)},
+            6 * GIB,
+            id="version 1",
+        ),
+        pytest.param({**OWN, **group(V2, "max", GIB), f"{V2}/memory.high": f"{3 * GIB}\n"}, 2 * GIB, id="high"),
+        pytest.param({**OWN, **group(V2, 4 * GIB, GIB), f"{V2}/memory.high": f"{6 * GIB}\n"}, 3 * GIB, id="high above"),
+        pytest.param(
+            {**OWN, **group(V2, 4 * GIB, 3 * GIB, active_file=GIB), f"{V2}/memory.high": "max\n"},
+            2 * GIB,
+            id="high without",
+        ),
+        pytest.param(
+            {**OWN, **group(V2, 6 * GIB, 0), **group(ABOVE, 5 * GIB, 4 * GIB, active_file=GIB)}, 2 * GIB, id="nested"
+        ),
+        pytest.param(
+            {**OWN, **group(V2, 6 * GIB, 0), **group(ABOVE, "max", GIB), f"{ABOVE}/memory.high": f"{2 * GIB}\n"},
+            GIB,
+            id="nested high",
+        ),
+        pytest.param(
+            {**FIRST, **group(V1, 6 * GIB, 0, 1), **group("sys/fs/cgroup/memory", 3 * GIB, GIB, 1)},
+            2 * GIB,
+            id="version 1 nested",
+        ),
+    ],
+)
+def test_memory_that_the_kernel_gives_back_first_counts_as_free(files, expected, tmp_path):
+    write(tmp_path, {"proc/meminfo": MEMINFO, **files})
+    assert host_memory.limits(tmp_path)[0].num_bytes == expected
+
+
+READ_TWICE = """
+import sys
+from jaxferry import host_memory
+def left():
+    return min(limit.num_bytes for limit in host_memory.limits() if "control group" in limit.source)
+before = left()
+for _ in range(3):
+    with open(sys.argv[1], "rb", buffering=0) as file:
+        while file.read(2**20):
+            pass
+print(before, left())
+"""
+
+
+def test_reading_a_file_twice_leaves_the_memory_of_a_real_control_group_free(tmp_path):
+    file = tmp_path / "weights"
+    with file.open("wb") as stream:
+        for _ in range(64):
+            stream.write(os.urandom(2**20))
+        stream.flush()
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    most = str(512 * 2**20)
+    with real_group("memory", {"memory.limit_in_bytes": most}, {"memory.max": most}) as enter:
+        command = [sys.executable, "-c", enter + READ_TWICE, str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    before, after = map(int, done.stdout.split())
+    assert after > before - 32 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -67,7 +151,7 @@ def test_files_in_another_form_say_nothing(files, tmp_path):
 
 
 def test_odd_lines_and_names_of_control_groups_are_skipped(tmp_path):
-    write(tmp_path, {"proc/meminfo": MEMINFO, **group("sys/fs/cgroup/a", 4 * GIB, GIB, GIB)})
+    write(tmp_path, {"proc/meminfo": MEMINFO, **group("sys/fs/cgroup/a", 4 * GIB, GIB, inactive_file=GIB)})
     (tmp_path / "proc/self").mkdir()
     (tmp_path / "proc/self/cgroup").write_bytes(b"\n0::/a/\xff\nodd\n")
     with (tmp_path / "sys/fs/cgroup/a/memory.stat").open("a") as file:

@@ -14,8 +14,8 @@ ROOT = Path(jaxferry.errors.__file__).parent
 # made from them. Planners (the policies, and `planning`, which calls them) lie above the simulator that judges plans.
 LAYERS = (
     ("errors",),
-    ("units", "modes"),
-    ("host_memory", "meshes"),
+    ("units", "modes", "control_groups"),
+    ("host_memory", "cpus", "meshes"),
     ("records",),
     ("native",),
     ("optimizers",),
