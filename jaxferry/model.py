@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +13,17 @@ import numpy as np
 import optax
 
 from jaxferry import host_memory
-from jaxferry.engine import UNSCALED, HostOptimizer, Placement, TrainState, choose_transport, masters_from_arrays
+from jaxferry.engine import (
+    UNSCALED,
+    HostOptimizer,
+    Owner,
+    Placement,
+    TrainState,
+    choose_transport,
+    host_array,
+    masters_from_arrays,
+)
 from jaxferry.engine.host.pieces import Parts
-from jaxferry.engine.host.subtree import path_names
 from jaxferry.options import Options
 from jaxferry.partition import Layer, Ownership, Span, frozen_leaves, held_whole, layers_by_path
 from jaxferry.partition.graph import aval_bytes
@@ -126,21 +134,18 @@ class Model:
         """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
         return masters_from_arrays(leaves, self._dtypes(), self._placement, self._spans())
 
-    def own_masters(self, leaves: Sequence[Any]) -> dict[int, Parts]:
-        """Likewise for arrays of what this process owns alone."""
-        made = masters_from_arrays(leaves, self._dtypes(), self._placement)
-        return {i: {span: made[i][None]} for i, span in enumerate(self._spans())}
-
-    def owned(self) -> dict[str, dict[str, Span]]:
-        """The elements that this process owns of leaves of `params` and of the `optimizer`'s state, by path.
-
-        Those that it has whole are left out.
-        """
-        params = zip(path_names(self.params), self._spans(), strict=True)
+    def optimizer_state(self, leaves: Mapping[str, Any]) -> dict[str, Parts]:
+        """Reads the leaves of the optimizer's state from a checkpoint likewise, by path; they keep their dtypes."""
         state = [key for unit in self.optimizer.units_of(self.layers) for key in unit.state_keys]
+        spans = {name: span for name, span in state if isinstance(span, Span)}
+        where = self._placement.host
         return {
-            "params": {name: span for name, span in params if span is not None},
-            "optimizer": {name: span for name, span in state if isinstance(span, Span)},
+            name: {
+                spans.get(name): jax.device_put(leaf.read(), where, may_alias=False)
+                if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+                else host_array(leaf, self._placement, leaf.dtype, spans.get(name))
+            }
+            for name, leaf in leaves.items()
         }
 
     def _dtypes(self) -> list[np.dtype]:
@@ -158,6 +163,8 @@ class Model:
         layers: Sequence[Layer],
         optimizer: dict[str, Parts] | None = None,
         step: int = 0,
+        *,
+        owner: Owner,
     ) -> TrainState:
         """A training state of these masters.
 
@@ -166,10 +173,11 @@ class Model:
           layers: the parameter groups of the state.
           optimizer: the leaves of the optimizer's state by path, donated; None makes the initial state.
           step: the number of steps taken.
+          owner: who may use it.
         """
         scale = self._options.loss_scale or UNSCALED
         tree = jax.tree.structure(self.params)
-        return TrainState(tree, self.optimizer, self._placement, layers, masters, optimizer, step, scale)
+        return TrainState(tree, self.optimizer, self._placement, layers, masters, owner, optimizer, step, scale)
 
 
 def host_bytes(params: Any, optimizer: optax.GradientTransformation, compute_dtype: Any) -> dict[str, int]:

@@ -20,6 +20,7 @@ import optax
 from jaxferry.compile import Compiler, Prepared, Shared
 from jaxferry.engine import (
     LossScale,
+    Owner,
     Placement,
     StepResult,
     TrainState,
@@ -210,13 +211,13 @@ class TrainStep:
           InputError: if a trained parameter is not real floating point.
           HostMemoryError: if host memory cannot hold them; nothing is allocated then.
         """
-        with outside_mesh():
+        with self.owner.using("TrainStep.init"), outside_mesh():
             compiler = self._adopt(params)
             compiler.model.check_host_memory()
             leaves = jax.tree.leaves(params)
             if self._placement.num_processes > 1:
                 check_same_values("their parameters", leaves)
-            return compiler.model.new_state(compiler.model.masters(leaves), compiler.layers)
+            return compiler.model.new_state(compiler.model.masters(leaves), compiler.layers, owner=self.owner)
 
     def declare(self, params: Any) -> None:
         """States the model's parameters without making a state, so that `prepare` can be called for a plan alone.
@@ -227,7 +228,7 @@ class TrainStep:
         Raises:
           InputError: as for `init`.
         """
-        with outside_mesh():
+        with self.owner.using("TrainStep.declare"), outside_mesh():
             self._adopt(params)
 
     def init_from(self, init_fn: Callable[[Any], Any], rng: Any) -> TrainState:
@@ -240,13 +241,13 @@ class TrainStep:
         Raises:
           HostMemoryError: if host memory cannot hold the model; nothing is allocated then.
         """
-        with outside_mesh():
+        with self.owner.using("TrainStep.init_from"), outside_mesh():
             compiler = self._adopt(result_shapes(init_fn, rng))
             compiler.model.check_host_memory()
             if self._placement.num_processes > 1:
                 check_same_values("their PRNG keys", jax.tree.leaves(rng))
             masters = masters_layer_by_layer(init_fn, rng, compiler.model.layers, self._placement)
-            return compiler.model.new_state(masters, compiler.layers)
+            return compiler.model.new_state(masters, compiler.layers, owner=self.owner)
 
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step.
@@ -271,7 +272,7 @@ class TrainStep:
           TaskError: if a task of this step or of the previous one failed; the message states the outcome.
           StateError: if the state belongs to another step or to the parent of this forked process, or is damaged.
         """
-        with outside_mesh(), PROGRESS.call():
+        with self.owner.using("TrainStep.__call__"), outside_mesh(), PROGRESS.call():
             prepared = self._arranged(state, args, kwargs)
             state.fill()
             number = state.step
@@ -291,7 +292,7 @@ class TrainStep:
           BudgetError: if no plan fits into `memory_budget`.
           StateError: if the model is not known yet: call `init`, `init_from`, `restore` or `declare` first.
         """
-        with outside_mesh():
+        with self.owner.using("TrainStep.prepare"), outside_mesh():
             return self.compiler.prepare(*self._of_all(args, kwargs))
 
     def measure(self, params: Any, *args: Any, **kwargs: Any) -> Profile:
@@ -304,7 +305,7 @@ class TrainStep:
           *args: the step's arguments; arrays or shape structs.
           **kwargs: likewise.
         """
-        with outside_mesh():
+        with self.owner.using("TrainStep.measure"), outside_mesh():
             return self._adopt(params).measure(*self._of_all(args, kwargs))
 
     def compile_updates(self, state: TrainState, *args: Any, **kwargs: Any) -> None:
@@ -315,7 +316,7 @@ class TrainStep:
           *args: the step's arguments; arrays or shape structs.
           **kwargs: likewise.
         """
-        with outside_mesh():
+        with self.owner.using("TrainStep.compile_updates"), outside_mesh():
             self._arranged(state, args, kwargs)
 
     def _of_all(self, args: Any, kwargs: Any) -> Any:
@@ -366,9 +367,9 @@ class TrainStep:
           BudgetError: if it does not fit into `memory_budget`.
           PartitionError: if the function reads no parameter.
         """
-        self._check(state)
-        compiler = self.compiler
-        with outside_mesh(), PROGRESS.call():
+        with self.owner.using("TrainStep.apply"), outside_mesh(), PROGRESS.call():
+            self._check(state)
+            compiler = self.compiler
             evaluator = compiler.evaluator(function, *self._of_all(args, kwargs))
             self._shared.prefetch.clear()
             state.settle()
@@ -377,6 +378,11 @@ class TrainStep:
             graphs = [prepared.partition.graph for prepared in compiler.prepared]
             held_bytes = sum(graph.held_bytes(*graph.constants) for graph in graphs)
             return evaluator.run(state, _leaves(args, kwargs), held_bytes)
+
+    @property
+    def owner(self) -> Owner:
+        """The process, and the thread at a time, that may use the step and its states."""
+        return self._shared.owner
 
     @property
     def options(self) -> Options:
@@ -401,7 +407,8 @@ class TrainStep:
         microseconds late. Starts follow the machine model: a task starts when those that it waited for, and the
         previous one of its lane, have ended. A copy that was freed before a thread could wait for it takes no time.
         """
-        return None if self._shared.recorder is None else self._shared.recorder.run()
+        with self.owner.using("TrainStep.recorded"):
+            return None if self._shared.recorder is None else self._shared.recorder.run()
 
     def recorded_by_all(self) -> tuple[Run, ...]:
         """Likewise of all processes that train together, in their order; each must call this.
@@ -496,7 +503,7 @@ class TrainStep:
         Raises:
           CheckpointError: if it failed; what was at its path is unchanged. Later calls do not raise this again.
         """
-        self._shared.process.check()
+        self._shared.owner.check()
         self._saves.wait()
 
     def restore(self, path: str | os.PathLike[str], params: Any = None) -> TrainState:
@@ -515,56 +522,40 @@ class TrainStep:
           UserWarning: if the checkpoint is of an older version, without digests, or if an interrupted save left it
             beside the path.
         """
-        self._shared.process.check()
-        self._saves.settle()
-        known, is_alone = self._compiler, self._placement.num_processes == 1
+        with self.owner.using("TrainStep.restore"):
+            self._saves.settle()
+            known = self._compiler
+            try:
+                with outside_mesh():
+                    state = checkpoint.load(path, lambda saved: self._restored(saved, params, known))
+            except JaxFerryError:
+                # A state in training keeps its model.
+                self._compiler = known
+                raise
+            state.checkpoint = os.fspath(path)
+            return state
 
-        def tree(saved: checkpoint.Checkpoint) -> Any:
-            if params is not None:
-                return params
-            return saved.dictionary() if known is None else known.model.params
-
-        def spans(described: checkpoint.Checkpoint) -> checkpoint.Spans:
-            return self._matching(described, tree(described)).owned()
-
-        try:
-            with outside_mesh():
-                saved = checkpoint.load(path, None if is_alone else spans)
-                state = self._restored(saved, tree(saved))
-        except JaxFerryError:
-            # A state in training keeps its model.
-            self._compiler = known
-            raise
-        state.checkpoint, state.extra = os.fspath(path), dict(saved.extra)
-        return state
-
-    def _matching(self, saved: checkpoint.Checkpoint, params: Any) -> Model:
-        """The model of these parameters, which a checkpoint must match: arrays or shapes of it."""
+    def _restored(self, saved: checkpoint.Checkpoint, params: Any, known: Compiler | None) -> TrainState:
+        """Reads a checkpoint into a new state."""
+        if params is None:
+            params = saved.dictionary() if known is None else known.model.params
         model = self._adopt(params).model
         expected = dict(zip(path_names(model.params), jax.tree.leaves(model.params), strict=True))
         checkpoint.check_matches("model", saved.params, expected)
         checkpoint.check_matches("optimizer", saved.optimizer, model.optimizer.state_shapes(), check_dtypes=True)
-        return model
-
-    def _restored(self, saved: checkpoint.Checkpoint, params: Any) -> TrainState:
-        is_alone = self._placement.num_processes == 1
-        model = self._matching(saved, params) if is_alone else self._adopt(params).model
-        model.check_host_memory()  # beside the arrays that have been read
-        spans, where = model.owned(), self._placement.host
-        optimizer: dict[str, Any] = {
-            name: {spans["optimizer"].get(name): jax.device_put(leaf, where, may_alias=False)}
-            for name, leaf in saved.optimizer.items()
-        }
-        masters = model.own_masters([saved.params[name] for name in path_names(model.params)])
-        state = model.new_state(masters, self.compiler.layers, optimizer, saved.step)
+        model.check_host_memory()
+        masters = model.masters([saved.params[name] for name in expected])
+        optimizer = model.optimizer_state(saved.optimizer)
+        state = model.new_state(masters, self.compiler.layers, optimizer, saved.step, owner=self.owner)
         if saved.loss_scale is not None and state.loss_scale.is_dynamic:
             value, num_finite = saved.loss_scale
             state.loss_scale = LossScale(float(value), num_finite=int(num_finite))
+        state.extra = {name: leaf.read() for name, leaf in saved.extra.items()}
         return state
 
     def _adopt(self, params: Any) -> Compiler:
         """Returns the compiler for a model's tree: the current one if the tree is the same, else a new one."""
-        self._shared.process.check()
+        self._shared.owner.check()
         if self._compiler is None or self._compiler.model.params != abstract(params):
             model = Model(params, self._optax, self._options, self._placement, self._wanted_transport)
             self._compiler = Compiler(model, self._loss_fn, self._options, self._shared)
@@ -577,7 +568,7 @@ class TrainStep:
         Raises:
           StateError: if there is no model yet, or this is a forked child.
         """
-        self._shared.process.check()
+        self._shared.owner.check()
         if self._compiler is None:
             raise StateError("this step has no model yet: call init, init_from, restore or declare first")
         return self._compiler

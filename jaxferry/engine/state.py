@@ -16,6 +16,7 @@ from jaxferry.engine.host.pieces import Owned, Parts, on_host, together, whole_o
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
+from jaxferry.engine.owner import Owner, by_one_thread
 from jaxferry.engine.pending import (
     ROLLED_BACK,
     TO_LAST_UPDATE,
@@ -27,7 +28,6 @@ from jaxferry.engine.pending import (
 )
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import Prefetch
-from jaxferry.engine.process import Process
 from jaxferry.engine.transport.base import Transport
 from jaxferry.engine.transport.held import DeviceLayer
 from jaxferry.errors import StateError
@@ -58,6 +58,7 @@ class TrainState:
       prefetch: the copies loaded, or in flight, for the next step.
       accumulated: sums of micro-batches since the last update.
       loss_scale: the factor that multiplies the loss for the backward.
+      owner: the process, and the thread at a time, that may use the state, with the other states of its step.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class TrainState:
         placement: Placement,
         layers: Sequence[Layer],
         masters: dict[int, Parts],
+        owner: Owner,
         state: dict[str, Parts] | None = None,
         step: int = 0,
         loss_scale: LossScale = UNSCALED,
@@ -82,7 +84,7 @@ class TrainState:
         self.pending: PendingStep | None = None
         self.prefetch: Prefetch | None = None
         self.accumulated = Accumulated()
-        self._tree, self.optimizer, self._placement, self._process = tree, optimizer, placement, Process()
+        self._tree, self.optimizer, self._placement, self.owner = tree, optimizer, placement, owner
 
     def __repr__(self) -> str:
         held, num = sum(unit.num_bytes for unit in self.host.units), sum(aval.size for aval in self.optimizer.avals)
@@ -93,6 +95,7 @@ class TrainState:
         return f"<TrainState: {', '.join(found)}{', damaged' if self.damage is not None else ''}>"
 
     @property
+    @by_one_thread
     def params(self) -> Any:
         """The current master parameters in the model's own tree, as NumPy arrays (copies). Waits for updates.
 
@@ -111,6 +114,7 @@ class TrainState:
         return jax.tree.unflatten(self._tree, masters)
 
     @params.setter
+    @by_one_thread
     def params(self, given: Any) -> None:
         leaves = given_leaves("state.params", given, jax.tree.unflatten(self._tree, self.optimizer.avals))
         if self.accumulated.num_batches:
@@ -125,6 +129,7 @@ class TrainState:
             self.host.replace_masters(masters)
 
     @property
+    @by_one_thread
     def opt_state(self) -> Any:
         """The optimizer's current state in Optax's form, as NumPy arrays (copies). Waits for updates.
 
@@ -139,11 +144,13 @@ class TrainState:
         return self.optimizer.whole_state({name: _copied(leaf) for name, leaf in leaves.items()})
 
     @opt_state.setter
+    @by_one_thread
     def opt_state(self, given: Any) -> None:
         shapes = self.optimizer.state_shapes()
         leaves = given_leaves("state.opt_state", given, self.optimizer.state_tree())
         self._replace_state(dict(zip(shapes, leaves, strict=True)))
 
+    @by_one_thread
     def set_hyperparams(self, **values: Any) -> None:
         """Sets hyperparameters of an optimizer that is wrapped in `optax.inject_hyperparams`. Waits for updates.
 
@@ -155,6 +162,7 @@ class TrainState:
         """
         self._replace_state(hyperparameters(self.optimizer.state_shapes(), values))
 
+    @by_one_thread
     def copy(self) -> TrainState:
         """Returns an independent copy, also in host memory, that later steps do not change. Waits for updates.
 
@@ -162,7 +170,7 @@ class TrainState:
         """
         self.settle()
         masters, optimizer = self._copies(self.host.masters()), self._copies(self.host.optimizer_state())
-        args = (self._tree, self.optimizer, self._placement, self.host.layers, masters, optimizer)
+        args = (self._tree, self.optimizer, self._placement, self.host.layers, masters, self.owner, optimizer)
         with outside_mesh():
             made = TrainState(*args, self.updated_step, self.loss_scale)
         made._is_arranged, made.checkpoint = self._is_arranged, self.checkpoint
@@ -204,7 +212,7 @@ class TrainState:
           TaskError: if no update had begun; the state is rolled back.
           StateError: if an update had begun; the state lies between two steps. Or if this is a forked child.
         """
-        self._process.check()
+        self.owner.check()
         pending = self.pending
         if pending is not None and pending.work.failure is not None:
             self.pending = None
@@ -245,9 +253,10 @@ class TrainState:
         if self.pending is not None:
             self.pending.work.wait()
 
+    @by_one_thread
     def settle(self) -> None:
         """Waits for all updates in flight; raises as `check` does."""
-        self._process.check()
+        self.owner.check()
         self.finish()
         self.check()
         self.pending = None
@@ -261,6 +270,7 @@ class TrainState:
         """Rolls back to the last update."""
         self.step, self.accumulated = self.updated_step, Accumulated()
 
+    @by_one_thread
     def masters(self) -> list[Any]:
         """Returns the master parameters in the order of the flattened tree, without copies.
 
@@ -270,6 +280,7 @@ class TrainState:
         by_leaf = self.host.masters()
         return [_stored(by_leaf[leaf], aval) for leaf, aval in enumerate(self.optimizer.avals)]
 
+    @by_one_thread
     def optimizer_state(self) -> dict[str, Any]:
         """Returns the leaves of the optimizer's state by path; leaves shared by all layers (a count) occur once.
 
@@ -279,6 +290,7 @@ class TrainState:
         shapes = self.optimizer.state_shapes()
         return {name: self._whole(parts, shapes[name]) for name, parts in self.host.optimizer_state().items()}
 
+    @by_one_thread
     def stored_optimizer_state(self) -> dict[str, Any]:
         """Returns the same leaves as `masters` does parameters."""
         self.settle()
@@ -313,6 +325,7 @@ class TrainState:
             self.settle()
             self.host.fill()
 
+    @by_one_thread
     def block_until_ready(self) -> None:
         """Waits for all updates in flight, and for all loads for the next step that can run."""
         self.settle()

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxferry.engine.host.pinned import as_numpy
 from jaxferry.engine.placement import Placement
 from jaxferry.partition import Part, Span
 
@@ -141,8 +143,43 @@ class Pieces:
 
 def on_host(array: Any, placement: Placement, dtype: np.dtype | None = None) -> jax.Array:
     """Returns a copy in host memory that nothing else references, in `dtype` if given."""
-    # JAX aliases aligned NumPy memory even with may_alias=False.
-    return jax.device_put(np.array(array, dtype), placement.host)
+    source = np.asarray(array)
+    return filled(source.shape, source.dtype if dtype is None else dtype, placement, lambda made: _copy(source, made))
+
+
+def _copy(source: np.ndarray, made: np.ndarray) -> None:
+    np.copyto(made, source, casting="unsafe")
+
+
+def filled(
+    shape: tuple[int, ...], dtype: np.dtype, placement: Placement, fill: Callable[[np.ndarray], None]
+) -> jax.Array:
+    """Returns a new array in host memory; no other one of its size exists meanwhile.
+
+    Args:
+      shape: its shape.
+      dtype: its dtype.
+      placement: where arrays live.
+      fill: writes the content into a NumPy view of the array.
+    """
+    if _is_packed(dtype):
+        source = np.empty(shape, dtype)
+        fill(source)
+        return jax.device_put(source, placement.host)
+    # Of memory that JAX owns, since it would alias aligned NumPy memory, which updates cannot overwrite; and zeros by
+    # rows of one, which take no memory and need no program.
+    row = np.zeros(shape[-1:] if len(shape) > 1 else (), dtype)
+    made = jax.device_put(np.broadcast_to(row, shape), placement.host)
+    fill(as_numpy(made))
+    return made
+
+
+def _is_packed(dtype: np.dtype) -> bool:
+    """Whether JAX stores several elements in a byte, and NumPy does not."""
+    is_integer = jax.dtypes.issubdtype(dtype, np.integer)
+    if not is_integer and not jax.dtypes.issubdtype(dtype, np.floating):
+        return False
+    return (jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)).bits < 8
 
 
 def stored_key(key: Key) -> Key:
