@@ -7,10 +7,12 @@ into a run. Sources: proc_meminfo(5), proc_pid_statm(5), getrlimit(2), and Linux
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import pathlib
 import resource
+import sys
 from collections.abc import Iterator, Mapping
 
 from jaxferry.control_groups import groups, read_lines
@@ -21,6 +23,14 @@ VARIABLE = "JAXFERRY_HOST_MEMORY"
 """The environment variable that names the host memory that training may take, or `off` for no check."""
 
 _ROOT = pathlib.Path("/")
+_LESS_STATE = "freeze parameters (trainable=), or take an optimizer with less state"
+
+# From mallopt(3): glibc's smallest and largest threshold from which blocks are mapped apart, and returned when freed.
+_MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_SMALLEST_MAPPED, _LARGEST_MAPPED = 1 << 17, 1 << 25
+_thresholds: dict[str, int | None] = {"mapped": None}
+
 _UNLIMITED = 1 << 60
 """Limits from here on are none; control groups of version 1 write the largest page number times the page's size."""
 
@@ -79,11 +89,15 @@ def limits(root: pathlib.Path = _ROOT) -> list[Limit]:
     return sorted(found, key=lambda limit: limit.num_bytes)
 
 
-def check(needed: Mapping[str, int]) -> None:
+def check(needed: Mapping[str, int], what: str = "training", remedy: str = _LESS_STATE, held_bytes: int = 0) -> None:
     """Checks that there is enough host memory, before any is allocated.
 
     Args:
       needed: bytes by what they are for.
+      what: what needs them, for the error.
+      remedy: what the user can do, besides freeing or adding memory.
+      held_bytes: what training takes besides. It counts against `JAXFERRY_HOST_MEMORY`; the other limits tell what is
+        left beside it.
 
     Raises:
       HostMemoryError: if there is too little; it names the number, the limit, and remedies.
@@ -92,16 +106,46 @@ def check(needed: Mapping[str, int]) -> None:
     given = os.environ.get(VARIABLE, "")
     if given == "off":
         return
-    known = [Limit(parse_bytes(given, VARIABLE), VARIABLE)] if given else limits()
+    known = [_given(given, held_bytes)] if given else limits()
     total = sum(needed.values())
     if not known or total <= known[0].num_bytes:
         return
     parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in needed.items() if num_bytes)
     raise HostMemoryError(
-        f"training needs {format_bytes(total)} of host memory ({parts}), but only {format_bytes(known[0].num_bytes)} "
-        f"are available ({known[0].source}): free or add memory, raise the limit, freeze parameters (trainable=), or "
-        f"take an optimizer with less state; {VARIABLE}=off checks nothing"
+        f"{what} needs {format_bytes(total)} of host memory ({parts}), but only {format_bytes(known[0].num_bytes)} "
+        f"are available ({known[0].source}): free or add memory, raise the limit, {remedy}; "
+        f"{VARIABLE}=off checks nothing"
     )
+
+
+def _given(text: str, held_bytes: int) -> Limit:
+    num_bytes = parse_bytes(text, VARIABLE)
+    source = f"{VARIABLE}={text}, of which training takes {format_bytes(held_bytes)}" if held_bytes else VARIABLE
+    return Limit(max(num_bytes - held_bytes, 0), source)
+
+
+def return_freed_blocks() -> None:
+    """Makes the C library return large blocks to the system as soon as they are freed, from now on.
+
+    It stops to do so once a large block has been freed, and puts later ones into heaps of each thread: then a state
+    that is made after such frees, as after reading files, lies between holes that the process keeps. Call this before
+    a state is made, and `reuse_freed_blocks` when all of its memory exists.
+    """
+    _set_thresholds(_SMALLEST_MAPPED, _SMALLEST_MAPPED)
+
+
+def reuse_freed_blocks() -> None:
+    """Makes the C library keep freed blocks for later ones again, which is faster; see `return_freed_blocks`."""
+    if _thresholds["mapped"] == _SMALLEST_MAPPED:
+        _set_thresholds(_LARGEST_MAPPED, 2 * _LARGEST_MAPPED)
+
+
+def _set_thresholds(mapped: int, trimmed: int) -> None:
+    # Only glibc has these thresholds, and they are of the whole process.
+    if _MALLOPT is not None and _thresholds["mapped"] != mapped:
+        _MALLOPT(_M_MMAP_THRESHOLD, mapped)
+        _MALLOPT(_M_TRIM_THRESHOLD, trimmed)
+        _thresholds["mapped"] = mapped
 
 
 def _of_machine(root: pathlib.Path) -> Iterator[Limit]:

@@ -114,12 +114,13 @@ class Model:
         return _host_bytes(layers, state, self._accumulates, own) | more
 
     def check_host_memory(self) -> None:
-        """Checks that host memory can hold everything that a training step keeps there.
+        """Checks that host memory can hold everything that a training step keeps there, before a state is made.
 
         Raises:
           HostMemoryError: if it cannot.
         """
         host_memory.check(self.host_bytes())
+        host_memory.return_freed_blocks()
 
     def check_copies(self, layers: Sequence[Layer], read: Collection[int]) -> None:
         """Checks that host memory can hold the copies that programs read in place, beside what is there already.
@@ -177,7 +178,10 @@ class Model:
         """
         scale = self._options.loss_scale or UNSCALED
         tree = jax.tree.structure(self.params)
-        return TrainState(tree, self.optimizer, self._placement, layers, masters, owner, optimizer, step, scale)
+        held_bytes = sum(self.host_bytes().values())
+        return TrainState(
+            tree, self.optimizer, self._placement, layers, masters, owner, held_bytes, optimizer, step, scale
+        )
 
 
 def host_bytes(params: Any, optimizer: optax.GradientTransformation, compute_dtype: Any) -> dict[str, int]:

@@ -450,9 +450,10 @@ class TrainStep:
           state: the training state.
           path: a local folder; an existing checkpoint is replaced, a symbolic link is followed.
           wait: False returns once the state is copied; a thread writes the copy while training goes on. Until it is
-            written, the copy takes as much host memory as the master parameters and the optimizer state. At most one
-            save is in progress: the next one waits for it. `wait_for_saves`, the next save, and the end of the process
-            wait for it too. The first two raise its error; at the end of the process it is printed.
+            written, the copy takes as much host memory as the master parameters and the optimizer state. Where there is
+            no room for it, a warning says so, and the call waits as with True. At most one save is in progress: the
+            next one waits for it. `wait_for_saves`, the next save, and the end of the process wait for it too. The
+            first two raise its error; at the end of the process it is printed.
           keep_last: None writes the checkpoint to `path` itself. A number writes it into `path`, under the number of
             the step, and keeps the checkpoints that were saved last, this many. `restore(path)` reads the newest one,
             `jaxferry.list_checkpoints(path)` lists them.
@@ -464,38 +465,65 @@ class TrainStep:
         Raises:
           CheckpointError: if `path` is remote, exists and is not a checkpoint, or cannot be written; or if the last
             save with `wait=False` failed, in which case this one has not begun.
+          HostMemoryError: if layers are updated on the device and host memory cannot hold a copy of their state.
           InputError: if another argument is invalid.
+
+        Warns:
+          UserWarning: if `wait=False` waits, since host memory cannot hold a copy of the state.
         """
-        self._check(state)
-        self.wait_for_saves()
-        if keep_last is None and keep_best:
-            raise InputError(f"keep_best needs keep_last, the number of checkpoints to keep anyway, got {keep_best}")
-        keep = None if keep_last is None else checkpoint.Keep(keep_last, keep_best)
-        # The working folder may be another one while a thread writes.
-        target = checkpoint.local_path(path)
-        state.settle()
-        params = self.compiler.model.params
-        saved = checkpoint.Checkpoint(
+        with self.owner.using("TrainStep.save"):
+            self._check(state)
+            self.wait_for_saves()
+            if keep_last is None and keep_best:
+                raise InputError(
+                    f"keep_best needs keep_last, the number of checkpoints to keep anyway, got {keep_best}"
+                )
+            keep = None if keep_last is None else checkpoint.Keep(keep_last, keep_best)
+            # The working folder may be another one while a thread writes.
+            target = checkpoint.local_path(path)
+            own = checkpoint.check_extra({} if extra is None else extra)
+            metric = checkpoint.check_metric(metric)
+            messages = messages_of("save", self._placement.process, self._placement.num_processes)
+            if not wait and messages is None:
+                checkpoint.check_target(target, state.updated_step, keep)
+            copied = None if wait else self._copied(state, own, metric)
+            saved = self._content(*state.stored(), state, own, metric) if copied is None else copied
+
+            def write() -> None:
+                checkpoint.save(saved, target, keep, messages)
+                state.checkpoint = os.fspath(path)
+
+            if copied is None or not self._saves.start(write):
+                write()
+
+    def _content(
+        self, masters: Any, optimizer: Any, state: TrainState, extra: Mapping[str, Any], metric: float | None
+    ) -> checkpoint.Checkpoint:
+        """The content of a checkpoint of these arrays of a state."""
+        params, scale = self.compiler.model.params, state.loss_scale
+        return checkpoint.Checkpoint(
             step=state.updated_step,
-            params=dict(zip(path_names(params), state.masters(), strict=True)),
+            params=dict(zip(path_names(params), masters, strict=True)),
             dtypes=[str(leaf.dtype) for leaf in jax.tree.leaves(params)],
             dictionary_paths=checkpoint.dictionary_paths(params),
-            optimizer=state.stored_optimizer_state(),
-            loss_scale=[state.loss_scale.value, state.loss_scale.num_finite] if state.loss_scale.is_dynamic else None,
-            extra=checkpoint.check_extra({} if extra is None else extra),
-            metric=checkpoint.check_metric(metric),
+            optimizer=optimizer,
+            loss_scale=[scale.value, scale.num_finite] if scale.is_dynamic else None,
+            extra=extra,
+            metric=metric,
         )
-        messages = messages_of("save", self._placement.process, self._placement.num_processes)
-        if not wait:
-            if messages is None:
-                checkpoint.check_target(target, saved.step, keep)
-            saved = saved.copied()
 
-        def write() -> None:
-            checkpoint.save(saved, target, keep, messages)
-            state.checkpoint = os.fspath(path)
-
-        write() if wait else self._saves.start(write)
+    def _copied(
+        self, state: TrainState, extra: Mapping[str, Any], metric: float | None
+    ) -> checkpoint.Checkpoint | None:
+        """A copy of a state for a save in the background; None, with a warning, if host memory cannot hold it."""
+        try:
+            masters, optimizer = state.stored(copied=True)
+            own = {name: np.array(array) for name, array in extra.items()}
+        except MemoryError as error:
+            what = str(error) or "host memory is full"
+            warnings.warn(f"save(wait=False) waits until the state is written: {what}", stacklevel=3)
+            return None
+        return self._content(masters, optimizer, state, own, metric)
 
     def wait_for_saves(self) -> None:
         """Waits until the last save with `wait=False` is on the disk.

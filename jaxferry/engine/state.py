@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from jaxferry import host_memory
 from jaxferry.engine.host.arrays import HostArrays
 from jaxferry.engine.host.given import given_leaves, hyperparameters
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Owned, Parts, on_host, together, whole_of
+from jaxferry.engine.host.pieces import Owned, Parts, is_key, on_host, together, whole_of
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
@@ -33,7 +34,11 @@ from jaxferry.engine.transport.held import DeviceLayer
 from jaxferry.errors import StateError
 from jaxferry.meshes import outside_mesh
 from jaxferry.partition import Layer, Span
+from jaxferry.partition.graph import aval_bytes
 from jaxferry.units import format_bytes
+
+_FREE_FIRST = "or free other states and copies first"
+_READ_BY_LEAF = "or read the parameters one by one (state.lazy_params)"
 
 
 class TrainState:
@@ -58,6 +63,7 @@ class TrainState:
       prefetch: the copies loaded, or in flight, for the next step.
       accumulated: sums of micro-batches since the last update.
       loss_scale: the factor that multiplies the loss for the backward.
+      held_bytes: the host memory that training it takes in this process.
       owner: the process, and the thread at a time, that may use the state, with the other states of its step.
     """
 
@@ -69,6 +75,7 @@ class TrainState:
         layers: Sequence[Layer],
         masters: dict[int, Parts],
         owner: Owner,
+        held_bytes: int,
         state: dict[str, Parts] | None = None,
         step: int = 0,
         loss_scale: LossScale = UNSCALED,
@@ -84,7 +91,8 @@ class TrainState:
         self.pending: PendingStep | None = None
         self.prefetch: Prefetch | None = None
         self.accumulated = Accumulated()
-        self._tree, self.optimizer, self._placement, self.owner = tree, optimizer, placement, owner
+        self._tree, self.optimizer, self._placement = tree, optimizer, placement
+        self.owner, self.held_bytes = owner, held_bytes
 
     def __repr__(self) -> str:
         held, num = sum(unit.num_bytes for unit in self.host.units), sum(aval.size for aval in self.optimizer.avals)
@@ -104,13 +112,16 @@ class TrainState:
         tree to replace the parameters: `state.params = tree`. Its arrays are copied, in the masters' dtypes.
 
         Raises:
+          HostMemoryError: if host memory cannot hold the copies; nothing is allocated then.
           InputError: if an assigned tree has another structure or other shapes.
           StateError: if it is assigned while gradients are accumulated.
         """
         self.settle()
-        by_leaf, avals = self.host.masters(), self.optimizer.avals
+        avals = self.optimizer.avals
+        self._check_memory({"parameters": sum(map(aval_bytes, avals))}, "a copy of the parameters", _READ_BY_LEAF)
+        by_leaf = self.host.masters()
         # Without the arrays that have been read, only one parameter exists twice.
-        masters = [np.array(self._whole(by_leaf.pop(leaf), avals[leaf])) for leaf in range(len(avals))]
+        masters = [self._copied_whole(by_leaf.pop(leaf), avals[leaf]) for leaf in range(len(avals))]
         return jax.tree.unflatten(self._tree, masters)
 
     @params.setter
@@ -130,6 +141,24 @@ class TrainState:
 
     @property
     @by_one_thread
+    def lazy_params(self) -> Any:
+        """The master parameters in the model's own tree, not copied yet: `np.asarray(leaf)` copies one parameter.
+
+        Each leaf has `shape` and `dtype`, and reads the parameter that the state has then. So a model can be exported,
+        or `init` another state, where host memory has no room for a copy of all parameters. Where several processes
+        train, all must read each leaf at the same time, in the same order.
+        """
+        avals = enumerate(self.optimizer.avals)
+        return jax.tree.unflatten(self._tree, [LazyParameter(self, leaf, aval) for leaf, aval in avals])
+
+    @by_one_thread
+    def read_parameter(self, leaf: int) -> np.ndarray:
+        """Returns a copy of one parameter, by its number in the flattened tree; waits for updates."""
+        self.settle()
+        return self._copied_whole(self.host.master(leaf), self.optimizer.avals[leaf])
+
+    @property
+    @by_one_thread
     def opt_state(self) -> Any:
         """The optimizer's current state in Optax's form, as NumPy arrays (copies). Waits for updates.
 
@@ -138,10 +167,17 @@ class TrainState:
         several processes train, all ask for it together, as for `params`.
 
         Raises:
+          HostMemoryError: if host memory cannot hold the copies; nothing is allocated then.
           InputError: if an assigned tree has another structure or other shapes.
         """
-        leaves = self.optimizer_state()
-        return self.optimizer.whole_state({name: _copied(leaf) for name, leaf in leaves.items()})
+        self.settle()
+        shapes = self.optimizer.state_shapes()
+        needed = {"optimizer state": sum(map(aval_bytes, shapes.values()))}
+        self._check_memory(needed, "a copy of the optimizer's state", _FREE_FIRST)
+        found = self.host.optimizer_state()
+        return self.optimizer.whole_state(
+            {name: self._copied_whole(found.pop(name), aval) for name, aval in shapes.items()}
+        )
 
     @opt_state.setter
     @by_one_thread
@@ -167,14 +203,29 @@ class TrainState:
         """Returns an independent copy, also in host memory, that later steps do not change. Waits for updates.
 
         With `accumulate` it is the state after the last update, as in a checkpoint.
+
+        Raises:
+          HostMemoryError: if host memory cannot hold it; nothing is allocated then.
         """
-        self.settle()
-        masters, optimizer = self._copies(self.host.masters()), self._copies(self.host.optimizer_state())
-        args = (self._tree, self.optimizer, self._placement, self.host.layers, masters, self.owner, optimizer)
+        masters, optimizer = self.copies("a copy of the state")
+        args = (self._tree, self.optimizer, self._placement, self.host.layers, masters, self.owner, self.held_bytes)
         with outside_mesh():
-            made = TrainState(*args, self.updated_step, self.loss_scale)
+            made = TrainState(*args, optimizer, self.updated_step, self.loss_scale)
         made._is_arranged, made.checkpoint = self._is_arranged, self.checkpoint
         return made
+
+    def copies(self, what: str) -> tuple[dict[int, Parts], dict[str, Parts]]:
+        """Returns copies of masters and optimizer state as they are stored; what they are for is named in errors.
+
+        Raises:
+          HostMemoryError: if host memory cannot hold them; nothing is allocated then.
+        """
+        self.settle()
+        self._check_memory(self.host.copy_bytes, what, _FREE_FIRST)
+        return self.host.copies()
+
+    def _check_memory(self, needed: Mapping[str, int], what: str, remedy: str) -> None:
+        host_memory.check(needed, what, remedy, self.held_bytes)
 
     def _replace_state(self, leaves: Mapping[str, Any]) -> None:
         """Replaces leaves of the optimizer's state, which are copied in their own dtypes."""
@@ -186,24 +237,22 @@ class TrainState:
     def _given(self, leaves: Mapping[Any, Any], avals: Mapping[Any, Any]) -> dict[Any, Parts]:
         """Whole arrays of the user in their own dtypes: copies, unless the process keeps only some elements of them."""
         if self._placement.ownership.is_all:
-            return {name: {None: self._owned(leaf, avals[name].dtype)} for name, leaf in leaves.items()}
+            needed = {"given arrays": sum(aval_bytes(avals[name]) for name in leaves)}
+            self._check_memory(needed, "an assignment to the state", _FREE_FIRST)
+            return {name: {None: on_host(leaf, self._placement, avals[name].dtype)} for name, leaf in leaves.items()}
         return {
-            name: {None: leaf if _is_key(leaf) else np.asarray(leaf, avals[name].dtype)}
-            for name, leaf in leaves.items()
+            name: {None: leaf if is_key(leaf) else np.asarray(leaf, avals[name].dtype)} for name, leaf in leaves.items()
         }
-
-    def _copies(self, arrays: Mapping[Any, Parts]) -> dict[Any, Parts]:
-        return {name: {part: self._owned(array) for part, array in parts.items()} for name, parts in arrays.items()}
-
-    def _owned(self, leaf: Any, dtype: Any = None) -> jax.Array:
-        """Returns a copy in host memory, in `dtype` if given; PRNG keys keep theirs."""
-        if _is_key(leaf):
-            return jax.device_put(jnp.copy(leaf), self._placement.host, may_alias=False)
-        return on_host(leaf, self._placement, dtype)
 
     def _whole(self, parts: Parts, aval: Any) -> Any:
         found = parts.get(None)
-        return found if _is_key(found) else whole_of(parts, tuple(aval.shape), self._placement)
+        return found if is_key(found) else whole_of(parts, tuple(aval.shape), self._placement)
+
+    def _copied_whole(self, parts: Parts, aval: Any) -> Any:
+        """A copy as a NumPy array; PRNG keys as they are."""
+        found = self._whole(parts, aval)
+        # Of others than whole arrays, it is a copy.
+        return np.array(found) if None in parts and not is_key(found) else found
 
     def check(self) -> None:
         """Raises an error if the updates of the last step failed, or if the state is damaged.
@@ -276,9 +325,30 @@ class TrainState:
 
         A `Stacked` stands for one that is stored in parts, an `Owned` for one of which this process has some elements.
         """
+        return self.stored()[0]
+
+    @by_one_thread
+    def stored(self, copied: bool = False) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the master parameters and the leaves of the optimizer's state, in the form of `masters`.
+
+        Args:
+          copied: whether all are copies; else those of layers that are updated on the device are.
+
+        Raises:
+          HostMemoryError: if host memory cannot hold the copies; nothing is allocated then.
+        """
         self.settle()
-        by_leaf = self.host.masters()
-        return [_stored(by_leaf[leaf], aval) for leaf, aval in enumerate(self.optimizer.avals)]
+        if copied:
+            masters, state = self.copies("a copy of the state")
+        else:
+            elsewhere = {"state that is updated on the device": self.host.elsewhere_bytes}
+            self._check_memory(elsewhere, "a copy of a part of the state", _FREE_FIRST)
+            masters, state = self.host.masters(), dict(self.host.optimizer_state())
+        shapes = self.optimizer.state_shapes()
+        return (
+            [_stored(masters[leaf], aval) for leaf, aval in enumerate(self.optimizer.avals)],
+            {name: _stored(parts, shapes[name]) for name, parts in state.items()},
+        )
 
     @by_one_thread
     def optimizer_state(self) -> dict[str, Any]:
@@ -289,13 +359,6 @@ class TrainState:
         self.settle()
         shapes = self.optimizer.state_shapes()
         return {name: self._whole(parts, shapes[name]) for name, parts in self.host.optimizer_state().items()}
-
-    @by_one_thread
-    def stored_optimizer_state(self) -> dict[str, Any]:
-        """Returns the same leaves as `masters` does parameters."""
-        self.settle()
-        shapes = self.optimizer.state_shapes()
-        return {name: _stored(parts, shapes[name]) for name, parts in self.host.optimizer_state().items()}
 
     def arrange(self, layers: Sequence[Layer]) -> None:
         """Arranges the state in these parameter groups; does nothing if it is so already."""
@@ -340,10 +403,30 @@ def _stored(parts: Parts, aval: Any) -> Any:
     return Owned(parts, tuple(aval.shape), aval.dtype) if is_owned else together(parts)
 
 
-def _is_key(leaf: Any) -> bool:
-    return bool(jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key))
+@dataclasses.dataclass(frozen=True, eq=False)
+class LazyParameter:
+    """A parameter of a state that is copied when it is read.
 
+    Attributes:
+      state: the state.
+      leaf: its number in the flattened tree of parameters.
+      aval: its shape and the dtype of its master.
+    """
 
-def _copied(leaf: Any) -> Any:
-    """Returns a copy as a NumPy array; returns PRNG keys unchanged."""
-    return leaf if _is_key(leaf) else np.array(leaf)
+    state: TrainState = dataclasses.field(repr=False)
+    leaf: int
+    aval: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.aval.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of its master."""
+        return np.dtype(self.aval.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        found = self.state.read_parameter(self.leaf)
+        return found if dtype is None else found.astype(dtype, copy=False)

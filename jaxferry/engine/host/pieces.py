@@ -142,9 +142,16 @@ class Pieces:
 
 
 def on_host(array: Any, placement: Placement, dtype: np.dtype | None = None) -> jax.Array:
-    """Returns a copy in host memory that nothing else references, in `dtype` if given."""
+    """Returns a copy in host memory that nothing else references, in `dtype` if given; PRNG keys keep theirs."""
+    if is_key(array):
+        return jax.device_put(jnp.copy(array), placement.host, may_alias=False)
     source = np.asarray(array)
     return filled(source.shape, source.dtype if dtype is None else dtype, placement, lambda made: _copy(source, made))
+
+
+def is_key(array: Any) -> bool:
+    """Whether an array holds PRNG keys."""
+    return bool(jax.dtypes.issubdtype(getattr(array, "dtype", np.float32), jax.dtypes.prng_key))
 
 
 def _copy(source: np.ndarray, made: np.ndarray) -> None:

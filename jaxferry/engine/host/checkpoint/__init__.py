@@ -28,7 +28,7 @@ from jaxferry.engine.all_processes import Messages
 from jaxferry.engine.host.checkpoint.about import FILE, WITHOUT_DIGESTS, About, read_about, write_about
 from jaxferry.engine.host.checkpoint.arrays import describe, write_arrays
 from jaxferry.engine.host.checkpoint.background import BackgroundSaves
-from jaxferry.engine.host.checkpoint.content import Checkpoint, check_extra, check_matches, dictionary_paths, is_key
+from jaxferry.engine.host.checkpoint.content import Checkpoint, check_extra, check_matches, dictionary_paths
 from jaxferry.engine.host.checkpoint.leaves import StoredKey, StoredLeaf, cannot_read, stored_leaves
 from jaxferry.engine.host.checkpoint.paths import local_path, reason
 from jaxferry.engine.host.checkpoint.replacement import check_replaceable, find, identity, publish, sweep
@@ -44,7 +44,7 @@ from jaxferry.engine.host.checkpoint.series import (
     prune,
 )
 from jaxferry.engine.host.checkpoint.together import pieces_of_others, with_pieces, write_own
-from jaxferry.engine.host.pieces import Owned, Stacked
+from jaxferry.engine.host.pieces import Owned, Stacked, is_key
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.errors import CheckpointError, InputError, JaxFerryError
 
@@ -272,4 +272,6 @@ def _told(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"cannot write to {path}: {reason(error)}; make room, or choose another path") from error
+        is_short = isinstance(error, MemoryError) or "start new thread" in str(error)
+        remedy = "free host memory, or raise ulimit -v and -u" if is_short else "make room, or choose another path"
+        raise CheckpointError(f"cannot write to {path}: {reason(error)}; {remedy}") from error
