@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,8 @@ import pytest
 import jaxferry
 from control_groups import real_group, write
 from jaxferry import host_memory
+from jaxferry.engine import checkpoint
+from jaxferry.engine.host.checkpoint import leaves
 
 GIB = 2**30
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8388608 kB\n"
@@ -266,3 +270,147 @@ def test_a_limit_on_the_address_space_is_an_error_too():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "ulimit -v" in done.stdout and "training needs 1.25 GiB" in done.stdout
+
+
+def trained():
+    """A step and a state of 4 bytes a parameter for masters, 8 for Adam and 8 for training: 1.5 M parameters."""
+    step = jaxferry.train_step(loss_fn, optax.adam(1e-3))
+    state = step.init(jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), PARAMS))
+    return step, step(state, np.ones((2, 1000), np.float32))[0]
+
+
+COPIES = {
+    "a copy of the state": (12, lambda state: state.copy()),
+    "a copy of the parameters": (4, lambda state: state.params),
+    "a copy of the optimizer's state": (8, lambda state: state.opt_state),
+    "an assignment to the state": (4, lambda state: setattr(state, "params", PARAMS)),
+}
+
+
+@pytest.mark.parametrize("what", COPIES)
+def test_a_copy_of_a_state_is_checked_beside_training_before_memory_is_taken(what, monkeypatch):
+    _, state = trained()
+    num_bytes, make = COPIES[what]
+    needed = 1_500_000 * (20 + num_bytes)
+    monkeypatch.setenv(host_memory.VARIABLE, str(needed))
+    taken = []
+    for name in ("masters", "optimizer_state", "copies", "replace_masters"):
+        monkeypatch.setattr(type(state.host), name, lambda *args: taken.append(args))
+    pattern = (
+        rf"{what} needs .* but only .* are available \(JAXFERRY_HOST_MEMORY=\d+, of which training takes 28\.6 MiB"
+    )
+    with pytest.raises(jaxferry.HostMemoryError, match=pattern):
+        make(state)
+    assert taken == []
+    monkeypatch.undo()
+    monkeypatch.setenv(host_memory.VARIABLE, str(needed + 100))  # and the step counter
+    if what != "an assignment to the state":
+        make(state)
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_a_save_in_the_background_without_room_for_its_copy_warns_and_waits(has_room, monkeypatch, tmp_path):
+    step, state = trained()
+    monkeypatch.setenv(host_memory.VARIABLE, str(1_500_000 * 32 + 100 * has_room))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step.save(state, tmp_path / "saved", wait=False)
+    assert [str(each.message).split(":")[0] for each in told] == [
+        "save(wait=False) waits until the state is written"
+    ] * (not has_room)
+    if not has_room:
+        assert told[0].filename == __file__
+        assert (tmp_path / "saved").exists()
+    step.wait_for_saves()
+    before = state.stored()
+    for found, expected in zip(
+        jax.tree.leaves(step.restore(tmp_path / "saved").stored()), jax.tree.leaves(before), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_save_in_the_background_that_runs_out_of_memory_or_threads_waits_too(monkeypatch, tmp_path):
+    step, state = trained()
+
+    def no_memory(*args):
+        raise MemoryError("Unable to allocate 5.7 MiB")
+
+    def no_thread(*args):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match=r"waits until .* Unable to allocate"):
+        patched.setattr(type(state.host), "copies", no_memory)
+        step.save(state, tmp_path / "memory", wait=False)
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match=r"waits until .* can't start new thread"):
+        patched.setattr(threading.Thread, "start", no_thread)
+        patched.setattr(checkpoint, "save", lambda *args: saved.append(args))
+        saved = []
+        step.save(state, tmp_path / "threads", wait=False)
+        assert len(saved) == 1
+    assert step.restore(tmp_path / "memory").step == 1
+
+
+def test_a_restore_checks_before_it_reads(monkeypatch, tmp_path):
+    step, state = trained()
+    step.save(state, tmp_path / "saved")
+    monkeypatch.setenv(host_memory.VARIABLE, "1MiB")
+    monkeypatch.setattr(leaves, "open_one", lambda *args: pytest.fail("read before host memory was checked"))
+    with pytest.raises(jaxferry.HostMemoryError, match=r"training needs 28\.6 MiB"):
+        step.restore(tmp_path / "saved")
+
+
+PEAKS = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, optax, jaxferry
+
+def memory(name):
+    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+def loss(params, x):
+    for name in params:
+        x = x + jnp.tanh(x @ params[name])
+    return jnp.mean(x**2)
+
+path, way = sys.argv[1:]
+step = jaxferry.train_step(loss, optax.adamw(1e-4))
+shapes = {f"l{i:02d}": np.broadcast_to(np.float32(0.001), (2048, 2048)) for i in range(8)}
+if way == "save":
+    step.save(step.init(shapes), path)
+    sys.exit()
+small = jaxferry.train_step(loss, optax.adamw(1e-4))
+tiny = small.init({"l": np.ones((8, 8), np.float32)})
+small.save(tiny, path + "-small")
+small.restore(path + "-small")  # what JAX and TensorStore take themselves
+if way != "restore":
+    state = step.init(shapes)
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the peak is that from now on
+before = memory("VmRSS")
+if way == "restore":
+    state = step.restore(path)
+elif way == "copy":
+    other = state.copy()
+elif way == "init from lazy":
+    other = jaxferry.train_step(loss, optax.sgd(1.0)).init(state.lazy_params)
+elif way == "export":
+    from jaxferry import pretrained
+    pretrained.save_safetensors(path + "-export", state.lazy_params, lambda names: ".".join(names))
+print(memory("VmHWM") - before)
+"""
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("peaks") / "saved")
+    subprocess.run([sys.executable, "-c", PEAKS, path, "save"], check=True, timeout=300)
+    return path
+
+
+@pytest.mark.parametrize(("way", "kept"), [("restore", 12), ("copy", 12), ("init from lazy", 4), ("export", 0)])
+def test_the_peak_is_what_is_kept_and_a_bounded_piece(way, kept, saved_once):
+    """128 MiB of parameters, in leaves of 16 MiB; a piece is at most 64 MiB."""
+    command = [sys.executable, "-c", PEAKS, saved_once, way]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (kept - 1) * 32 * MIB <= int(done.stdout) <= kept * 32 * MIB + 64 * MIB

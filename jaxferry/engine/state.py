@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +11,9 @@ import numpy as np
 from jaxferry import host_memory
 from jaxferry.engine.host.arrays import HostArrays
 from jaxferry.engine.host.given import given_leaves, hyperparameters
+from jaxferry.engine.host.lazy_parameter import LazyParameter
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Owned, Parts, is_key, on_host, together, whole_of
+from jaxferry.engine.host.pieces import Owned, Parts, Stacked, is_key, on_host, together, whole_of
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
@@ -149,13 +149,25 @@ class TrainState:
         train, all must read each leaf at the same time, in the same order.
         """
         avals = enumerate(self.optimizer.avals)
-        return jax.tree.unflatten(self._tree, [LazyParameter(self, leaf, aval) for leaf, aval in avals])
+        return jax.tree.unflatten(self._tree, [LazyParameter(self.read_parameter, leaf, aval) for leaf, aval in avals])
 
     @by_one_thread
-    def read_parameter(self, leaf: int) -> np.ndarray:
-        """Returns a copy of one parameter, by its number in the flattened tree; waits for updates."""
+    def read_parameter(self, leaf: int, index: Any = ...) -> np.ndarray:
+        """Returns a copy of one parameter, or of the elements at an index of NumPy's; waits for updates.
+
+        Args:
+          leaf: its number in the flattened tree.
+          index: which elements.
+        """
         self.settle()
-        return self._copied_whole(self.host.master(leaf), self.optimizer.avals[leaf])
+        parts, aval = self.host.master(leaf), self.optimizer.avals[leaf]
+        found = parts.get(None)
+        if found is not None:
+            return np.array(np.asarray(found)[index])
+        stacked = None if any(isinstance(part, Span) for part in parts) else together(parts)
+        if isinstance(stacked, Stacked) and stacked.axis == 0 and isinstance(index, slice):
+            return np.stack([np.asarray(part) for part in stacked.parts[index]])
+        return np.array(self._whole(parts, aval)[index])
 
     @property
     @by_one_thread
@@ -401,32 +413,3 @@ def _stored(parts: Parts, aval: Any) -> Any:
     """An array as it is stored, without copies."""
     is_owned = any(isinstance(part, Span) for part in parts)
     return Owned(parts, tuple(aval.shape), aval.dtype) if is_owned else together(parts)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LazyParameter:
-    """A parameter of a state that is copied when it is read.
-
-    Attributes:
-      state: the state.
-      leaf: its number in the flattened tree of parameters.
-      aval: its shape and the dtype of its master.
-    """
-
-    state: TrainState = dataclasses.field(repr=False)
-    leaf: int
-    aval: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return tuple(self.aval.shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of its master."""
-        return np.dtype(self.aval.dtype)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        found = self.state.read_parameter(self.leaf)
-        return found if dtype is None else found.astype(dtype, copy=False)
