@@ -17,6 +17,10 @@ from control_groups import real_group, write
 from jaxferry import host_memory
 from jaxferry.engine import checkpoint
 from jaxferry.engine.host.checkpoint import leaves
+from jaxferry.record_steps import make_recording
+from jaxferry.report.tables import host_memory_lines
+from jaxferry.schedule import Kind
+from jaxferry.units import format_bytes
 
 GIB = 2**30
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8388608 kB\n"
@@ -414,3 +418,58 @@ def test_the_peak_is_what_is_kept_and_a_bounded_piece(way, kept, saved_once):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (kept - 1) * 32 * MIB <= int(done.stdout) <= kept * 32 * MIB + 64 * MIB
+
+
+def deep_loss(params, x):
+    for name in sorted(params):
+        x = x + jnp.tanh(x @ params[name])
+    return jnp.mean(x**2)
+
+
+def offloading(**options):
+    """Twelve layers of 4 KiB; what crosses between them is as large as a batch: 128 bytes a row."""
+    step = jaxferry.train_step(
+        deep_loss, optax.sgd(0.1), offload_activations=True, remat="full", merge_small=False, **options
+    )
+    return step, {f"w{i:02d}": np.full((32, 32), 0.01, np.float32) for i in range(12)}
+
+
+def batch(rows):
+    return np.ones((rows, 32), np.float32)
+
+
+def test_saved_activations_are_counted_as_they_are_and_by_each_report():
+    step, params = offloading(record_steps=1)
+    state = step.init(params)
+    prepared = step.prepare(batch(1024))
+    assert prepared.saved_bytes == 2 * step.prepare(batch(512)).saved_bytes > 6 * 1024 * 128
+    saves = [task for task in prepared.schedule.tasks if task.kind is Kind.SAVE]
+    assert prepared.saved_bytes % (1024 * 128) == 0 and len(saves) == prepared.saved_bytes // (1024 * 128)
+    state, _ = step(state, batch(1024))
+    recording = make_recording(step, state, prepared, model="deep")
+    assert recording.host_bytes["saved activations"] == prepared.saved_bytes
+    [line] = host_memory_lines(recording.profile.machine | {"host_bytes": {}}, 0, recording.profile.saved_bytes)
+    assert line == f"host memory {format_bytes(prepared.saved_bytes)}: saved activations " + format_bytes(
+        prepared.saved_bytes
+    )
+
+
+def test_saved_activations_are_checked_before_the_first_step_and_for_longer_batches(monkeypatch):
+    step, params = offloading()
+    state = step.init(params)
+    training = 12 * 32 * 32 * 4 * 3  # masters, compute copy, gradients
+    saved = {rows: step.prepare(batch(rows)).saved_bytes for rows in (512, 1024)}
+    step, params = offloading()
+    state = step.init(params)
+    monkeypatch.setenv(host_memory.VARIABLE, str(training + saved[512] - 1))
+    with pytest.raises(jaxferry.HostMemoryError, match=r"a step needs .*saved activations .*JAXFERRY_HOST_MEMORY="):
+        step(state, batch(512))
+    assert state.step == 0
+    monkeypatch.setenv(host_memory.VARIABLE, str(training + saved[512]))
+    state, _ = step(state, batch(512))
+    with pytest.raises(jaxferry.HostMemoryError, match="smaller or shorter batches"):
+        step(state, batch(1024))
+    state, _ = step(state, batch(512))
+    assert state.step == 2 and state.damage is None
+    monkeypatch.setenv(host_memory.VARIABLE, str(training + saved[1024]))
+    assert step(state, batch(1024))[0].step == 3
