@@ -29,6 +29,7 @@ _LESS_STATE = "freeze parameters (trainable=), or take an optimizer with less st
 _MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SMALLEST_MAPPED, _LARGEST_MAPPED = 1 << 17, 1 << 25
+_OF_USER = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 _thresholds: dict[str, int | None] = {"mapped": None}
 
 _UNLIMITED = 1 << 60
@@ -129,7 +130,8 @@ def return_freed_blocks() -> None:
 
     It stops to do so once a large block has been freed, and puts later ones into heaps of each thread: then a state
     that is made after such frees, as after reading files, lies between holes that the process keeps. Call this before
-    a state is made, and `reuse_freed_blocks` when all of its memory exists.
+    a state is made, and `reuse_freed_blocks` when all of its memory exists. Thresholds that the environment sets
+    (mallopt(3): `MALLOC_MMAP_THRESHOLD_` and others) stay.
     """
     _set_thresholds(_SMALLEST_MAPPED, _SMALLEST_MAPPED)
 
@@ -142,7 +144,8 @@ def reuse_freed_blocks() -> None:
 
 def _set_thresholds(mapped: int, trimmed: int) -> None:
     # Only glibc has these thresholds, and they are of the whole process.
-    if _MALLOPT is not None and _thresholds["mapped"] != mapped:
+    is_given = any(name in os.environ for name in _OF_USER)
+    if _MALLOPT is not None and not is_given and _thresholds["mapped"] != mapped:
         _MALLOPT(_M_MMAP_THRESHOLD, mapped)
         _MALLOPT(_M_TRIM_THRESHOLD, trimmed)
         _thresholds["mapped"] = mapped
