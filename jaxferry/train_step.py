@@ -570,6 +570,7 @@ class TrainStep:
         model = self._adopt(params).model
         expected = dict(zip(path_names(model.params), jax.tree.leaves(model.params), strict=True))
         checkpoint.check_matches("model", saved.params, expected)
+        checkpoint.check_transformations(saved.optimizer, model.optimizer.state_shapes(), expected)
         checkpoint.check_matches("optimizer", saved.optimizer, model.optimizer.state_shapes(), check_dtypes=True)
         model.check_host_memory()
         masters = model.masters([saved.params[name] for name in expected])

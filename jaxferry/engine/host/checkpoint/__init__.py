@@ -44,6 +44,7 @@ from jaxferry.engine.host.checkpoint.series import (
     prune,
 )
 from jaxferry.engine.host.checkpoint.together import pieces_of_others, with_pieces, write_own
+from jaxferry.engine.host.checkpoint.transformations import check_transformations
 from jaxferry.engine.host.pieces import Owned, Stacked, is_key
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.errors import CheckpointError, InputError, JaxFerryError
@@ -58,6 +59,7 @@ __all__ = [
     "check_matches",
     "check_metric",
     "check_target",
+    "check_transformations",
     "dictionary_paths",
     "list_checkpoints",
     "load",
