@@ -270,7 +270,9 @@ class TrainStep:
             state is that before the step, or with `accumulate` that after the last update.
           BudgetError: if no plan fits into `memory_budget`.
           TaskError: if a task of this step or of the previous one failed; the message states the outcome.
-          StateError: if the state belongs to another step or to the parent of this forked process, or is damaged.
+          HostMemoryError: if host memory cannot hold what a step for a batch of this structure keeps there.
+          StateError: if the state belongs to another step or to the parent of this forked process, or is damaged, or if
+            another thread uses this step or one of its states.
         """
         with self.owner.using("TrainStep.__call__"), outside_mesh(), PROGRESS.call():
             prepared = self._arranged(state, args, kwargs)
@@ -290,6 +292,7 @@ class TrainStep:
 
         Raises:
           BudgetError: if no plan fits into `memory_budget`.
+          HostMemoryError: if host memory cannot hold what the step keeps there (copies to read, saved activations).
           StateError: if the model is not known yet: call `init`, `init_from`, `restore` or `declare` first.
         """
         with self.owner.using("TrainStep.prepare"), outside_mesh():
@@ -545,6 +548,7 @@ class TrainStep:
         Raises:
           CheckpointError: if there is no checkpoint, it is damaged (the message names the leaf and the file), or does
             not match the model or the optimizer.
+          HostMemoryError: if host memory cannot hold the model; nothing is allocated then.
 
         Warns:
           UserWarning: if the checkpoint is of an older version, without digests, or if an interrupted save left it
