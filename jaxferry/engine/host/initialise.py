@@ -47,7 +47,7 @@ def host_array(leaf: Any, placement: Placement, dtype: np.dtype, span: Span | No
             _read_blocks(leaf, made, span)
         else:
             array = np.asarray(leaf)
-            np.copyto(made, array if span is None else span.of(array), casting="unsafe")
+            made[...] = array if span is None else span.of(array)
 
     return filled(np.shape(leaf) if span is None else (span.size,), dtype, placement, fill)
 

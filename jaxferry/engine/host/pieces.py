@@ -155,7 +155,7 @@ def is_key(array: Any) -> bool:
 
 
 def _copy(source: np.ndarray, made: np.ndarray) -> None:
-    np.copyto(made, source, casting="unsafe")
+    made[...] = source
 
 
 def filled(
