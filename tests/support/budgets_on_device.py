@@ -1,4 +1,4 @@
-"""Trains random models under random plans and budgets; prints JSON with the budget and the peak that the allocator reports.
+"""Trains random models under random plans and budgets; prints JSON of each budget and peak that the allocator reports.
 
 usage: SCRIPT SEED COUNT TRANSPORT
 
