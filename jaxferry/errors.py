@@ -47,11 +47,11 @@ class CheckpointError(JaxFerryError):
 
 
 class StateError(JaxFerryError):
-    """A training state is used with another step, or a failure left it between two steps."""
+    """A training state is used with another step or by two threads, or a failure left it between two steps."""
 
 
 class HostMemoryError(JaxFerryError, MemoryError):
-    """Host memory cannot hold the parameters and the optimizer's state."""
+    """Host memory cannot hold a training state, a copy of it, or what a step keeps beside it."""
 
 
 class TaskError(JaxFerryError, RuntimeError):
@@ -62,7 +62,8 @@ class TaskError(JaxFerryError, RuntimeError):
     batch.
 
     Attributes:
-      layer: the layer of the task; empty where the device does not tell which of its programs failed.
+      layer: the layer of the task; empty where the device does not tell which of its programs failed, and for what
+        depends on the batch alone.
     """
 
     def __init__(self, message: str, layer: str):

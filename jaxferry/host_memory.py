@@ -7,12 +7,15 @@ into a run. Sources: proc_meminfo(5), proc_pid_statm(5), getrlimit(2), and Linux
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import pathlib
 import resource
+import sys
 from collections.abc import Iterator, Mapping
 
+from jaxferry.control_groups import groups, read_lines
 from jaxferry.errors import HostMemoryError
 from jaxferry.units import format_bytes, parse_bytes
 
@@ -20,8 +23,45 @@ VARIABLE = "JAXFERRY_HOST_MEMORY"
 """The environment variable that names the host memory that training may take, or `off` for no check."""
 
 _ROOT = pathlib.Path("/")
+_LESS_STATE = "freeze parameters (trainable=), or take an optimizer with less state"
+
+# From mallopt(3): glibc's smallest and largest threshold from which blocks are mapped apart, and returned when freed.
+_MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_SMALLEST_MAPPED, _LARGEST_MAPPED = 1 << 17, 1 << 25
+_OF_USER = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+_thresholds: dict[str, int | None] = {"mapped": None}
+
 _UNLIMITED = 1 << 60
 """Limits from here on are none; control groups of version 1 write the largest page number times the page's size."""
+
+_OF_PROCESS = (
+    (resource.RLIMIT_AS, 0, "address space of the process, ulimit -v"),
+    (resource.RLIMIT_DATA, 5, "data of the process, ulimit -d"),
+)
+"""Limits of the process, each with the field of `statm` that counts against it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """Names of a control group's files.
+
+    Attributes:
+      limits: beyond `memory.max` the kernel ends processes, beyond `memory.high` it slows them down to a crawl.
+      taken: memory in use, without swap.
+      reclaimable: counts of `memory.stat`. The kernel gives this memory back before it refuses any, as `MemAvailable`
+        of the machine assumes; pages of a file that was read twice are active. Version 1 does not tell its slab.
+    """
+
+    limits: tuple[str, ...]
+    taken: str
+    reclaimable: tuple[str, ...]
+
+
+_OF_GROUP = {
+    1: _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+    2: _Names(("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file", "slab_reclaimable")),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +90,15 @@ def limits(root: pathlib.Path = _ROOT) -> list[Limit]:
     return sorted(found, key=lambda limit: limit.num_bytes)
 
 
-def check(needed: Mapping[str, int]) -> None:
+def check(needed: Mapping[str, int], what: str = "training", remedy: str = _LESS_STATE, held_bytes: int = 0) -> None:
     """Checks that there is enough host memory, before any is allocated.
 
     Args:
       needed: bytes by what they are for.
+      what: what needs them, for the error.
+      remedy: what the user can do, besides freeing or adding memory.
+      held_bytes: what training takes besides. It counts against `JAXFERRY_HOST_MEMORY`; the other limits tell what is
+        left beside it.
 
     Raises:
       HostMemoryError: if there is too little; it names the number, the limit, and remedies.
@@ -63,66 +107,74 @@ def check(needed: Mapping[str, int]) -> None:
     given = os.environ.get(VARIABLE, "")
     if given == "off":
         return
-    known = [Limit(parse_bytes(given, VARIABLE), VARIABLE)] if given else limits()
+    known = [_given(given, held_bytes)] if given else limits()
     total = sum(needed.values())
     if not known or total <= known[0].num_bytes:
         return
     parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in needed.items() if num_bytes)
     raise HostMemoryError(
-        f"training needs {format_bytes(total)} of host memory ({parts}), but only {format_bytes(known[0].num_bytes)} "
-        f"are available ({known[0].source}): free or add memory, raise the limit, freeze parameters (trainable=), or "
-        f"take an optimizer with less state; {VARIABLE}=off checks nothing"
+        f"{what} needs {format_bytes(total)} of host memory ({parts}), but only {format_bytes(known[0].num_bytes)} "
+        f"are available ({known[0].source}): free or add memory, raise the limit, {remedy}; "
+        f"{VARIABLE}=off checks nothing"
     )
 
 
+def _given(text: str, held_bytes: int) -> Limit:
+    num_bytes = parse_bytes(text, VARIABLE)
+    source = f"{VARIABLE}={text}, of which training takes {format_bytes(held_bytes)}" if held_bytes else VARIABLE
+    return Limit(max(num_bytes - held_bytes, 0), source)
+
+
+def return_freed_blocks() -> None:
+    """Makes the C library return large blocks to the system as soon as they are freed, from now on.
+
+    It stops to do so once a large block has been freed, and puts later ones into heaps of each thread: then a state
+    that is made after such frees, as after reading files, lies between holes that the process keeps. Call this before
+    a state is made, and `reuse_freed_blocks` when all of its memory exists. Thresholds that the environment sets
+    (mallopt(3): `MALLOC_MMAP_THRESHOLD_` and others) stay.
+    """
+    _set_thresholds(_SMALLEST_MAPPED, _SMALLEST_MAPPED)
+
+
+def reuse_freed_blocks() -> None:
+    """Makes the C library keep freed blocks for later ones again, which is faster; see `return_freed_blocks`."""
+    if _thresholds["mapped"] == _SMALLEST_MAPPED:
+        _set_thresholds(_LARGEST_MAPPED, 2 * _LARGEST_MAPPED)
+
+
+def _set_thresholds(mapped: int, trimmed: int) -> None:
+    # Only glibc has these thresholds, and they are of the whole process.
+    is_given = any(name in os.environ for name in _OF_USER)
+    if _MALLOPT is not None and not is_given and _thresholds["mapped"] != mapped:
+        _MALLOPT(_M_MMAP_THRESHOLD, mapped)
+        _MALLOPT(_M_TRIM_THRESHOLD, trimmed)
+        _thresholds["mapped"] = mapped
+
+
 def _of_machine(root: pathlib.Path) -> Iterator[Limit]:
-    for line in _lines(root / "proc/meminfo"):
+    for line in read_lines(root / "proc/meminfo"):
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             yield Limit(1024 * int(value.split()[0]), "MemAvailable of the machine")
 
 
 def _of_process(root: pathlib.Path) -> Iterator[Limit]:
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    sizes = _lines(root / "proc/self/statm")
-    if soft != resource.RLIM_INFINITY and sizes:
-        taken = int(sizes[0].split()[0]) * resource.getpagesize()
-        yield Limit(max(soft - taken, 0), "address space of the process, ulimit -v")
+    sizes = [int(size) for size in " ".join(read_lines(root / "proc/self/statm")).split()]
+    for most, number, source in _OF_PROCESS:
+        soft, _ = resource.getrlimit(most)
+        if soft != resource.RLIM_INFINITY and sizes:
+            yield Limit(max(soft - sizes[number] * resource.getpagesize(), 0), source)
 
 
 def _of_control_groups(root: pathlib.Path) -> Iterator[Limit]:
-    for line in _lines(root / "proc/self/cgroup"):
-        fields = line.split(":", 2)
-        if len(fields) < 3:
+    for group in groups("memory", root):
+        names = _OF_GROUP[group.version]
+        taken = group.first_line(names.taken)
+        if not taken.isdigit():
             continue
-        _, controllers, path = fields
-        if controllers == "":
-            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        # In a container the path may be one of the host's, and the mount the container's own group.
-        for folder in dict.fromkeys([mount / path.lstrip("/"), *(mount / path.lstrip("/")).parents]):
-            if folder.is_relative_to(mount):
-                yield from _of_group(folder, *names)
-
-
-def _of_group(folder: pathlib.Path, most: str, taken: str, cached: str) -> Iterator[Limit]:
-    limit, usage = _lines(folder / most), _lines(folder / taken)
-    is_known = limit and usage and limit[0].isdigit() and usage[0].isdigit()
-    if not is_known or int(limit[0]) >= _UNLIMITED:
-        return
-    # The kernel gives files' pages back before it refuses memory.
-    counts = [line.split() for line in _lines(folder / "memory.stat")]
-    reclaimable = sum(int(count[1]) for count in counts if len(count) == 2 and count[0] == cached)
-    left = int(limit[0]) - int(usage[0]) + reclaimable
-    yield Limit(max(left, 0), f"{most} of the control group")
-
-
-def _lines(path: pathlib.Path) -> list[str]:
-    try:
-        return path.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return []
+        counts = group.statistics("memory.stat")
+        free = min(sum(counts.get(name, 0) for name in names.reclaimable), int(taken))
+        for name in names.limits:
+            most = group.first_line(name)
+            if most.isdigit() and int(most) < _UNLIMITED:
+                yield Limit(max(int(most) - int(taken) + free, 0), f"{name} of the control group")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,15 +13,25 @@ import numpy as np
 import optax
 
 from jaxferry import host_memory
-from jaxferry.engine import UNSCALED, HostOptimizer, Placement, TrainState, choose_transport, masters_from_arrays
+from jaxferry.engine import (
+    UNSCALED,
+    HostOptimizer,
+    Owner,
+    Placement,
+    TrainState,
+    choose_transport,
+    host_array,
+    masters_from_arrays,
+)
 from jaxferry.engine.host.pieces import Parts
-from jaxferry.engine.host.subtree import path_names
 from jaxferry.options import Options
 from jaxferry.partition import Layer, Ownership, Span, frozen_leaves, held_whole, layers_by_path
 from jaxferry.partition.graph import aval_bytes
 from jaxferry.partition.packed import stored_struct
 
 _COPIES = "copies to read in place"
+_SAVED = "saved activations"
+_OF_STEPS = ("compute copy", "gradients", "sums of gradients")
 
 
 class Model:
@@ -90,58 +100,81 @@ class Model:
         """Whether programs access host memory through the native library."""
         return self.transport == "ferry"
 
-    def host_bytes(self, layers: Sequence[Layer] = (), read: Collection[int] = ()) -> dict[str, int]:
+    def host_bytes(
+        self, layers: Sequence[Layer] = (), read: Collection[int] = (), saved_bytes: int = 0
+    ) -> dict[str, int]:
         """Bytes of host memory that a training step keeps in this process, by what they are for.
 
         Args:
           layers: the parameter groups; none for those that paths suggest. Of several processes' shares, those of other
             groups differ by a few elements.
           read: the numbers of those that programs read in host memory; each of several processes has them whole.
+          saved_bytes: activations that wait in host memory for their backward.
         """
         own, layers = self._placement.ownership, layers or self.layers
         state: Iterable[Any] = self.optimizer.state_shapes().values()
         if not own.is_all:
             state = [aval for unit in self.optimizer.units_of(layers) for aval in unit.state]
         copies = sum(own.num_whole_bytes(layers[group]) for group in read)
-        more = {_COPIES: copies} if copies else {}
-        return _host_bytes(layers, state, self._accumulates, own) | more
+        more = {_COPIES: copies, _SAVED: saved_bytes}
+        of_training = _host_bytes(layers, state, self._accumulates, own)
+        return of_training | {name: num_bytes for name, num_bytes in more.items() if num_bytes}
 
     def check_host_memory(self) -> None:
-        """Checks that host memory can hold everything that a training step keeps there.
+        """Checks that host memory can hold everything that a training step keeps there, before a state is made.
 
         Raises:
           HostMemoryError: if it cannot.
         """
         host_memory.check(self.host_bytes())
+        host_memory.return_freed_blocks()
 
-    def check_copies(self, layers: Sequence[Layer], read: Collection[int]) -> None:
-        """Checks that host memory can hold the copies that programs read in place, beside what is there already.
+    def check_step(
+        self, layers: Sequence[Layer], read: Collection[int], saved_bytes: int, is_first: bool, kept_bytes: int
+    ) -> None:
+        """Checks that host memory can hold what a prepared step keeps there beside the state.
 
-        Args and errors as for `host_bytes` and `check_host_memory`.
+        Args:
+          layers: as for `host_bytes`.
+          read: likewise.
+          saved_bytes: likewise.
+          is_first: whether no step has been prepared yet: then gradients and compute copy do not exist either.
+          kept_bytes: of `saved_bytes`, what earlier steps have taken and the device's client keeps.
+
+        Raises:
+          HostMemoryError: if it cannot.
         """
-        copies = self.host_bytes(layers, read).get(_COPIES, 0)
-        if copies:
-            host_memory.check({_COPIES: copies})
+        found = self.host_bytes(layers, read, saved_bytes)
+        needed = {name: found[name] for name in (_COPIES, _SAVED) if name in found}
+        if not needed:
+            return
+        if is_first:
+            needed |= {name: found[name] for name in _OF_STEPS if name in found}
+        held_bytes = sum(found.values()) - sum(needed.values())
+        if _SAVED in needed:
+            kept_bytes = min(kept_bytes, saved_bytes)
+            needed[_SAVED], held_bytes = saved_bytes - kept_bytes, held_bytes + kept_bytes
+        remedy = (
+            "take smaller or shorter batches (with offload_activations=True), or a plan that reads no layer in place"
+        )
+        host_memory.check(needed, "a step", remedy, held_bytes)
 
     def masters(self, leaves: Sequence[Any]) -> dict[int, Parts]:
         """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
         return masters_from_arrays(leaves, self._dtypes(), self._placement, self._spans())
 
-    def own_masters(self, leaves: Sequence[Any]) -> dict[int, Parts]:
-        """Likewise for arrays of what this process owns alone."""
-        made = masters_from_arrays(leaves, self._dtypes(), self._placement)
-        return {i: {span: made[i][None]} for i, span in enumerate(self._spans())}
-
-    def owned(self) -> dict[str, dict[str, Span]]:
-        """The elements that this process owns of leaves of `params` and of the `optimizer`'s state, by path.
-
-        Those that it has whole are left out.
-        """
-        params = zip(path_names(self.params), self._spans(), strict=True)
+    def optimizer_state(self, leaves: Mapping[str, Any]) -> dict[str, Parts]:
+        """Reads the leaves of the optimizer's state from a checkpoint likewise, by path; they keep their dtypes."""
         state = [key for unit in self.optimizer.units_of(self.layers) for key in unit.state_keys]
+        spans = {name: span for name, span in state if isinstance(span, Span)}
+        where = self._placement.host
         return {
-            "params": {name: span for name, span in params if span is not None},
-            "optimizer": {name: span for name, span in state if isinstance(span, Span)},
+            name: {
+                spans.get(name): jax.device_put(leaf.read(), where, may_alias=False)
+                if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+                else host_array(leaf, self._placement, leaf.dtype, spans.get(name))
+            }
+            for name, leaf in leaves.items()
         }
 
     def _dtypes(self) -> list[np.dtype]:
@@ -159,6 +192,8 @@ class Model:
         layers: Sequence[Layer],
         optimizer: dict[str, Parts] | None = None,
         step: int = 0,
+        *,
+        owner: Owner,
     ) -> TrainState:
         """A training state of these masters.
 
@@ -167,9 +202,13 @@ class Model:
           layers: the parameter groups of the state.
           optimizer: the leaves of the optimizer's state by path, donated; None makes the initial state.
           step: the number of steps taken.
+          owner: who may use it.
         """
         scale = self._options.loss_scale or UNSCALED
-        return TrainState(self.params, self.optimizer, self._placement, layers, masters, optimizer, step, scale)
+        held_bytes = sum(self.host_bytes().values())
+        return TrainState(
+            self.params, self.optimizer, self._placement, layers, masters, owner, held_bytes, optimizer, step, scale
+        )
 
 
 def host_bytes(params: Any, optimizer: optax.GradientTransformation, compute_dtype: Any) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Reads weights from safetensors files, and writes them: opens tensors lazily and arranges them in a model's tree.
 
     files --open_safetensors--> tensors by name --arrange--> the model's tree --step.init--> masters, block by block
-      ^---------------------------save_safetensors---------------------------------- state.params
+      ^---------------------------save_safetensors----------------------------- state.lazy_params
 
 No whole tensor exists outside the file and the masters, so reading a model needs little more host memory than training
 it.
@@ -202,31 +202,30 @@ def save_safetensors(
 ) -> list[Path]:
     """Writes parameters in Hugging Face's format, under the names that `arrange` reads; returns the tensors' files.
 
-    One file is `model.safetensors`; several are numbered and have an index. The tensors of one file are in memory at a
-    time, beside `params`.
+    One file is `model.safetensors`; several are numbered and have an index. Tensors are written piece by piece, so
+    little host memory is needed beside `params`, and with `state.lazy_params` none for a copy of all parameters.
 
     Args:
       folder: where to write; created if it is missing.
-      params: the model's tree of parameters, such as `state.params`.
+      params: the model's tree of parameters, such as `state.lazy_params`.
       source_of: as in `arrange`; parameters of which it returns None are left out.
       dtype: floating-point tensors are cast to this dtype, such as `jnp.bfloat16`; None keeps theirs.
       max_file_bytes: maximum bytes of the tensors in a file; a single tensor is never cut.
 
     Raises:
       InputError: if the folder holds safetensors files, two parameters have one name, a parameter to transpose is not a
-        matrix, a dtype has no name in the format, or the package `safetensors` is missing.
+        matrix, or a dtype has no name in the format.
     """
     folder = Path(folder)
     others = sorted(file.name for pattern in ("*.safetensors", INDEX_FILE) for file in folder.glob(pattern))
     if others:
         raise InputError(f"{folder} holds {_listed(others)}: give an empty folder")
-    save_file = _safetensors_writer()
     parts = _parts(_named_leaves(params, source_of, dtype), max_file_bytes)
     names = [f"model-{n:05}-of-{len(parts):05}.safetensors" for n in range(1, len(parts) + 1)]
     files = [folder / name for name in (names if len(parts) > 1 else ["model.safetensors"])]
     folder.mkdir(parents=True, exist_ok=True)
     for file, part in zip(files, parts, strict=True):
-        save_file({leaf.name: leaf.read() for leaf in part}, file, metadata={"format": "pt"})
+        _write(file, part)
     if len(parts) > 1:
         placed = {leaf.name: file.name for file, part in zip(files, parts, strict=True) for leaf in part}
         total = sum(leaf.num_bytes for part in parts for leaf in part)
@@ -248,9 +247,18 @@ class _NamedLeaf:
     def num_bytes(self) -> int:
         return int(np.prod(self.leaf.shape, dtype=np.int64)) * self.dtype.itemsize
 
-    def read(self) -> np.ndarray:
-        array = np.asarray(self.leaf)
-        return np.array(array.T if self.is_transposed else array, self.dtype, order="C")
+    def pieces(self) -> Iterator[np.ndarray]:
+        """Yields the tensor's elements in C order, so many that a piece stays small."""
+        shape = tuple(self.leaf.shape)
+        if not shape:
+            yield np.asarray(self.leaf).astype(self.dtype)
+            return
+        num = shape[-1] if self.is_transposed else shape[0]
+        rows = max(1, _PIECE_BYTES // max(1, self.num_bytes // max(1, num)))
+        for first in range(0, num, rows):
+            some = slice(first, first + rows)
+            piece = np.asarray(self.leaf[:, some]).T if self.is_transposed else np.asarray(self.leaf[some])
+            yield np.ascontiguousarray(piece, self.dtype)
 
 
 def _named_leaves(
@@ -274,6 +282,31 @@ def _named_leaves(
     return list(found.values())
 
 
+def _write(file: Path, leaves: Iterable[_NamedLeaf]) -> None:
+    """Writes a file in the format's layout: the size of a header, the header as JSON, the tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    # Larger elements first, so that all are aligned.
+    ordered = sorted(leaves, key=lambda leaf: -leaf.dtype.itemsize)
+    for leaf in ordered:
+        span = [offset, offset + leaf.num_bytes]
+        header[leaf.name] = {"dtype": _NAMES[leaf.dtype], "shape": _stored_shape(leaf), "data_offsets": span}
+        offset += leaf.num_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for leaf in ordered:
+            for piece in leaf.pieces():
+                # Dtypes such as bfloat16 have no buffer; bytes have.
+                stream.write(piece.reshape(-1).view(np.uint8).data)
+
+
+def _stored_shape(leaf: _NamedLeaf) -> list[int]:
+    shape = list(leaf.leaf.shape)
+    return shape[::-1] if leaf.is_transposed else shape
+
+
 def _parts(leaves: Iterable[_NamedLeaf], max_bytes: int) -> list[list[_NamedLeaf]]:
     """Splits tensors, in order, into files."""
     parts: list[list[_NamedLeaf]] = [[]]
@@ -284,15 +317,8 @@ def _parts(leaves: Iterable[_NamedLeaf], max_bytes: int) -> list[list[_NamedLeaf
     return parts
 
 
-def _safetensors_writer() -> Callable[..., None]:
-    try:
-        from safetensors.numpy import save_file
-    except ImportError as error:
-        raise InputError(
-            "writing .safetensors files needs the package safetensors: pip install 'jaxferry[safetensors]'"
-        ) from error
-    return save_file
-
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_PIECE_BYTES = 32 * 2**20
 
 _FLOATING = frozenset(_DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
 

@@ -60,7 +60,9 @@ def make_recording(
         profile=profile,
         tasks=tuple(tasks),
         device_bytes=device_bytes_by_kind(run, profile, prepared.plan),
-        host_bytes=step.compiler.model.host_bytes(),
+        host_bytes=step.compiler.model.host_bytes(
+            prepared.partition.layers, prepared.program.read_in_place, prepared.saved_bytes
+        ),
     )
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,6 +43,9 @@ _WANTED: dict[str, Any] = {
 """The engine's value of each setting that it does not leave to the user; each is a context manager of `jax`."""
 
 _OWN = {name: value for name, value in _WANTED.items() if hasattr(jax, name)}
+
+_NOT_OF_USERS = (os.path.dirname(__file__) + os.sep, contextlib.__file__)
+"""Files whose functions lie between the user's call and a warning."""
 
 _GUARDS = tuple(f"jax_transfer_guard_{way}" for way in ("host_to_device", "device_to_device", "device_to_host"))
 
@@ -230,5 +235,13 @@ def _check(values: dict[str, Any]) -> None:
         warnings.warn(
             "jax_disable_jit has no effect on JaxFerry, whose steps are compiled programs: to run the loss function "
             "operation by operation, call jax.value_and_grad(loss_fn) itself on small parameters",
-            stacklevel=5,
+            stacklevel=_stacklevel(),
         )
+
+
+def _stacklevel() -> int:
+    """The level of the user's call, for a warning of the calling function."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_OF_USERS):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -20,6 +20,7 @@ import optax
 from jaxferry.compile import Compiler, Prepared, Shared
 from jaxferry.engine import (
     LossScale,
+    Owner,
     Placement,
     StepResult,
     TrainState,
@@ -212,13 +213,13 @@ class TrainStep:
           InputError: if a trained parameter is not real floating point.
           HostMemoryError: if host memory cannot hold them; nothing is allocated then.
         """
-        with own_settings():
+        with self.owner.using("TrainStep.init"):
             compiler = self._adopt(params)
             compiler.model.check_host_memory()
             leaves = jax.tree.leaves(params)
             if self._placement.num_processes > 1:
                 check_same_values("their parameters", leaves)
-            return compiler.model.new_state(compiler.model.masters(leaves), compiler.layers)
+            return compiler.model.new_state(compiler.model.masters(leaves), compiler.layers, owner=self.owner)
 
     def declare(self, params: Any) -> None:
         """States the model's parameters without making a state, so that `prepare` can be called for a plan alone.
@@ -229,7 +230,7 @@ class TrainStep:
         Raises:
           InputError: as for `init`.
         """
-        with own_settings():
+        with self.owner.using("TrainStep.declare"):
             self._adopt(params)
 
     def init_from(self, init_fn: Callable[[Any], Any], rng: Any) -> TrainState:
@@ -242,13 +243,13 @@ class TrainStep:
         Raises:
           HostMemoryError: if host memory cannot hold the model; nothing is allocated then.
         """
-        with own_settings():
+        with self.owner.using("TrainStep.init_from"):
             compiler = self._adopt(result_shapes(init_fn, rng))
             compiler.model.check_host_memory()
             if self._placement.num_processes > 1:
                 check_same_values("their PRNG keys", jax.tree.leaves(rng))
             masters = masters_layer_by_layer(init_fn, rng, compiler.model.layers, self._placement)
-            return compiler.model.new_state(masters, compiler.layers)
+            return compiler.model.new_state(masters, compiler.layers, owner=self.owner)
 
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step.
@@ -271,9 +272,11 @@ class TrainStep:
             state is that before the step, or with `accumulate` that after the last update.
           BudgetError: if no plan fits into `memory_budget`.
           TaskError: if a task of this step or of the previous one failed; the message states the outcome.
-          StateError: if the state belongs to another step or to the parent of this forked process, or is damaged.
+          HostMemoryError: if host memory cannot hold what a step for a batch of this structure keeps there.
+          StateError: if the state belongs to another step or to the parent of this forked process, or is damaged, or if
+            another thread uses this step or one of its states.
         """
-        with own_settings(), PROGRESS.call():
+        with self.owner.using("TrainStep.__call__"), PROGRESS.call():
             prepared = self._arranged(state, args, kwargs)
             state.fill()
             number = state.step
@@ -291,9 +294,10 @@ class TrainStep:
 
         Raises:
           BudgetError: if no plan fits into `memory_budget`.
+          HostMemoryError: if host memory cannot hold what the step keeps there (copies to read, saved activations).
           StateError: if the model is not known yet: call `init`, `init_from`, `restore` or `declare` first.
         """
-        with own_settings():
+        with self.owner.using("TrainStep.prepare"):
             return self.compiler.prepare(*self._of_all(args, kwargs))
 
     def measure(self, params: Any, *args: Any, **kwargs: Any) -> Profile:
@@ -306,7 +310,7 @@ class TrainStep:
           *args: the step's arguments; arrays or shape structs.
           **kwargs: likewise.
         """
-        with own_settings():
+        with self.owner.using("TrainStep.measure"):
             return self._adopt(params).measure(*self._of_all(args, kwargs))
 
     def compile_updates(self, state: TrainState, *args: Any, **kwargs: Any) -> None:
@@ -317,7 +321,7 @@ class TrainStep:
           *args: the step's arguments; arrays or shape structs.
           **kwargs: likewise.
         """
-        with own_settings():
+        with self.owner.using("TrainStep.compile_updates"):
             self._arranged(state, args, kwargs)
 
     def _of_all(self, args: Any, kwargs: Any) -> Any:
@@ -368,9 +372,9 @@ class TrainStep:
           BudgetError: if it does not fit into `memory_budget`.
           PartitionError: if the function reads no parameter.
         """
-        self._check(state)
-        compiler = self.compiler
-        with own_settings(), PROGRESS.call():
+        with self.owner.using("TrainStep.apply"), PROGRESS.call():
+            self._check(state)
+            compiler = self.compiler
             evaluator = compiler.evaluator(function, *self._of_all(args, kwargs))
             self._shared.prefetch.clear()
             state.settle()
@@ -379,6 +383,11 @@ class TrainStep:
             graphs = [prepared.partition.graph for prepared in compiler.prepared]
             held_bytes = sum(graph.held_bytes(*graph.constants) for graph in graphs)
             return evaluator.run(state, _leaves(args, kwargs), held_bytes)
+
+    @property
+    def owner(self) -> Owner:
+        """The process, and the thread at a time, that may use the step and its states."""
+        return self._shared.owner
 
     @property
     def options(self) -> Options:
@@ -403,7 +412,8 @@ class TrainStep:
         microseconds late. Starts follow the machine model: a task starts when those that it waited for, and the
         previous one of its lane, have ended. A copy that was freed before a thread could wait for it takes no time.
         """
-        return None if self._shared.recorder is None else self._shared.recorder.run()
+        with self.owner.using("TrainStep.recorded"):
+            return None if self._shared.recorder is None else self._shared.recorder.run()
 
     def recorded_by_all(self) -> tuple[Run, ...]:
         """Likewise of all processes that train together, in their order; each must call this.
@@ -445,9 +455,10 @@ class TrainStep:
           state: the training state.
           path: a local folder; an existing checkpoint is replaced, a symbolic link is followed.
           wait: False returns once the state is copied; a thread writes the copy while training goes on. Until it is
-            written, the copy takes as much host memory as the master parameters and the optimizer state. At most one
-            save is in progress: the next one waits for it. `wait_for_saves`, the next save, and the end of the process
-            wait for it too. The first two raise its error; at the end of the process it is printed.
+            written, the copy takes as much host memory as the master parameters and the optimizer state. Where there is
+            no room for it, a warning says so, and the call waits as with True. At most one save is in progress: the
+            next one waits for it. `wait_for_saves`, the next save, and the end of the process wait for it too. The
+            first two raise its error; at the end of the process it is printed.
           keep_last: None writes the checkpoint to `path` itself. A number writes it into `path`, under the number of
             the step, and keeps the checkpoints that were saved last, this many. `restore(path)` reads the newest one,
             `jaxferry.list_checkpoints(path)` lists them.
@@ -459,43 +470,65 @@ class TrainStep:
         Raises:
           CheckpointError: if `path` is remote, exists and is not a checkpoint, or cannot be written; or if the last
             save with `wait=False` failed, in which case this one has not begun.
+          HostMemoryError: if layers are updated on the device and host memory cannot hold a copy of their state.
           InputError: if another argument is invalid.
+
+        Warns:
+          UserWarning: if `wait=False` waits, since host memory cannot hold a copy of the state.
         """
-        self._check(state)
-        self.wait_for_saves()
-        if keep_last is None and keep_best:
-            raise InputError(f"keep_best needs keep_last, the number of checkpoints to keep anyway, got {keep_best}")
-        keep = None if keep_last is None else checkpoint.Keep(keep_last, keep_best)
-        # The working folder may be another one while a thread writes.
-        target = checkpoint.local_path(path)
-        with own_settings():
-            state.settle()
-            params, scale = self.compiler.model.params, state.loss_scale
-            saved = checkpoint.Checkpoint(
-                step=state.updated_step,
-                params=dict(zip(path_names(params), state.masters(), strict=True)),
-                dtypes=[str(leaf.dtype) for leaf in jax.tree.leaves(params)],
-                dictionary_paths=checkpoint.dictionary_paths(params),
-                optimizer=state.stored_optimizer_state(),
-                loss_scale=[scale.value, scale.num_finite] if scale.is_dynamic else None,
-                extra=checkpoint.check_extra({} if extra is None else extra),
-                metric=checkpoint.check_metric(metric),
-            )
+        with self.owner.using("TrainStep.save"):
+            self._check(state)
+            self.wait_for_saves()
+            if keep_last is None and keep_best:
+                raise InputError(
+                    f"keep_best needs keep_last, the number of checkpoints to keep anyway, got {keep_best}"
+                )
+            keep = None if keep_last is None else checkpoint.Keep(keep_last, keep_best)
+            # The working folder may be another one while a thread writes.
+            target = checkpoint.local_path(path)
+            own = checkpoint.check_extra({} if extra is None else extra)
+            metric = checkpoint.check_metric(metric)
             messages = messages_of("save", self._placement.process, self._placement.num_processes)
-            if not wait:
-                if messages is None:
-                    checkpoint.check_target(target, saved.step, keep)
-                saved = saved.copied()
+            if not wait and messages is None:
+                checkpoint.check_target(target, state.updated_step, keep)
+            copied = None if wait else self._copied(state, own, metric)
+            saved = self._content(*state.stored(), state, own, metric) if copied is None else copied
 
-        def write() -> None:
-            checkpoint.save(saved, target, keep, messages)
-            state.checkpoint = os.fspath(path)
+            def write() -> None:
+                checkpoint.save(saved, target, keep, messages)
+                state.checkpoint = os.fspath(path)
 
-        if wait:
-            with own_settings():
+            if copied is None or not self._saves.start(write):
                 write()
-        else:
-            self._saves.start(write)
+
+    def _content(
+        self, masters: Any, optimizer: Any, state: TrainState, extra: Mapping[str, Any], metric: float | None
+    ) -> checkpoint.Checkpoint:
+        """The content of a checkpoint of these arrays of a state."""
+        params, scale = self.compiler.model.params, state.loss_scale
+        return checkpoint.Checkpoint(
+            step=state.updated_step,
+            params=dict(zip(path_names(params), masters, strict=True)),
+            dtypes=[str(leaf.dtype) for leaf in jax.tree.leaves(params)],
+            dictionary_paths=checkpoint.dictionary_paths(params),
+            optimizer=optimizer,
+            loss_scale=[scale.value, scale.num_finite] if scale.is_dynamic else None,
+            extra=extra,
+            metric=metric,
+        )
+
+    def _copied(
+        self, state: TrainState, extra: Mapping[str, Any], metric: float | None
+    ) -> checkpoint.Checkpoint | None:
+        """A copy of a state for a save in the background; None, with a warning, if host memory cannot hold it."""
+        try:
+            masters, optimizer = state.stored(copied=True)
+            own = {name: np.array(array) for name, array in extra.items()}
+        except MemoryError as error:
+            what = str(error) or "host memory is full"
+            warnings.warn(f"save(wait=False) waits until the state is written: {what}", stacklevel=3)
+            return None
+        return self._content(masters, optimizer, state, own, metric)
 
     def wait_for_saves(self) -> None:
         """Waits until the last save with `wait=False` is on the disk.
@@ -503,7 +536,7 @@ class TrainStep:
         Raises:
           CheckpointError: if it failed; what was at its path is unchanged. Later calls do not raise this again.
         """
-        self._shared.process.check()
+        self._shared.owner.check()
         self._saves.wait()
 
     def restore(self, path: str | os.PathLike[str], params: Any = None) -> TrainState:
@@ -517,62 +550,48 @@ class TrainStep:
         Raises:
           CheckpointError: if there is no checkpoint, it is damaged (the message names the leaf and the file), or does
             not match the model or the optimizer.
+          HostMemoryError: if host memory cannot hold the model; nothing is allocated then.
 
         Warns:
           UserWarning: if the checkpoint is of an older version, without digests, or if an interrupted save left it
             beside the path.
         """
-        self._shared.process.check()
-        self._saves.settle()
-        known, is_alone = self._compiler, self._placement.num_processes == 1
+        with self.owner.using("TrainStep.restore"):
+            self._saves.settle()
+            known = self._compiler
+            try:
+                state = checkpoint.load(path, lambda saved: self._restored(saved, params, known))
+            except JaxFerryError:
+                # A state in training keeps its model.
+                self._compiler = known
+                raise
+            state.checkpoint = os.fspath(path)
+            return state
 
-        def tree(saved: checkpoint.Checkpoint) -> Any:
-            if params is not None:
-                return params
-            return saved.dictionary() if known is None else known.model.params
-
-        def spans(described: checkpoint.Checkpoint) -> checkpoint.Spans:
-            return self._matching(described, tree(described)).owned()
-
-        try:
-            with own_settings():
-                saved = checkpoint.load(path, None if is_alone else spans)
-                state = self._restored(saved, tree(saved))
-        except JaxFerryError:
-            # A state in training keeps its model.
-            self._compiler = known
-            raise
-        state.checkpoint, state.extra = os.fspath(path), dict(saved.extra)
-        return state
-
-    def _matching(self, saved: checkpoint.Checkpoint, params: Any) -> Model:
-        """The model of these parameters, which a checkpoint must match: arrays or shapes of it."""
+    def _restored(self, saved: checkpoint.Checkpoint, params: Any, known: Compiler | None) -> TrainState:
+        """Reads a checkpoint into a new state."""
+        if params is None:
+            params = saved.dictionary() if known is None else known.model.params
         model = self._adopt(params).model
-        names, leaves = path_names(model.params), jax.tree.leaves(model.params)
-        checkpoint.check_coded(saved.params, saved.dtypes, dict(zip(names, leaves, strict=True)), model.optimizer.avals)
-        checkpoint.check_matches("model", saved.params, dict(zip(names, map(stored_struct, leaves), strict=True)))
+        expected = dict(zip(path_names(model.params), jax.tree.leaves(model.params), strict=True))
+        checkpoint.check_coded(saved.params, saved.dtypes, expected, model.optimizer.avals)
+        stored = {name: stored_struct(leaf) for name, leaf in expected.items()}
+        checkpoint.check_matches("model", saved.params, stored)
+        checkpoint.check_transformations(saved.optimizer, model.optimizer.state_shapes(), expected)
         checkpoint.check_matches("optimizer", saved.optimizer, model.optimizer.state_shapes(), check_dtypes=True)
-        return model
-
-    def _restored(self, saved: checkpoint.Checkpoint, params: Any) -> TrainState:
-        is_alone = self._placement.num_processes == 1
-        model = self._matching(saved, params) if is_alone else self._adopt(params).model
-        model.check_host_memory()  # beside the arrays that have been read
-        spans, where = model.owned(), self._placement.host
-        optimizer: dict[str, Any] = {
-            name: {spans["optimizer"].get(name): jax.device_put(leaf, where, may_alias=False)}
-            for name, leaf in saved.optimizer.items()
-        }
-        masters = model.own_masters([saved.params[name] for name in path_names(model.params)])
-        state = model.new_state(masters, self.compiler.layers, optimizer, saved.step)
+        model.check_host_memory()
+        masters = model.masters([saved.params[name] for name in expected])
+        optimizer = model.optimizer_state(saved.optimizer)
+        state = model.new_state(masters, self.compiler.layers, optimizer, saved.step, owner=self.owner)
         if saved.loss_scale is not None and state.loss_scale.is_dynamic:
             value, num_finite = saved.loss_scale
             state.loss_scale = LossScale(float(value), num_finite=int(num_finite))
+        state.extra = {name: leaf.read() for name, leaf in saved.extra.items()}
         return state
 
     def _adopt(self, params: Any) -> Compiler:
         """Returns the compiler for a model's tree: the current one if the tree is the same, else a new one."""
-        self._shared.process.check()
+        self._shared.owner.check()
         if self._compiler is None or self._compiler.model.params != abstract(params):
             model = Model(params, self._optax, self._options, self._placement, self._wanted_transport)
             self._compiler = Compiler(model, self._loss_fn, self._options, self._shared)
@@ -585,7 +604,7 @@ class TrainStep:
         Raises:
           StateError: if there is no model yet, or this is a forked child.
         """
-        self._shared.process.check()
+        self._shared.owner.check()
         if self._compiler is None:
             raise StateError("this step has no model yet: call init, init_from, restore or declare first")
         return self._compiler

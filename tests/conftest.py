@@ -3,6 +3,7 @@
 import atexit
 import gc
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import shutil
@@ -21,6 +22,10 @@ if GPU_PACKAGES.is_dir():
 
 # Before any test module imports jax: where a machine has an accelerator, placement is tested without it all the same.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Processes that tests start, in whatever folder, import the package of this checkout.
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 # Many tests train the same small models, some in separate processes, so they share a compilation cache. All processes
 # that share the tests use one folder: the first makes it, and the others inherit its name.
@@ -63,6 +68,11 @@ def pytest_configure(config):
     Runs without them also compile programs for the CPU by the quickest way to code, half of their time. XLA's own
     optimizations, which decide what a program computes and how much memory it takes, stay.
     """
+    # An editable installation of another checkout comes before every path.
+    found = importlib.util.find_spec("jaxferry")
+    if found is None or not pathlib.Path(found.origin).resolve().is_relative_to(ROOT):
+        where = "is not installed" if found is None else f"is imported from {found.origin}"
+        raise pytest.UsageError(f"the package jaxferry {where}: install that of {ROOT}, by make install-test")
     is_quick = "not slow" in config.option.markexpr
     hypothesis.settings.load_profile("few" if is_quick else "deterministic")
     if is_quick:

@@ -1,7 +1,10 @@
 """Host memory is checked before it is allocated."""
 
+import os
 import subprocess
 import sys
+import threading
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,27 +13,40 @@ import optax
 import pytest
 
 import jaxferry
+from control_groups import real_group, write
 from jaxferry import host_memory
+from jaxferry.engine import checkpoint
+from jaxferry.engine.host.checkpoint import leaves
+from jaxferry.record_steps import make_recording
+from jaxferry.report.tables import host_memory_lines
+from jaxferry.schedule import Kind
+from jaxferry.units import format_bytes
 
 GIB = 2**30
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8388608 kB\n"
 
 
-def write(root, files):
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-
-
-def group(folder, most, taken, cached=0, version=2):
-    names = [("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")]
-    names += [("memory.max", "memory.current", "inactive_file")]
-    limit, usage, inactive = names[version - 1]
+def group(folder, most, taken, version=2, **counts):
+    """Files of a control group; counts are of inactive files unless named."""
+    limit, usage = [("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")][version - 1]
+    prefix = "total_" if version == 1 else ""
+    stat = [f"{prefix}{name} {count}\n" for name, count in counts.items()]
+    # Those of the group alone, without the groups below, and memory that only swap could take.
+    others = f"anon {GIB}\nfile {GIB}\nshmem {GIB}\ninactive_anon {GIB}\n" + (
+        f"inactive_file {GIB}\n" if prefix else ""
+    )
     return {
         f"{folder}/{limit}": f"{most}\n",
         f"{folder}/{usage}": f"{taken}\n",
-        f"{folder}/memory.stat": f"anon 1\n{inactive} {cached}\n",
+        f"{folder}/memory.swap.max": f"{64 * GIB}\n",
+        f"{folder}/memory.memsw.limit_in_bytes": f"{64 * GIB}\n",
+        f"{folder}/memory.stat": others + "".join(stat),
     }
+
+
+OWN = {"proc/self/cgroup": "0::/a/b\n"}
+FIRST = {"proc/self/cgroup": "4:memory,cpu:/a/b\n"}
+V2, ABOVE, V1 = "sys/fs/cgroup/a/b", "sys/fs/cgroup/a", "sys/fs/cgroup/memory/a/b"
 
 
 @pytest.mark.parametrize(
@@ -38,18 +54,94 @@ def group(folder, most, taken, cached=0, version=2):
     [
         ({}, 8 * GIB),
         ({"proc/self/cgroup": "0::/a/b\n", **group("sys/fs/cgroup/a/b", "max", GIB)}, 8 * GIB),
-        ({"proc/self/cgroup": "0::/a/b\n", **group("sys/fs/cgroup/a/b", 4 * GIB, 3 * GIB, GIB)}, 2 * GIB),
+        ({"proc/self/cgroup": "0::/a/b\n", **group("sys/fs/cgroup/a/b", 4 * GIB, 3 * GIB, inactive_file=GIB)}, 2 * GIB),
         ({"proc/self/cgroup": "0::/a/b\n", **group("sys/fs/cgroup/a", 4 * GIB, GIB)}, 3 * GIB),
         ({"proc/self/cgroup": "0::/of/the/host\n", **group("sys/fs/cgroup", 2 * GIB, GIB)}, GIB),
         ({"proc/self/cgroup": "0::/a\n", **group("sys/fs/cgroup/a", GIB, 2 * GIB)}, 0),
-        ({"proc/self/cgroup": "4:memory,cpu:/a\n", **group("sys/fs/cgroup/memory/a", 6 * GIB, GIB, 0, 1)}, 5 * GIB),
-        ({"proc/self/cgroup": "4:memory:/a\n", **group("sys/fs/cgroup/memory/a", 2**63 - 4096, GIB, 0, 1)}, 8 * GIB),
+        ({"proc/self/cgroup": "4:memory,cpu:/a\n", **group("sys/fs/cgroup/memory/a", 6 * GIB, GIB, 1)}, 5 * GIB),
+        ({"proc/self/cgroup": "4:memory:/a\n", **group("sys/fs/cgroup/memory/a", 2**63 - 4096, GIB, 1)}, 8 * GIB),
     ],
     ids=["machine", "no limit", "limit", "parent", "container", "exceeded", "version 1", "version 1 without"],
 )  # fmt: skip
 def test_the_smallest_limit_of_machine_and_control_groups_counts(files, expected, tmp_path):
     write(tmp_path, {"proc/meminfo": MEMINFO, **files})
     assert host_memory.limits(tmp_path)[0].num_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        pytest.param({**OWN, **group(V2, 8 * GIB, 7 * GIB, active_file=6 * GIB)}, 7 * GIB, id="active"),
+        pytest.param(
+            {**OWN, **group(V2, 8 * GIB, 7 * GIB, active_file=GIB, inactive_file=2 * GIB, slab_reclaimable=GIB)},
+            5 * GIB,
+            id="all kinds",
+        ),
+        pytest.param(
+            {**OWN, **group(V2, 8 * GIB, 7 * GIB, slab_unreclaimable=GIB, unevictable=GIB)}, GIB, id="not reclaimable"
+        ),
+        pytest.param({**OWN, **group(V2, 8 * GIB, GIB, active_file=2 * GIB)}, 8 * GIB, id="more than taken"),
+        pytest.param(
+            {**FIRST, **group(V1, 8 * GIB, 7 * GIB, 1, active_file=3 * GIB, inactive_file=2 * GIB)},
+            6 * GIB,
+            id="version 1",
+        ),
+        pytest.param({**OWN, **group(V2, "max", GIB), f"{V2}/memory.high": f"{3 * GIB}\n"}, 2 * GIB, id="high"),
+        pytest.param({**OWN, **group(V2, 4 * GIB, GIB), f"{V2}/memory.high": f"{6 * GIB}\n"}, 3 * GIB, id="high above"),
+        pytest.param(
+            {**OWN, **group(V2, 4 * GIB, 3 * GIB, active_file=GIB), f"{V2}/memory.high": "max\n"},
+            2 * GIB,
+            id="high without",
+        ),
+        pytest.param(
+            {**OWN, **group(V2, 6 * GIB, 0), **group(ABOVE, 5 * GIB, 4 * GIB, active_file=GIB)}, 2 * GIB, id="nested"
+        ),
+        pytest.param(
+            {**OWN, **group(V2, 6 * GIB, 0), **group(ABOVE, "max", GIB), f"{ABOVE}/memory.high": f"{2 * GIB}\n"},
+            GIB,
+            id="nested high",
+        ),
+        pytest.param(
+            {**FIRST, **group(V1, 6 * GIB, 0, 1), **group("sys/fs/cgroup/memory", 3 * GIB, GIB, 1)},
+            2 * GIB,
+            id="version 1 nested",
+        ),
+    ],
+)
+def test_memory_that_the_kernel_gives_back_first_counts_as_free(files, expected, tmp_path):
+    write(tmp_path, {"proc/meminfo": MEMINFO, **files})
+    assert host_memory.limits(tmp_path)[0].num_bytes == expected
+
+
+READ_TWICE = """
+import sys
+from jaxferry import host_memory
+def left():
+    return min(limit.num_bytes for limit in host_memory.limits() if "control group" in limit.source)
+before = left()
+for _ in range(3):
+    with open(sys.argv[1], "rb", buffering=0) as file:
+        while file.read(2**20):
+            pass
+print(before, left())
+"""
+
+
+def test_reading_a_file_twice_leaves_the_memory_of_a_real_control_group_free(tmp_path):
+    file = tmp_path / "weights"
+    with file.open("wb") as stream:
+        for _ in range(64):
+            stream.write(os.urandom(2**20))
+        stream.flush()
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    most = str(512 * 2**20)
+    with real_group("memory", {"memory.limit_in_bytes": most}, {"memory.max": most}) as enter:
+        command = [sys.executable, "-c", enter + READ_TWICE, str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    before, after = map(int, done.stdout.split())
+    assert after > before - 32 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -67,7 +159,7 @@ def test_files_in_another_form_say_nothing(files, tmp_path):
 
 
 def test_odd_lines_and_names_of_control_groups_are_skipped(tmp_path):
-    write(tmp_path, {"proc/meminfo": MEMINFO, **group("sys/fs/cgroup/a", 4 * GIB, GIB, GIB)})
+    write(tmp_path, {"proc/meminfo": MEMINFO, **group("sys/fs/cgroup/a", 4 * GIB, GIB, inactive_file=GIB)})
     (tmp_path / "proc/self").mkdir()
     (tmp_path / "proc/self/cgroup").write_bytes(b"\n0::/a/\xff\nodd\n")
     with (tmp_path / "sys/fs/cgroup/a/memory.stat").open("a") as file:
@@ -182,3 +274,264 @@ def test_a_limit_on_the_address_space_is_an_error_too():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "ulimit -v" in done.stdout and "training needs 1.25 GiB" in done.stdout
+
+
+def trained():
+    """A step and a state of 4 bytes a parameter for masters, 8 for Adam and 8 for training: 1.5 M parameters."""
+    step = jaxferry.train_step(loss_fn, optax.adam(1e-3))
+    state = step.init(jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), PARAMS))
+    return step, step(state, np.ones((2, 1000), np.float32))[0]
+
+
+COPIES = {
+    "a copy of the state": (12, lambda state: state.copy()),
+    "a copy of the parameters": (4, lambda state: state.params),
+    "a copy of the optimizer's state": (8, lambda state: state.opt_state),
+    "an assignment to the state": (4, lambda state: setattr(state, "params", PARAMS)),
+}
+
+
+@pytest.mark.parametrize("what", COPIES)
+def test_a_copy_of_a_state_is_checked_beside_training_before_memory_is_taken(what, monkeypatch):
+    _, state = trained()
+    num_bytes, make = COPIES[what]
+    needed = 1_500_000 * (20 + num_bytes)
+    monkeypatch.setenv(host_memory.VARIABLE, str(needed))
+    taken = []
+    for name in ("masters", "optimizer_state", "copies", "replace_masters"):
+        monkeypatch.setattr(type(state.host), name, lambda *args: taken.append(args))
+    pattern = (
+        rf"{what} needs .* but only .* are available \(JAXFERRY_HOST_MEMORY=\d+, of which training takes 28\.6 MiB"
+    )
+    with pytest.raises(jaxferry.HostMemoryError, match=pattern):
+        make(state)
+    assert taken == []
+    monkeypatch.undo()
+    monkeypatch.setenv(host_memory.VARIABLE, str(needed + 100))  # and the step counter
+    if what != "an assignment to the state":
+        make(state)
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_a_save_in_the_background_without_room_for_its_copy_warns_and_waits(has_room, monkeypatch, tmp_path):
+    step, state = trained()
+    monkeypatch.setenv(host_memory.VARIABLE, str(1_500_000 * 32 + 100 * has_room))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step.save(state, tmp_path / "saved", wait=False)
+    assert [str(each.message).split(":")[0] for each in told] == [
+        "save(wait=False) waits until the state is written"
+    ] * (not has_room)
+    if not has_room:
+        assert told[0].filename == __file__
+        assert (tmp_path / "saved").exists()
+    step.wait_for_saves()
+    before = state.stored()
+    for found, expected in zip(
+        jax.tree.leaves(step.restore(tmp_path / "saved").stored()), jax.tree.leaves(before), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_save_in_the_background_that_runs_out_of_memory_or_threads_waits_too(monkeypatch, tmp_path):
+    step, state = trained()
+
+    def no_memory(*args):
+        raise MemoryError("Unable to allocate 5.7 MiB")
+
+    def no_thread(*args):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match=r"waits until .* Unable to allocate"):
+        patched.setattr(type(state.host), "copies", no_memory)
+        step.save(state, tmp_path / "memory", wait=False)
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match=r"waits until .* can't start new thread"):
+        patched.setattr(threading.Thread, "start", no_thread)
+        patched.setattr(checkpoint, "save", lambda *args: saved.append(args))
+        saved = []
+        step.save(state, tmp_path / "threads", wait=False)
+        assert len(saved) == 1
+    assert step.restore(tmp_path / "memory").step == 1
+
+
+def test_a_restore_checks_before_it_reads(monkeypatch, tmp_path):
+    step, state = trained()
+    step.save(state, tmp_path / "saved")
+    monkeypatch.setenv(host_memory.VARIABLE, "1MiB")
+    monkeypatch.setattr(leaves, "open_one", lambda *args: pytest.fail("read before host memory was checked"))
+    with pytest.raises(jaxferry.HostMemoryError, match=r"training needs 28\.6 MiB"):
+        step.restore(tmp_path / "saved")
+
+
+MEMORY = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, optax, jaxferry
+
+def memory(name):
+    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+def from_now_on():
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak is that from now on
+    return memory("VmRSS")
+"""
+PEAKS = (
+    MEMORY
+    + """
+def loss(params, x):
+    for name in params:
+        x = x + jnp.tanh(x @ params[name])
+    return jnp.mean(x**2)
+
+path, way = sys.argv[1:]
+step = jaxferry.train_step(loss, optax.adamw(1e-4))
+shapes = {f"l{i:02d}": np.broadcast_to(np.float32(0.001), (2048, 2048)) for i in range(8)}
+if way == "save":
+    step.save(step.init(shapes), path)
+    sys.exit()
+small = jaxferry.train_step(loss, optax.adamw(1e-4))
+tiny = small.init({"l": np.ones((8, 8), np.float32)})
+small.save(tiny, path + "-small")
+small.restore(path + "-small")  # what JAX and TensorStore take themselves
+if way != "restore":
+    state = step.init(shapes)
+before = from_now_on()
+if way == "restore":
+    state = step.restore(path)
+elif way == "copy":
+    other = state.copy()
+elif way == "init from lazy":
+    other = jaxferry.train_step(loss, optax.sgd(1.0)).init(state.lazy_params)
+elif way == "export":
+    from jaxferry import pretrained
+    pretrained.save_safetensors(path + "-export", state.lazy_params, lambda names: ".".join(names))
+print(memory("VmHWM") - before)
+"""
+)
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("peaks") / "saved")
+    subprocess.run([sys.executable, "-c", PEAKS, path, "save"], check=True, timeout=300)
+    return path
+
+
+@pytest.mark.parametrize(("way", "kept"), [("restore", 12), ("copy", 12), ("init from lazy", 4), ("export", 0)])
+def test_the_peak_is_what_is_kept_and_a_bounded_piece(way, kept, saved_once):
+    """128 MiB of parameters, in leaves of 16 MiB; a piece is at most 64 MiB."""
+    command = [sys.executable, "-c", PEAKS, saved_once, way]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (kept - 1) * 32 * MIB <= int(done.stdout) <= kept * 32 * MIB + 64 * MIB
+
+
+PACKED_PEAKS = (
+    MEMORY
+    + """
+import ml_dtypes
+
+def loss(params, x):
+    return sum(jnp.mean((x @ leaf.astype(jnp.float32) * params["v"]) ** 2) for leaf in params["q"])
+
+def made():
+    return jaxferry.train_step(loss, optax.sgd(0.1), trainable=lambda path: path == "v")
+
+path, way = sys.argv[1:]
+step, v = made(), np.ones(4096, np.float32)
+codes = np.broadcast_to(np.arange(4096).astype(np.int8).astype(ml_dtypes.int4), (16384, 4096))
+params = {"q": [codes] * 4, "v": v}
+if way == "save":
+    step.save(step.init(params), path)
+    sys.exit()
+small = made()
+tiny = small.init({"q": [np.ones((8, 8), ml_dtypes.int4)], "v": np.ones(8, np.float32)})
+small.save(tiny, path + "-small")
+small.restore(path + "-small")  # what JAX and TensorStore take themselves
+if way == "restore lazily":
+    state = step.restore(path, params)
+before = from_now_on()
+if way == "init":
+    state = step.init(params)
+elif way == "restore":
+    state = step.restore(path, params)
+elif way == "restore lazily":
+    other = made().init(state.lazy_params)
+    rows = [leaf[first : first + 64] for leaf in state.lazy_params["q"] for first in (0, 16320)]
+    assert all((some == codes[:64]).all() for some in rows)
+print(memory("VmHWM") - before)
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def packed_once(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("packed") / "saved")
+    subprocess.run([sys.executable, "-c", PACKED_PEAKS, path, "save"], check=True, timeout=300)
+    return path
+
+
+@pytest.mark.parametrize("way", ["init", "restore", "restore lazily"])
+def test_four_bits_an_element_are_copied_as_the_bytes_that_hold_them(way, packed_once):
+    """Four leaves of 32 MiB, whose files hold each in one piece; NumPy's form of one takes 64 MiB more."""
+    done = subprocess.run(
+        [sys.executable, "-c", PACKED_PEAKS, packed_once, way], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert 127 * MIB <= int(done.stdout) <= (128 + 2 * 32 + 16) * MIB
+
+
+def deep_loss(params, x):
+    for name in sorted(params):
+        x = x + jnp.tanh(x @ params[name])
+    return jnp.mean(x**2)
+
+
+def offloading(**options):
+    """Twelve layers of 4 KiB; what crosses between them is as large as a batch: 128 bytes a row."""
+    step = jaxferry.train_step(
+        deep_loss, optax.sgd(0.1), offload_activations=True, remat="full", merge_small=False, **options
+    )
+    return step, {f"w{i:02d}": np.full((32, 32), 0.01, np.float32) for i in range(12)}
+
+
+def batch(rows):
+    return np.ones((rows, 32), np.float32)
+
+
+def test_saved_activations_are_counted_as_they_are_and_by_each_report():
+    step, params = offloading(record_steps=1)
+    state = step.init(params)
+    prepared = step.prepare(batch(1024))
+    assert prepared.saved_bytes == 2 * step.prepare(batch(512)).saved_bytes > 6 * 1024 * 128
+    saves = [task for task in prepared.schedule.tasks if task.kind is Kind.SAVE]
+    assert prepared.saved_bytes % (1024 * 128) == 0 and len(saves) == prepared.saved_bytes // (1024 * 128)
+    state, _ = step(state, batch(1024))
+    recording = make_recording(step, state, prepared, model="deep")
+    assert recording.host_bytes["saved activations"] == prepared.saved_bytes
+    [line] = host_memory_lines(recording.profile.machine | {"host_bytes": {}}, 0, recording.profile.saved_bytes)
+    assert line == f"host memory {format_bytes(prepared.saved_bytes)}: saved activations " + format_bytes(
+        prepared.saved_bytes
+    )
+
+
+def test_saved_activations_are_checked_before_the_first_step_and_for_longer_batches(monkeypatch):
+    step, params = offloading()
+    state = step.init(params)
+    training = 12 * 32 * 32 * 4 * 3  # masters, compute copy, gradients
+    saved = {rows: step.prepare(batch(rows)).saved_bytes for rows in (512, 1024)}
+    step, params = offloading()
+    state = step.init(params)
+    monkeypatch.setenv(host_memory.VARIABLE, str(training + saved[512] - 1))
+    with pytest.raises(jaxferry.HostMemoryError, match=r"a step needs .*saved activations .*JAXFERRY_HOST_MEMORY="):
+        step(state, batch(512))
+    assert state.step == 0
+    monkeypatch.setenv(host_memory.VARIABLE, str(training + saved[512]))
+    state, _ = step(state, batch(512))
+    with pytest.raises(jaxferry.HostMemoryError, match="smaller or shorter batches"):
+        step(state, batch(1024))
+    state, _ = step(state, batch(512))
+    assert state.step == 2 and state.damage is None
+    monkeypatch.setenv(host_memory.VARIABLE, str(training + saved[1024]))
+    assert step(state, batch(1024))[0].step == 3

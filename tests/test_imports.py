@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,8 @@ ROOT = Path(jaxferry.errors.__file__).parent
 # made from them. Planners (the policies, and `planning`, which calls them) lie above the simulator that judges plans.
 LAYERS = (
     ("errors",),
-    ("units", "modes"),
-    ("host_memory", "meshes", "settings"),
+    ("units", "modes", "control_groups"),
+    ("host_memory", "cpus", "meshes", "settings"),
     ("records",),
     ("native",),
     ("optimizers",),
@@ -111,6 +113,12 @@ def with_packages(graph):
         for name, targets in graph.items()
         if name
     }
+
+
+def test_processes_that_tests_start_import_this_checkout(tmp_path):
+    code = "import jaxferry, pathlib; print(pathlib.Path(jaxferry.__file__).resolve().parents[1])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == [str(Path(__file__).resolve().parents[1])]
 
 
 def packages_of(name):

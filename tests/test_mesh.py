@@ -201,6 +201,20 @@ def test_each_device_holds_no_more_than_predicted_and_less_than_one_alone():
     assert found < 0.75 * alone and predicted < 0.75 * predicted_alone
 
 
+def test_arrays_that_take_the_place_of_freed_ones_are_counted():
+    """As garbage of earlier tests is freed: an identity does not tell an array that is gone from a new one."""
+    old = [jnp.zeros(32) + number for number in range(500)]
+    given, made = jnp.zeros(32), []
+    program = jax.jit(lambda x: x + 1).lower(given).compile()
+
+    def replaced():
+        while old:
+            old.pop()
+            made.append(program(given))
+
+    assert most_on_one_device(replaced) == 500 * 128
+
+
 def test_only_programs_of_the_gpu_lane_exchange_anything():
     """Shares leave and arrive without a word between devices, in whatever order tasks become ready."""
     step, _, _ = trained(mesh=mesh())

@@ -225,10 +225,34 @@ def test_parameters_without_a_name_are_left_out(tmp_path):
     assert load_file(file).keys() == {"model.a"}
 
 
-def test_writing_without_the_package_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(jaxferry.InputError, match=r"writing .* pip install 'jaxferry\[safetensors\]'"):
-        written(tmp_path)
+@pytest.mark.parametrize("is_lazy", [False, True])
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_the_package_reads_what_is_written_piece_by_piece(tmp_path, monkeypatch, is_lazy, dtype):
+    monkeypatch.setattr(pretrained, "_PIECE_BYTES", 64)
+    rng = np.random.default_rng(0)
+    params = {
+        "matrix": rng.normal(size=(33, 7)),
+        "turned": rng.normal(size=(9, 31)),
+        "vector": rng.normal(size=(101,)),
+        "cube": rng.normal(size=(3, 5, 2)),
+        "scalar": np.float32(3),
+        "none": np.zeros((0, 4)),
+    }
+    params = {name: np.asarray(leaf, np.float32) for name, leaf in params.items()}
+    sources = {name: pretrained.Source(name, name == "turned") for name in params}
+    given = params
+    if is_lazy:
+        step = jaxferry.train_step(lambda p, x: sum((leaf**2).sum() for leaf in p.values()) * x, optax.sgd(0.1))
+        given = step.init(params).lazy_params
+    [file] = pretrained.save_safetensors(tmp_path, given, lambda path: sources[path[0]], dtype=dtype)
+    found = load_file(file)
+    for name, leaf in params.items():
+        expected = leaf.T if name == "turned" else leaf
+        np.testing.assert_array_equal(found[name], expected.astype(dtype or np.float32))
+        assert found[name].dtype == (dtype or np.float32)
+    tensors = pretrained.open_safetensors(file)
+    again = pretrained.arrange(tensors, params, lambda path: sources[path[0]])
+    assert {name: leaf.shape for name, leaf in again.items()} == {name: leaf.shape for name, leaf in params.items()}
 
 
 READ = """

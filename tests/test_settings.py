@@ -1,10 +1,12 @@
 """JAX's settings around and inside a step: training is the same, or the step is refused before it begins."""
 
+import concurrent.futures
 import contextlib
 import os
 import pathlib
 import subprocess
 import sys
+import threading
 import warnings
 
 import jax
@@ -15,6 +17,7 @@ import pytest
 
 import jaxferry
 from jaxferry import settings
+from jaxferry.engine import checkpoint
 from planned import assert_same_bits
 from settings_runs import FLAGS, loss_fn, make_params, set_flag
 
@@ -78,6 +81,91 @@ def test_training_has_the_same_bits_under_every_setting(context, is_around_the_f
     assert_same_bits(params, list(expected[2:]))
 
 
+ENTRIES = {
+    "params": lambda step, state, path: state.params,
+    "params=": lambda step, state, path: setattr(state, "params", make_params()),
+    "lazy_params": lambda step, state, path: np.asarray(state.lazy_params["l0"]["w"]),
+    "an element of lazy_params": lambda step, state, path: state.lazy_params["l0"]["w"][1:3],
+    "opt_state": lambda step, state, path: state.opt_state,
+    "opt_state=": lambda step, state, path: setattr(state, "opt_state", step.init(make_params()).opt_state),
+    "set_hyperparams": lambda step, state, path: state.set_hyperparams(learning_rate=0.5),
+    "copy": lambda step, state, path: state.copy(),
+    "masters": lambda step, state, path: state.masters(),
+    "optimizer_state": lambda step, state, path: state.optimizer_state(),
+    "stored": lambda step, state, path: state.stored(copied=True),
+    "init": lambda step, state, path: step.init(make_params()),
+    "prepare": lambda step, state, path: step.prepare(X),
+    "evaluate": lambda step, state, path: step.evaluate(state, X),
+    "save": lambda step, state, path: step.save(state, path),
+    "save in the background": lambda step, state, path: (step.save(state, path, wait=False), step.wait_for_saves()),
+    "restore": lambda step, state, path: step.restore(path),
+}
+STRICT = {
+    "jax_transfer_guard": "disallow_explicit",
+    "jax_debug_nans": True,
+    "jax_disable_jit": True,
+    "jax_numpy_dtype_promotion": "strict",
+}
+
+
+@contextlib.contextmanager
+def strict_settings(in_whole_process):
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="jax_disable_jit")
+        for name, value in STRICT.items():
+            own = getattr(jax, name.removeprefix("jax_"))
+            stack.enter_context(set_flag(name, value) if in_whole_process else own(value))
+        stack.enter_context(jax.set_mesh(jax.make_mesh((2,), ("data",))))
+        yield
+
+
+@pytest.mark.parametrize("in_whole_process", [True, False], ids=["flags", "contexts"])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_entry_works_under_strict_settings(entry, in_whole_process, tmp_path):
+    step = jaxferry.train_step(loss_fn, optax.inject_hyperparams(optax.adam)(0.1))
+    state, _ = step(step.init(make_params()), X)
+    step.save(state, tmp_path / "saved")
+    with strict_settings(in_whole_process):
+        ENTRIES[entry](step, state, tmp_path / "saved")
+        assert jax.config.jax_debug_nans
+    assert step(state, X)[0].step == 2
+
+
+def test_the_thread_of_a_save_runs_under_the_engines_settings(monkeypatch, tmp_path):
+    found, write = [], checkpoint.save
+
+    def watched(*args):
+        found.append((threading.current_thread().name, *(getattr(jax.config, name) for name in STRICT)))
+        write(*args)
+
+    monkeypatch.setattr(checkpoint, "save", watched)
+    step = jaxferry.train_step(loss_fn, optax.adam(0.1))
+    state, _ = step(step.init(make_params()), X)
+    with strict_settings(True):
+        step.save(state, tmp_path / "saved", wait=False)
+        step.wait_for_saves()
+        step.save(state, tmp_path / "saved")
+    (thread, *values), (main, *own) = found
+    assert thread.startswith("checkpoint") and main == threading.current_thread().name
+    assert values == own
+    assert dict(zip(STRICT, values, strict=True)) == {
+        "jax_transfer_guard": "allow",
+        "jax_debug_nans": False,
+        "jax_disable_jit": False,
+        "jax_numpy_dtype_promotion": "standard",
+    }
+    assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
+
+
+def test_an_entry_that_settings_forbid_leaves_the_step_to_other_threads():
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    state = step.init(make_params())
+    with jax.no_execution(True), pytest.raises(jaxferry.InputError, match="jax_no_execution"):
+        state.copy()
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        assert threads.submit(step, state, X).result()[0].step == 1
+
+
 def test_settings_of_numerics_reach_the_loss_function():
     seen = []
 
@@ -100,7 +188,7 @@ def test_what_strict_promotion_refuses_in_the_loss_function_is_an_error_before_t
 
     step = jaxferry.train_step(mixed, optax.sgd(0.1))
     state = step.init(make_params())
-    with jax.numpy_dtype_promotion("strict"), pytest.raises(TypeError, match="strict"):
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(jax.dtypes.TypePromotionError, match="strict"):
         step(state, X)
     assert state.step == 0
     assert_same_bits(state.params, make_params())
@@ -129,7 +217,7 @@ def test_disable_jit_warns_once_that_it_has_no_effect(monkeypatch):
     with jax.disable_jit(), pytest.warns(UserWarning, match="jax_disable_jit has no effect") as caught:
         state = step.init(make_params())
         step(state, X)
-    assert len(caught) == 1
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 @pytest.mark.parametrize("flag", ["jax_debug_nans", "jax_debug_infs"])

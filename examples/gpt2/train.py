@@ -72,7 +72,7 @@ def train(
     console.print(f"GPT-2 {size} with {num_parameters:,} parameters, {len(corpus.train):,} training tokens")
     status = run.finish(steps, metrics, save, save_every, keep_last)
     if status == 0 and export and is_first():
-        published.save(config, run.state.params, export, corpus.tokenizer)
+        published.save(config, run.state.lazy_params, export, corpus.tokenizer)
     if status == 0 and sample_tokens:
         prompt = corpus.validation[:PROMPT_TOKENS].tolist()
         print_sample(corpus.tokenizer, prompt, sample.generate(step, run.state, config, prompt, sample_tokens))

@@ -79,7 +79,7 @@ def train(
     )
     status = run.finish(steps, metrics, save, save_every, keep_last)
     if status == 0 and export and is_first():
-        published.save(config, run.state.params, export, corpus.tokenizer)
+        published.save(config, run.state.lazy_params, export, corpus.tokenizer)
     if status == 0 and sample_tokens:
         prompt = corpus.validation[:PROMPT_TOKENS].tolist()
         tokens = sample.generate(step, run.state, config, prompt, sample_tokens, cache_dtype=dtype)

@@ -78,14 +78,15 @@ def merged(config, params):
     if not config.lora_rank:
         return params
     found, tree = jax.tree_util.tree_flatten_with_path(params)
-    leaves = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in found}
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in found}
     scale = config.lora_alpha / config.lora_rank
 
     def whole(name):
         thin = [leaves.get(name.replace("kernel", part)) for part in ("lora_a", "lora_b")]
         if "kernel" not in name or thin[0] is None:
             return leaves[name]
-        return leaves[name] + thin[0] @ thin[1] * np.float32(scale)
+        thin = [np.asarray(leaf) for leaf in thin]
+        return np.asarray(leaves[name]) + thin[0] @ thin[1] * np.float32(scale)
 
     return jax.tree.unflatten(tree, [whole(name) for name in leaves])
 

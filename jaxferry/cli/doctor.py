@@ -1,8 +1,10 @@
 """`jaxferry doctor`: reports the capabilities of this machine and installation."""
 
+import ctypes
 import dataclasses
 import importlib.metadata
 import os
+import pathlib
 import platform
 from typing import Annotated, Any
 
@@ -10,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import typer
 
-from jaxferry import host_memory
+from jaxferry import cpus, host_memory
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report
+from jaxferry.control_groups import read_lines
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native import run_self_test, status
 from jaxferry.native.library import ffi_version
@@ -22,6 +25,9 @@ from jaxferry.units import format_bytes, parse_bytes
 PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 _DEFAULT_PINNED_LIMIT_GB = 64
+_XLA_THREADS = "tf_XLAEigen"
+_BLAS_FUNCTIONS = ("scipy_openblas_get_num_threads", "scipy_openblas_get_num_threads64_", "openblas_get_num_threads")
+_BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _PACKAGES = ("jaxferry", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy")
 
 
@@ -36,7 +42,7 @@ def doctor(
     ] = "64MiB",
     as_json: AsJson = False,
 ) -> None:
-    """Prints versions, devices and their memories, native libraries, link speed, and the limits of host memory.
+    """Prints versions, devices and memories, native libraries, link speed, CPUs, threads, and limits of host memory.
 
     Runs the native library's self-test on the first device, and prints each result and rate.
     """
@@ -76,6 +82,7 @@ def examine(link_bytes: int) -> dict[str, Any]:
         "link": _measure_link(devices[0], link_bytes),
         "self_test": _self_test(devices[0], link_bytes),
         "pinned_limit": pinned_limit,
+        "cpus": _cpus(),
         "host_memory": [dataclasses.asdict(limit) for limit in host_memory.limits()],
     }
 
@@ -153,6 +160,41 @@ def _pinned_limit() -> dict[str, Any]:
         raise InputError(f"{PINNED_LIMIT_VARIABLE} must be a whole number of GiB, got {text!r}") from error
 
 
+def _cpus() -> dict[str, Any]:
+    """Returns how many CPUs the process may use and why, its NUMA nodes, and the sizes of thread pools."""
+    threads, source = cpus.num_host_threads()
+    return {
+        "num_cpus": cpus.num_cpus(),
+        "limits": [dataclasses.asdict(limit) for limit in cpus.limits()],
+        "numa_nodes": [dataclasses.asdict(node) for node in cpus.numa_nodes()],
+        "host_threads": {"num_threads": threads, "source": source},
+        "pools": [_xla_pool(), *_blas_pools()],
+    }
+
+
+def _xla_pool() -> dict[str, Any]:
+    """Returns the pool of XLA's CPU backend, which runs updates that the native library does not."""
+    jax.block_until_ready(jax.device_put(jnp.zeros(()), jax.local_devices(backend="cpu")[0]))
+    names = [next(iter(read_lines(path)), "") for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+    num = sum(name.startswith(_XLA_THREADS) for name in names)
+    source = "NPROC" if os.environ.get("NPROC") else "affinity of the process; NPROC sets another"
+    return {"name": "XLA's CPU backend", "num_threads": num or None, "source": source}
+
+
+def _blas_pools() -> list[dict[str, Any]]:
+    """Returns the pools of the OpenBLAS libraries that NumPy and SciPy have loaded."""
+    files = {line.split()[-1] for line in read_lines(pathlib.Path("/proc/self/maps")) if "openblas" in line}
+    given = next((name for name in _BLAS_VARIABLES if os.environ.get(name)), None)
+    found = []
+    for file in sorted(files):
+        library = ctypes.CDLL(file)
+        counts = [getattr(library, name)() for name in _BLAS_FUNCTIONS if hasattr(library, name)]
+        if counts:
+            source = given or "affinity of the process; OPENBLAS_NUM_THREADS sets another"
+            found.append({"name": f"OpenBLAS ({pathlib.Path(file).name})", "num_threads": counts[0], "source": source})
+    return found
+
+
 def _lines(found: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version or '(not installed)'}" for name, version in found["versions"].items())
     link, limit = found["link"], found["pinned_limit"]
@@ -164,7 +206,28 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f" (device_put of {format_bytes(link['bytes'])}, device 0)",
         *(f"self-test  {line}" for line in _self_test_lines(found["self_test"])),
         f"pinned     up to {format_bytes(limit['bytes'])} on a GPU ({limit['source']}; set {PINNED_LIMIT_VARIABLE})",
+        *(f"cpus       {line}" for line in _cpu_lines(found["cpus"])),
         *(f"host       {format_bytes(each['num_bytes'])} left: {each['source']}" for each in found["host_memory"]),
+    ]
+
+
+def _cpu_lines(found: dict[str, Any]) -> list[str]:
+    num, threads = found["num_cpus"], found["host_threads"]
+    limits = ", ".join(f"{limit['num_cpus']:g}: {limit['source']}" for limit in found["limits"])
+    nodes = ", ".join(
+        f"node {node['number']} with {node['num_cpus']} of them{'' if node['is_allowed'] else ' (memory not allowed)'}"
+        for node in found["numa_nodes"]
+    )
+    pools = [
+        f"{pool['num_threads'] or 'unknown number of'} threads of {pool['name']} ({pool['source']})"
+        + (f": more than {num} CPUs" if (pool["num_threads"] or 0) > num else "")
+        for pool in found["pools"]
+    ]
+    return [
+        f"{num} may be used ({limits})",
+        f"NUMA: {nodes or 'not known'}",
+        f"{threads['num_threads']} threads of host steps ({threads['source']}; {cpus.VARIABLE} sets another)",
+        *pools,
     ]
 
 

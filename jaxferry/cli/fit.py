@@ -17,6 +17,7 @@ from jaxferry.cli.step_options import (
     ComputeDtype,
     FixedGranularity,
     MemoryBudget,
+    OffloadActivations,
     Optimizer,
     check_fixed_granularity,
 )
@@ -62,6 +63,7 @@ def fit(
     optimizer: Optimizer = "adamw",
     compute_dtype: ComputeDtype = None,
     granularity: FixedGranularity = BLOCK,
+    offload_activations: OffloadActivations = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="PLAN.json", help="Write the plan for the largest batch.")
     ] = None,
@@ -81,7 +83,7 @@ def fit(
 
         def traced(size: int) -> Traced:
             user, batch = sizes.of(size)
-            return trace(size, user.loss_fn, params, batch, figures, dtype, granularity)
+            return trace(size, user.loss_fn, params, batch, figures, dtype, granularity, offload_activations)
 
         report("optimizer")
         found = find_fit(

@@ -106,4 +106,5 @@ def _print_plan(made: Plan, profile: Profile, as_json: bool) -> None:
         print_json(made.to_json())
     else:
         lines = prediction_lines(made, needed_bytes(profile, made))
-        print_report(plan_table(made), *lines, *host_memory_lines(profile.machine, copies_bytes(profile, made)))
+        host_lines = host_memory_lines(profile.machine, copies_bytes(profile, made), profile.saved_bytes)
+        print_report(plan_table(made), *lines, *host_lines)

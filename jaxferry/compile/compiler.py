@@ -55,6 +55,7 @@ class Compiler:
         self._prepared: Recent[tuple[Prepared, Cut]] = Recent(options.cached_shapes, self._drop)
         self._evaluators: Recent[tuple[Evaluator, Cut | None]] = Recent(options.cached_shapes, self._drop)
         self._has_dropped = self._has_decided = False
+        self._saved_bytes = 0
         self._transports: dict[tuple[Layer, ...], Transport] = {}
 
     @property
@@ -127,8 +128,16 @@ class Compiler:
         )
         resources = self._shared.resources(transport, self.model)
         prepared = StepCompiler(variants, programs, profile, resources, self._options).compile_best()
-        self.model.check_copies(variants.base.layers, prepared.program.read_in_place)
+        self._check_host_memory(prepared)
         return prepared, cut
+
+    def _check_host_memory(self, prepared: Prepared) -> None:
+        """Checks that host memory can hold what a step keeps there beside the state, before it runs."""
+        layers, read = prepared.partition.layers, prepared.program.read_in_place
+        # Clients of accelerators keep pinned memory that programs have used.
+        kept_bytes = 0 if self._shared.placement.is_cpu else self._saved_bytes
+        self.model.check_step(layers, read, prepared.saved_bytes, not self._has_decided, kept_bytes)
+        self._saved_bytes = max(self._saved_bytes, prepared.saved_bytes)
 
     def _compiled_finer(self, args: Any, kwargs: Mapping[str, Any], error: BudgetError) -> tuple[Prepared, Cut]:
         """What fits with smaller layers, which the first batch may still choose; raises the error of the least need."""

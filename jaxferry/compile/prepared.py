@@ -49,6 +49,11 @@ class Prepared:
         return self.program.schedule
 
     @property
+    def saved_bytes(self) -> int:
+        """The host memory of this process in which activations wait for their backward (`offload_activations`)."""
+        return self.profile.saved_bytes
+
+    @property
     def modes(self) -> tuple[Mode, ...]:
         """The mode of each segment."""
         return self.plan.modes

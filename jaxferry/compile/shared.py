@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from jaxferry.engine import Placement, PrefetchSlot, Process, Recorder, Resources, Transport, make_lanes
+from jaxferry.engine import Owner, Placement, PrefetchSlot, Recorder, Resources, Transport, make_lanes
 from jaxferry.model import Model
 from jaxferry.options import Options
 from jaxferry.partition import Partition
@@ -17,11 +17,11 @@ class Shared:
       placement: where arrays live.
       prefetch: holds the prefetched copies.
       recorder: records when tasks start and end; None records nothing.
-      process: the process that has the threads.
+      owner: the process and the thread that may use them.
     """
 
     def __init__(self, placement: Placement, options: Options) -> None:
-        self.placement, self.prefetch, self.process = placement, PrefetchSlot(), Process()
+        self.placement, self.prefetch, self.owner = placement, PrefetchSlot(), Owner()
         self.recorder = Recorder(options.record_steps) if options.record_steps else None
         self._lanes = make_lanes(placement.is_cpu)
         self._has_warned = False

@@ -11,7 +11,7 @@ from jaxferry.engine.budget import fit
 from jaxferry.engine.device_updates import DeviceUpdateCompiler, DeviceUpdates
 from jaxferry.engine.evaluator import Evaluator
 from jaxferry.engine.host import checkpoint
-from jaxferry.engine.host.initialise import masters_from_arrays, masters_layer_by_layer
+from jaxferry.engine.host.initialise import host_array, masters_from_arrays, masters_layer_by_layer
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.instruction import Instruction, Operation, StepProgram
 from jaxferry.engine.lanes import make_lanes
@@ -20,9 +20,9 @@ from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.lower import lower, summed_groups
 from jaxferry.engine.memory import Footprint, Peak, footprints, groups_to_keep, loads_ahead, peak_bytes
 from jaxferry.engine.norms import Norms
+from jaxferry.engine.owner import Owner
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.prefetch import PrefetchSlot
-from jaxferry.engine.process import Process
 from jaxferry.engine.program_functions import trace_program
 from jaxferry.engine.program_keys import (
     ProgramKey,
@@ -55,10 +55,10 @@ __all__ = [
     "LossScale",
     "Norms",
     "Operation",
+    "Owner",
     "Peak",
     "Placement",
     "PrefetchSlot",
-    "Process",
     "ProgramKey",
     "ProgramKind",
     "Programs",
@@ -82,6 +82,7 @@ __all__ = [
     "footprints",
     "groups_summed_on_host",
     "groups_to_keep",
+    "host_array",
     "loads_ahead",
     "lower",
     "lower_traced",

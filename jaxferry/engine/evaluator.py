@@ -14,7 +14,7 @@ import numpy as np
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import Source
-from jaxferry.engine.programs import Programs
+from jaxferry.engine.programs import Programs, before_the_first_layer
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.stream import fit_stream, last_readers
 from jaxferry.engine.transport.base import Transport
@@ -77,12 +77,12 @@ class Evaluator:
         state.host.refresh()
         partition = self.partition
         graph, put = partition.graph, self._placement.put
-        leaves = [put(graph, number, leaf) for number, leaf in zip(graph.batch, batch, strict=True)]
+        with before_the_first_layer():
+            leaves = [put(graph, number, leaf) for number, leaf in zip(graph.batch, batch, strict=True)]
+            made = self._placement.in_turn(self._programs.run_prelude(leaves, self._placement.is_cpu))
         values = {number: put(graph, number, value) for number, value in graph.constants.items()}
         values |= zip(graph.batch, leaves, strict=True)
-        if self._programs.prelude is not None:
-            made = self._placement.in_turn(self._programs.prelude(leaves))
-            values |= zip(partition.prelude_outputs, made, strict=True)
+        values |= zip(partition.prelude_outputs, made, strict=True)
         held: dict[int, DeviceLayer] = {}
         try:
             for place in range(len(partition.segments)):

@@ -8,8 +8,9 @@ costs the same memory and more time than it saves.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +20,24 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_functions import ProgramTracer
 from jaxferry.engine.program_keys import ProgramKey
 from jaxferry.engine.shared_programs import compile_shared
+from jaxferry.errors import JaxFerryError, TaskError
 from jaxferry.native.donation import check_donated
 from jaxferry.partition import Derivative, ForwardPartition, Partition, Segment, differentiate
 from jaxferry.partition.graph import evaluate
 
 Compiled = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def before_the_first_layer() -> Iterator[None]:
+    """Turns errors of the block, which moves a batch and runs the prelude, into a `TaskError` that says so."""
+    try:
+        yield
+    except JaxFerryError:
+        raise
+    except Exception as error:
+        what = "what depends on the batch alone, before the first layer,"
+        raise TaskError(f"{what} failed: {error} (the state is that before the step)", "") from error
 
 
 class Programs:
@@ -61,6 +75,16 @@ class Programs:
         self._tracer = ProgramTracer(partition, derivatives, placement, native, is_scaled)
         self._compiled: dict[ProgramKey, Any] = {}
         self._lowered: dict[ProgramKey, Any] = {}
+
+    def run_prelude(self, leaves: Sequence[Any], is_awaited: bool) -> list[Any]:
+        """Runs what depends on the batch alone, before the first layer; returns the prelude's values.
+
+        Args:
+          leaves: those of the batch, on the device.
+          is_awaited: whether to wait for the values, so that errors surface here.
+        """
+        made: list[Any] = [] if self.prelude is None else self.prelude(leaves)
+        return jax.block_until_ready(made) if is_awaited else made
 
     def lowered(self, key: ProgramKey) -> Any:
         """Returns the program of a key before XLA compiles it (`jax.stages.Lowered`)."""

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxferry import host_memory
 from jaxferry.engine.executor import execute
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import StepRun
@@ -62,6 +63,7 @@ class StepRunner:
             result = self._finished(step)
             if result is not None:
                 self._has_run = True
+                host_memory.reuse_freed_blocks()  # all that training keeps exists now
                 return result
             self._fail(step)
         raise AssertionError("a step ends with its results, an error, or an interrupt handler's exception")

@@ -13,8 +13,9 @@ from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from jaxferry.cpus import num_cpus
 from jaxferry.profiling.progress import Lines
-from jaxferry.settings import traced_settings
+from jaxferry.settings import traced_settings, with_own_settings
 
 _TOLD_EVERY_S = 1.0
 
@@ -53,8 +54,8 @@ def compile_shared(wanted: Mapping[Any, Hashable | None], lowered: Callable[[Any
     for key in missing:
         lines.tell(f"{what} (0 done)")
         programs.append(lowered(key))
-    with ThreadPoolExecutor() as pool:
-        compiled = [pool.submit(program.compile) for program in programs]
+    with ThreadPoolExecutor(num_cpus()) as pool:
+        compiled = [pool.submit(with_own_settings(program.compile)) for program in programs]
         while concurrent.futures.wait(compiled, timeout=_TOLD_EVERY_S).not_done:
             lines.tell(f"{what} ({sum(each.done() for each in compiled)} done)")
     made |= {key: each.result() for key, each in zip(missing, compiled, strict=True)}

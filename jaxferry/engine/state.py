@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from jaxferry import host_memory
 from jaxferry.engine.host.arrays import HostArrays
 from jaxferry.engine.host.given import given_leaves, hyperparameters
+from jaxferry.engine.host.lazy_parameter import LazyParameter
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Owned, Parts, on_host, together, whole_of
+from jaxferry.engine.host.pieces import Owned, Parts, Stacked, is_key, on_host, together, whole_of
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
+from jaxferry.engine.owner import Owner, by_one_thread
 from jaxferry.engine.pending import (
     ROLLED_BACK,
     TO_LAST_UPDATE,
@@ -27,14 +30,16 @@ from jaxferry.engine.pending import (
 )
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import Prefetch
-from jaxferry.engine.process import Process
 from jaxferry.engine.transport.base import Transport
 from jaxferry.engine.transport.held import DeviceLayer
 from jaxferry.errors import StateError
 from jaxferry.partition import Layer, Span
-from jaxferry.partition.packed import as_stored, from_stored, is_stored_as_bytes
-from jaxferry.settings import own_settings
+from jaxferry.partition.graph import aval_bytes
+from jaxferry.partition.packed import from_bytes, is_stored_as_bytes, to_bytes
 from jaxferry.units import format_bytes
+
+_FREE_FIRST = "or free other states and copies first"
+_READ_BY_LEAF = "or read the parameters one by one (state.lazy_params)"
 
 
 class TrainState:
@@ -59,6 +64,8 @@ class TrainState:
       prefetch: the copies loaded, or in flight, for the next step.
       accumulated: sums of micro-batches since the last update.
       loss_scale: the factor that multiplies the loss for the backward.
+      held_bytes: the host memory that training it takes in this process.
+      owner: the process, and the thread at a time, that may use the state, with the other states of its step.
     """
 
     def __init__(
@@ -68,6 +75,8 @@ class TrainState:
         placement: Placement,
         layers: Sequence[Layer],
         masters: dict[int, Parts],
+        owner: Owner,
+        held_bytes: int,
         state: dict[str, Parts] | None = None,
         step: int = 0,
         loss_scale: LossScale = UNSCALED,
@@ -83,7 +92,8 @@ class TrainState:
         self.pending: PendingStep | None = None
         self.prefetch: Prefetch | None = None
         self.accumulated = Accumulated()
-        self._params, self.optimizer, self._placement, self._process = params, optimizer, placement, Process()
+        self._params, self.optimizer, self._placement = params, optimizer, placement
+        self.owner, self.held_bytes = owner, held_bytes
 
     def __repr__(self) -> str:
         held, num = sum(unit.num_bytes for unit in self.host.units), sum(aval.size for aval in self.optimizer.avals)
@@ -94,6 +104,7 @@ class TrainState:
         return f"<TrainState: {', '.join(found)}{', damaged' if self.damage is not None else ''}>"
 
     @property
+    @by_one_thread
     def params(self) -> Any:
         """The current master parameters in the model's own tree, as NumPy arrays (copies). Waits for updates.
 
@@ -102,28 +113,28 @@ class TrainState:
         tree to replace the parameters: `state.params = tree`. Its arrays are copied, in the masters' dtypes.
 
         Raises:
+          HostMemoryError: if host memory cannot hold the copies; nothing is allocated then.
           InputError: if an assigned tree has another structure or other shapes.
           StateError: if it is assigned while gradients are accumulated.
         """
         self.settle()
-        with own_settings():
-            by_leaf, avals = self.host.masters(), self.optimizer.avals
-            # Without the arrays that have been read, only one parameter exists twice.
-            masters = [
-                np.array(from_stored(self._whole(by_leaf.pop(leaf), avals[leaf]), shown.dtype))
-                for leaf, shown in enumerate(self._shown)
-            ]
-        return jax.tree.unflatten(jax.tree.structure(self._params), masters)
+        shown = self._shown
+        self._check_memory({"parameters": _numpy_bytes(shown)}, "a copy of the parameters", _READ_BY_LEAF)
+        by_leaf, pairs = self.host.masters(), zip(self.optimizer.avals, shown, strict=True)
+        # Without the arrays that have been read, only one parameter exists twice.
+        masters = [self._copied_whole(by_leaf.pop(leaf), *pair) for leaf, pair in enumerate(pairs)]
+        return self._in_tree(masters)
 
     @params.setter
+    @by_one_thread
     def params(self, given: Any) -> None:
-        tree: Any = jax.tree.structure(self._params)
-        leaves = given_leaves("state.params", given, jax.tree.unflatten(tree, self._shown))
+        shown = self._shown
+        leaves = given_leaves("state.params", given, self._in_tree(shown))
         if self.accumulated.num_batches:
             raise StateError("state.params is assigned while gradients are accumulated: assign it after an update")
         self.settle()
-        with deferred_interrupts(), own_settings():
-            masters = self._given(dict(enumerate(leaves)), dict(enumerate(self._shown)))
+        masters = self._given(dict(enumerate(leaves)), dict(enumerate(self.optimizer.avals)), shown)
+        with deferred_interrupts():
             if self.prefetch is not None:
                 self.prefetch.work.stop()  # the next step frees the copies of the old parameters
             self.resident = {}
@@ -131,6 +142,48 @@ class TrainState:
             self.host.replace_masters(masters)
 
     @property
+    @by_one_thread
+    def lazy_params(self) -> Any:
+        """The master parameters in the model's own tree, not copied yet: `np.asarray(leaf)` copies one parameter.
+
+        Each leaf has `shape` and `dtype`, and reads the parameter that the state has then. So a model can be exported,
+        or `init` another state, where host memory has no room for a copy of all parameters. Where several processes
+        train, all must read each leaf at the same time, in the same order.
+        """
+        pairs = enumerate(zip(self._shown, self.optimizer.avals, strict=True))
+        return self._in_tree([LazyParameter(self.read_parameter, leaf, *avals) for leaf, avals in pairs])
+
+    @by_one_thread
+    def read_parameter(self, leaf: int, index: Any = ..., *, as_bytes: bool = False) -> np.ndarray:
+        """Returns a copy of one parameter, or of the elements at an index of NumPy's; waits for updates.
+
+        Args:
+          leaf: its number in the flattened tree.
+          index: which elements.
+          as_bytes: whether a parameter that is stored as bytes (`partition.packed`) stays so; the index is of these.
+        """
+        self.settle()
+        aval, shown = self.optimizer.avals[leaf], self._shown[leaf]
+        if as_bytes or shown is aval:
+            return self._elements(leaf, index)
+        # Elements are packed along the last axis: rows are cut before they are unpacked.
+        is_rows = isinstance(index, slice) and len(shown.shape) > 1
+        found = from_bytes(self._elements(leaf, index if is_rows else ...), shown.dtype)
+        return found if is_rows or index is ... else np.array(found[index])
+
+    def _elements(self, leaf: int, index: Any) -> np.ndarray:
+        """A copy of a parameter as it is stored, or of some of its elements."""
+        parts, aval = self.host.master(leaf), self.optimizer.avals[leaf]
+        found = parts.get(None)
+        if found is not None:
+            return np.array(np.asarray(found)[index])
+        stacked = None if any(isinstance(part, Span) for part in parts) else together(parts)
+        if isinstance(stacked, Stacked) and stacked.axis == 0 and isinstance(index, slice):
+            return np.stack([np.asarray(part) for part in stacked.parts[index]])
+        return np.array(self._whole(parts, aval)[index])
+
+    @property
+    @by_one_thread
     def opt_state(self) -> Any:
         """The optimizer's current state in Optax's form, as NumPy arrays (copies). Waits for updates.
 
@@ -139,18 +192,26 @@ class TrainState:
         several processes train, all ask for it together, as for `params`.
 
         Raises:
+          HostMemoryError: if host memory cannot hold the copies; nothing is allocated then.
           InputError: if an assigned tree has another structure or other shapes.
         """
-        with own_settings():
-            leaves = self.optimizer_state()
-            return self.optimizer.whole_state({name: _copied(leaf) for name, leaf in leaves.items()})
+        self.settle()
+        shapes = self.optimizer.state_shapes()
+        needed = {"optimizer state": _numpy_bytes(aval for aval in shapes.values() if not is_key(aval))}
+        self._check_memory(needed, "a copy of the optimizer's state", _FREE_FIRST)
+        found = self.host.optimizer_state()
+        return self.optimizer.whole_state(
+            {name: self._copied_whole(found.pop(name), aval) for name, aval in shapes.items()}
+        )
 
     @opt_state.setter
+    @by_one_thread
     def opt_state(self, given: Any) -> None:
         shapes = self.optimizer.state_shapes()
         leaves = given_leaves("state.opt_state", given, self.optimizer.state_tree())
         self._replace_state(dict(zip(shapes, leaves, strict=True)))
 
+    @by_one_thread
     def set_hyperparams(self, **values: Any) -> None:
         """Sets hyperparameters of an optimizer that is wrapped in `optax.inject_hyperparams`. Waits for updates.
 
@@ -162,18 +223,30 @@ class TrainState:
         """
         self._replace_state(hyperparameters(self.optimizer.state_shapes(), values))
 
+    @by_one_thread
     def copy(self) -> TrainState:
         """Returns an independent copy, also in host memory, that later steps do not change. Waits for updates.
 
         With `accumulate` it is the state after the last update, as in a checkpoint.
+
+        Raises:
+          HostMemoryError: if host memory cannot hold it; nothing is allocated then.
         """
-        self.settle()
-        with own_settings():
-            masters, optimizer = self._copies(self.host.masters()), self._copies(self.host.optimizer_state())
-            args = (self._params, self.optimizer, self._placement, self.host.layers, masters, optimizer)
-            made = TrainState(*args, self.updated_step, self.loss_scale)
+        masters, optimizer = self.copies("a copy of the state")
+        args = (self._params, self.optimizer, self._placement, self.host.layers, masters, self.owner, self.held_bytes)
+        made = TrainState(*args, optimizer, self.updated_step, self.loss_scale)
         made._is_arranged, made.checkpoint = self._is_arranged, self.checkpoint
         return made
+
+    def copies(self, what: str) -> tuple[dict[int, Parts], dict[str, Parts]]:
+        """Returns copies of masters and optimizer state as they are stored; what they are for is named in errors.
+
+        Raises:
+          HostMemoryError: if host memory cannot hold them; nothing is allocated then.
+        """
+        self.settle()
+        self._check_memory(self.host.copy_bytes, what, _FREE_FIRST)
+        return self.host.copies()
 
     @property
     def _shown(self) -> list[Any]:
@@ -181,34 +254,55 @@ class TrainState:
         pairs = zip(jax.tree.leaves(self._params), self.optimizer.avals, strict=True)
         return [own if is_stored_as_bytes(own, aval) else aval for own, aval in pairs]
 
+    def _in_tree(self, leaves: Sequence[Any]) -> Any:
+        tree: Any = jax.tree.structure(self._params)
+        return jax.tree.unflatten(tree, leaves)
+
+    def _check_memory(self, needed: Mapping[str, int], what: str, remedy: str) -> None:
+        host_memory.check(needed, what, remedy, self.held_bytes)
+
     def _replace_state(self, leaves: Mapping[str, Any]) -> None:
         """Replaces leaves of the optimizer's state, which are copied in their own dtypes."""
+        own = self._given(leaves, self.optimizer.state_shapes())
         self.settle()
-        with deferred_interrupts(), own_settings():
-            own = self._given(leaves, self.optimizer.state_shapes())
+        with deferred_interrupts():
             self.host.replace_state({name: parts[None] for name, parts in own.items()})
 
-    def _given(self, leaves: Mapping[Any, Any], avals: Mapping[Any, Any]) -> dict[Any, Parts]:
-        """Whole arrays of the user in their own dtypes: copies, unless the process keeps only some elements of them."""
+    def _given(
+        self, leaves: Mapping[Any, Any], avals: Mapping[Any, Any], shown: Sequence[Any] | None = None
+    ) -> dict[Any, Parts]:
+        """Whole arrays of the user as they are stored: copies, unless the process keeps only some elements of them.
+
+        Args:
+          leaves: the arrays, by name.
+          avals: shapes and dtypes in which they are stored.
+          shown: those in which the user sees parameters, by number; None for the optimizer's state.
+        """
+
+        def stored(name: Any) -> Any:
+            leaf, aval = leaves[name], avals[name]
+            return leaf if shown is None or shown[name] is aval else to_bytes(np.asarray(leaf, shown[name].dtype))
+
         if self._placement.ownership.is_all:
-            return {name: {None: self._owned(leaf, avals[name].dtype)} for name, leaf in leaves.items()}
+            needed = {"given arrays": sum(aval_bytes(avals[name]) for name in leaves)}
+            self._check_memory(needed, "an assignment to the state", _FREE_FIRST)
+            return {name: {None: on_host(stored(name), self._placement, avals[name].dtype)} for name in leaves}
         return {
-            name: {None: leaf if _is_key(leaf) else as_stored(np.asarray(leaf, avals[name].dtype))}
+            name: {None: leaf if is_key(leaf) else np.asarray(stored(name), avals[name].dtype)}
             for name, leaf in leaves.items()
         }
 
-    def _copies(self, arrays: Mapping[Any, Parts]) -> dict[Any, Parts]:
-        return {name: {part: self._owned(array) for part, array in parts.items()} for name, parts in arrays.items()}
-
-    def _owned(self, leaf: Any, dtype: Any = None) -> jax.Array:
-        """Returns a copy in host memory, in `dtype` if given; PRNG keys keep theirs."""
-        if _is_key(leaf):
-            return jax.device_put(jnp.copy(leaf), self._placement.host, may_alias=False)
-        return on_host(as_stored(np.asarray(leaf, dtype)), self._placement)
-
     def _whole(self, parts: Parts, aval: Any) -> Any:
         found = parts.get(None)
-        return found if _is_key(found) else whole_of(parts, tuple(aval.shape), self._placement)
+        return found if is_key(found) else whole_of(parts, tuple(aval.shape), self._placement)
+
+    def _copied_whole(self, parts: Parts, aval: Any, shown: Any = None) -> Any:
+        """A copy as a NumPy array, as the user sees it if that is another form; PRNG keys as they are."""
+        found = self._whole(parts, aval)
+        if shown is not None and shown is not aval:
+            return from_bytes(found, shown.dtype)
+        # Of others than whole arrays, it is a copy.
+        return np.array(found) if None in parts and not is_key(found) else found
 
     def check(self) -> None:
         """Raises an error if the updates of the last step failed, or if the state is damaged.
@@ -217,7 +311,7 @@ class TrainState:
           TaskError: if no update had begun; the state is rolled back.
           StateError: if an update had begun; the state lies between two steps. Or if this is a forked child.
         """
-        self._process.check()
+        self.owner.check()
         pending = self.pending
         if pending is not None and pending.work.failure is not None:
             self.pending = None
@@ -260,9 +354,10 @@ class TrainState:
         if self.pending is not None:
             self.pending.work.wait()
 
+    @by_one_thread
     def settle(self) -> None:
         """Waits for all updates in flight; raises as `check` does."""
-        self._process.check()
+        self.owner.check()
         self.finish()
         self.check()
         self.pending = None
@@ -276,15 +371,38 @@ class TrainState:
         """Rolls back to the last update."""
         self.step, self.accumulated = self.updated_step, Accumulated()
 
+    @by_one_thread
     def masters(self) -> list[Any]:
         """Returns the master parameters in the order of the flattened tree, without copies.
 
         A `Stacked` stands for one that is stored in parts, an `Owned` for one of which this process has some elements.
         """
-        self.settle()
-        by_leaf = self.host.masters()
-        return [_stored(by_leaf[leaf], aval) for leaf, aval in enumerate(self.optimizer.avals)]
+        return self.stored()[0]
 
+    @by_one_thread
+    def stored(self, copied: bool = False) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the master parameters and the leaves of the optimizer's state, in the form of `masters`.
+
+        Args:
+          copied: whether all are copies; else those of layers that are updated on the device are.
+
+        Raises:
+          HostMemoryError: if host memory cannot hold the copies; nothing is allocated then.
+        """
+        self.settle()
+        if copied:
+            masters, state = self.copies("a copy of the state")
+        else:
+            elsewhere = {"state that is updated on the device": self.host.elsewhere_bytes}
+            self._check_memory(elsewhere, "a copy of a part of the state", _FREE_FIRST)
+            masters, state = self.host.masters(), dict(self.host.optimizer_state())
+        shapes = self.optimizer.state_shapes()
+        return (
+            [_stored(masters[leaf], aval) for leaf, aval in enumerate(self.optimizer.avals)],
+            {name: _stored(parts, shapes[name]) for name, parts in state.items()},
+        )
+
+    @by_one_thread
     def optimizer_state(self) -> dict[str, Any]:
         """Returns the leaves of the optimizer's state by path; leaves shared by all layers (a count) occur once.
 
@@ -293,12 +411,6 @@ class TrainState:
         self.settle()
         shapes = self.optimizer.state_shapes()
         return {name: self._whole(parts, shapes[name]) for name, parts in self.host.optimizer_state().items()}
-
-    def stored_optimizer_state(self) -> dict[str, Any]:
-        """Returns the same leaves as `masters` does parameters."""
-        self.settle()
-        shapes = self.optimizer.state_shapes()
-        return {name: _stored(parts, shapes[name]) for name, parts in self.host.optimizer_state().items()}
 
     def arrange(self, layers: Sequence[Layer]) -> None:
         """Arranges the state in these parameter groups; does nothing if it is so already."""
@@ -328,6 +440,7 @@ class TrainState:
             self.settle()
             self.host.fill()
 
+    @by_one_thread
     def block_until_ready(self) -> None:
         """Waits for all updates in flight, and for all loads for the next step that can run."""
         self.settle()
@@ -336,16 +449,12 @@ class TrainState:
         jax.block_until_ready([(unit.masters, unit.state) for unit in self.host.units])
 
 
+def _numpy_bytes(avals: Iterable[Any]) -> int:
+    """Bytes of arrays of NumPy, of which each element takes a byte or more."""
+    return sum(math.prod(aval.shape) * np.dtype(aval.dtype).itemsize for aval in avals)
+
+
 def _stored(parts: Parts, aval: Any) -> Any:
     """An array as it is stored, without copies."""
     is_owned = any(isinstance(part, Span) for part in parts)
     return Owned(parts, tuple(aval.shape), aval.dtype) if is_owned else together(parts)
-
-
-def _is_key(leaf: Any) -> bool:
-    return bool(jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key))
-
-
-def _copied(leaf: Any) -> Any:
-    """Returns a copy as a NumPy array; returns PRNG keys unchanged."""
-    return leaf if _is_key(leaf) else np.array(leaf)

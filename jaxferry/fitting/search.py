@@ -63,11 +63,17 @@ def find_fit(
         report(f"tracing batches of {size}")
         return trace(size)
 
-    sizes = Sizes(traced, budget_bytes)
+    # For what waits in host memory for its backward; batches need nothing else there.
+    left_bytes = None if host_memory_bytes is None else host_memory_bytes - sum(host_bytes.values())
+    sizes = Sizes(traced, budget_bytes, left_bytes)
+
+    def fits(each: Traced) -> bool:
+        return each.smallest_bytes <= budget_bytes and sizes.fits_on_host(each)
+
     own = sizes.of(batch_size)
-    smallest = own if own.smallest_bytes <= budget_bytes or batch_size == 1 else sizes.of(1)
-    wanted = {own.batch_size: own} if own.smallest_bytes <= budget_bytes else {}
-    if smallest.smallest_bytes <= budget_bytes:
+    smallest = own if fits(own) or batch_size == 1 else sizes.of(1)
+    wanted = {own.batch_size: own} if fits(own) else {}
+    if fits(smallest):
         largest = sizes.largest(loading=smallest.loading_bytes <= budget_bytes)
         wanted[largest.batch_size] = largest
     rows = []
@@ -78,21 +84,26 @@ def find_fit(
         model,
         machine,
         budget_bytes,
-        host_bytes,
+        with_saved(host_bytes, max([smallest, *wanted.values()], key=lambda each: each.batch_size)),
         host_memory_bytes,
         smallest.smallest_bytes,
         smallest.batch_size,
         max(wanted, default=0),
         tuple(rows),
-        _problem(smallest, budget_bytes, host_bytes, host_memory_bytes),
+        _problem(smallest, budget_bytes, with_saved(host_bytes, smallest), host_memory_bytes),
     )
+
+
+def with_saved(host_bytes: Mapping[str, int], traced: Traced) -> dict[str, int]:
+    """Host memory by what it is for, with the activations of a batch that wait there."""
+    return {**host_bytes, **({"saved activations": traced.saved_bytes} if traced.saved_bytes else {})}
 
 
 class Sizes:
     """The batch sizes that have been traced."""
 
-    def __init__(self, trace: Callable[[int], Traced], budget_bytes: int) -> None:
-        self._trace, self._budget_bytes = trace, budget_bytes
+    def __init__(self, trace: Callable[[int], Traced], budget_bytes: int, left_bytes: int | None = None) -> None:
+        self._trace, self._budget_bytes, self._left_bytes = trace, budget_bytes, left_bytes
         self._known: dict[int, Traced] = {}
         self._need: Callable[[Traced], int] = _loading_bytes
 
@@ -112,14 +123,22 @@ class Sizes:
             self.of(size)
         return self._known[max(size for size, traced in self._known.items() if self._fits(traced))]
 
+    def fits_on_host(self, traced: Traced) -> bool:
+        """Whether host memory has room for what waits there, beside what training keeps anyway."""
+        # Batches without such values are not what does not fit.
+        return not self._saved_bytes(traced) or self._saved_bytes(traced) <= (self._left_bytes or 0)
+
+    def _saved_bytes(self, traced: Traced) -> int:
+        return 0 if self._left_bytes is None else traced.saved_bytes
+
     def _fits(self, traced: Traced) -> bool:
-        return self._need(traced) <= self._budget_bytes
+        return self._need(traced) <= self._budget_bytes and self.fits_on_host(traced)
 
     def _next(self) -> int | None:
         """The size to trace next; None if the largest is known."""
         needs = sorted((size, self._need(traced)) for size, traced in self._known.items())
-        fitting = [each for each in needs if each[1] <= self._budget_bytes]
-        others = [each for each in needs if each[1] > self._budget_bytes]
+        fitting = [each for each in needs if self._fits(self._known[each[0]])]
+        others = [each for each in needs if not self._fits(self._known[each[0]])]
         first, last = fitting[-1][0] + 1, (others[0][0] if others else _MOST_SAMPLES) - 1
         if first > last:
             return None

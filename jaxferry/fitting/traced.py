@@ -14,7 +14,7 @@ from jaxferry.engine.facts import with_program_facts
 from jaxferry.engine.memory import footprints, peak_bytes
 from jaxferry.holdings import DHA, RELOAD, updated_on_device
 from jaxferry.merging import merges_of_small
-from jaxferry.modes import BLOCK
+from jaxferry.modes import BLOCK, Remat
 from jaxferry.partition import AUTO, partition
 from jaxferry.plan.base import make_plan
 from jaxferry.plan.records import Plan
@@ -44,12 +44,19 @@ class Traced:
       batch: shapes of the batch.
       variants: the segments.
       profile: their estimated costs.
+      offload_activations: whether values that cross segments wait in host memory for their backward.
     """
 
     batch_size: int
     batch: Any
     variants: RematVariants
     profile: Profile
+    offload_activations: bool = False
+
+    @property
+    def saved_bytes(self) -> int:
+        """The host memory in which activations wait for their backward."""
+        return self.profile.saved_bytes
 
     @functools.cached_property
     def loading_bytes(self) -> int:
@@ -69,7 +76,8 @@ class Traced:
             dataclasses.replace(layer, **none, recompute_activation_bytes=0 if layer.can_recompute else None)
             for layer in self.profile.layers
         )
-        return Traced(0, None, self.variants, dataclasses.replace(self.profile, layers=layers))
+        profile = dataclasses.replace(self.profile, layers=layers)
+        return Traced(0, None, self.variants, profile, self.offload_activations)
 
     def _leanest_bytes(self, mode: int) -> int:
         layers = self.profile.layers
@@ -84,7 +92,7 @@ class Traced:
     def device_bytes(self, plan: Plan, budget_bytes: int) -> dict[str, int]:
         """Device memory by kind, in the program of a plan's step that needs the most."""
         parts = self.variants.of(plan.recomputes)
-        program = lower(parts, self.variants.derivatives, plan, self.profile)
+        program = lower(parts, self.variants.derivatives, plan, self.profile, self.offload_activations)
         temporaries = self._temporary_bytes(program)
         ahead = loads_ahead(program, lambda loads: peak_bytes(program, temporaries, ahead=loads), budget_bytes)
         most = max(footprints(program, temporaries, ahead=ahead), key=lambda footprint: footprint.total)
@@ -120,6 +128,7 @@ def trace(
     machine: Machine,
     compute_dtype: Any,
     granularity: str = BLOCK,
+    offload_activations: bool = False,
 ) -> Traced:
     """Traces a loss function and estimates its profile.
 
@@ -131,10 +140,13 @@ def trace(
       machine: the machine.
       compute_dtype: dtype of the parameters on the device; None for their own.
       granularity: how fine layers are: `"block"` or `"module"`.
+      offload_activations: whether values that cross segments wait in host memory for their backward; all segments then
+        recompute (`remat="full"`).
     """
+    remat = Remat.FULL.value if offload_activations else AUTO
     merge = functools.partial(merges_of_small, machine=machine) if granularity == BLOCK else None
     parts = partition(loss_fn, params, (batch,), compute_dtype=compute_dtype, merge=merge, granularity=granularity)
-    variants = RematVariants(parts, AUTO)
-    profile = estimate_profile(partition_costs(parts, AUTO, temporaries=True), machine)
-    profile = with_program_facts(profile, variants.base, variants.derivatives)
-    return Traced(batch_size, batch, variants, profile)
+    variants = RematVariants(parts, remat)
+    profile = estimate_profile(partition_costs(parts, remat, temporaries=True), machine)
+    profile = with_program_facts(profile, variants.base, variants.derivatives, offload_activations)
+    return Traced(batch_size, batch, variants, profile, offload_activations)

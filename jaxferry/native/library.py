@@ -24,6 +24,7 @@ import jaxlib.version
 import numpy as np
 from scipy.linalg import cython_blas
 
+from jaxferry import cpus
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native.elf import check_is_whole
 from jaxferry.native.paths import FILE_NAMES, REMEDY, describe_missing, library_directories
@@ -203,10 +204,11 @@ class NativeLibrary:
         """Sets the number of threads that share a host step, including its caller; returns the actual number.
 
         Args:
-          count: the number; 0 for the value of `JAXFERRY_HOST_THREADS`, by default one per CPU of the process.
+          count: the number; 0 for the value of `JAXFERRY_HOST_THREADS`, by default one for each CPU that the process
+            may use (`cpus.num_cpus`).
 
         Raises:
-          InputError: if the number is negative.
+          InputError: if the number is negative, or `JAXFERRY_HOST_THREADS` is no number of threads.
           NativeError: if the library is not the CPU's.
         """
         _check_is_cpu(self, "set_host_threads")
@@ -215,7 +217,7 @@ class NativeLibrary:
         self._threads_wanted = count
         function = self._functions.jaxferry_set_host_threads
         function.restype = ctypes.c_int64
-        return int(function(ctypes.c_int64(count)))
+        return int(function(ctypes.c_int64(count or cpus.num_host_threads()[0])))
 
     @property
     def host_step_bytes(self) -> int:
@@ -380,6 +382,8 @@ def _load(platform: str) -> tuple[LibraryStatus, NativeLibrary | None]:
         for target in _targets(platform):
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(functions, target)), platform=platform)
         loaded = NativeLibrary(platform, functions)
+        if platform == "cpu":
+            loaded.set_host_threads(0)
         # Runs before XLA shuts down: XLA was imported earlier, and exit handlers run in reverse order.
         atexit.register(loaded.finish)
         return found, loaded

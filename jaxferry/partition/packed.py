@@ -11,6 +11,8 @@ the length of that axis leaves a byte part empty, each element takes a byte, as 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -27,6 +29,8 @@ _UNSIGNED = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8}
 
 BYTES = (np.dtype(np.uint8), np.dtype(np.int8))
 """The dtypes in which coded parameters are stored."""
+
+_PIECE_BYTES = 2**22
 
 _UNWRITABLE = ("float8_e4m3",)
 """Dtypes that TensorStore, which writes checkpoints, does not know."""
@@ -79,39 +83,70 @@ def is_stored_as_bytes(own: Any, master: Any) -> bool:
     return is_coded(own.dtype) and np.dtype(master.dtype) in BYTES
 
 
-def as_stored(array: Any) -> np.ndarray:
-    """An array as it is stored: itself, unless they are coded (`is_coded`)."""
+def to_bytes(array: Any, made: np.ndarray | None = None) -> np.ndarray:
+    """Returns an array as it is stored if it is frozen: itself, unless it is coded (`is_coded`).
+
+    Args:
+      array: the array.
+      made: receives the bytes; None for new memory.
+    """
     array = np.asarray(array)
     if not is_coded(array.dtype):
         return array
-    bits, stored = bits_of(array.dtype), stored_struct(array)
-    codes = array.view(np.uint8) & np.uint8((1 << bits) - 1)
-    if stored.dtype == np.int8:
-        return codes.view(np.int8) if _is_float(array.dtype) else array.astype(np.int8)
-    num = 8 // bits
-    made = np.zeros(stored.shape, np.uint8)
-    for place in range(num):
-        made |= codes[..., place::num] << np.uint8(place * bits)
+    stored = stored_struct(array)
+    made = np.empty(stored.shape, stored.dtype) if made is None else made
+    if array.ndim < 2:
+        made[...] = _bytes_of(array, stored.dtype)
+        return made
+    # Some rows at a time, since the codes of a row take memory.
+    rows = max(1, _PIECE_BYTES // max(1, math.prod(array.shape[1:])))
+    for first in range(0, len(array), rows):
+        made[first : first + rows] = _bytes_of(array[first : first + rows], stored.dtype)
     return made
 
 
-def from_stored(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """The inverse of `as_stored`, for a parameter of this dtype."""
+def _bytes_of(array: np.ndarray, stored: np.dtype) -> np.ndarray:
+    bits = bits_of(array.dtype)
+    codes = array.view(np.uint8) & np.uint8((1 << bits) - 1)
+    if stored == np.int8:
+        return codes.view(np.int8) if _is_float(array.dtype) else array.astype(np.int8)
+    num = 8 // bits
+    made = codes[..., ::num]
+    for place in range(1, num):
+        made = made | codes[..., place::num] << np.uint8(place * bits)
+    return made
+
+
+def from_bytes(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """The inverse of `to_bytes`, for a parameter of this dtype; a copy if that is coded."""
     dtype = np.dtype(dtype)
     if not is_coded(dtype) or array.dtype == dtype:
         return array
+    if array.dtype == np.int8 and not _is_float(dtype):
+        return array.astype(dtype)
+    if array.dtype == np.int8 or bits_of(dtype) == 8:
+        return array.view(dtype).copy()
+    elements = _elements_of_bytes(dtype)
+    made = np.empty((array.size, elements.shape[1]), dtype)
+    flat = array.reshape(-1)
+    # Some bytes at a time, since NumPy takes eight for each index.
+    for first in range(0, flat.size, _PIECE_BYTES // 8):
+        made[first : first + _PIECE_BYTES // 8] = elements[flat[first : first + _PIECE_BYTES // 8]]
+    return made.reshape(shape_from_stored(array, dtype))
+
+
+@functools.cache
+def _elements_of_bytes(dtype: np.dtype) -> np.ndarray:
+    """The elements in each byte."""
     bits = bits_of(dtype)
-    if array.dtype == np.int8:
-        return array.view(dtype) if _is_float(dtype) else array.astype(dtype)
-    num, mask = 8 // bits, np.uint8((1 << bits) - 1)
-    codes = np.empty((*array.shape[:-1], array.shape[-1] * num), np.uint8)
-    for place in range(num):
-        codes[..., place::num] = (array >> np.uint8(place * bits)) & mask
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    codes = (np.arange(256, dtype=np.uint8)[:, None] >> shifts) & np.uint8((1 << bits) - 1)
     if _is_float(dtype):
         return codes.view(dtype)
     if dtype.name.startswith("int"):
         # A signed code's highest bit counts negative.
-        codes = ((codes ^ np.uint8(1 << (bits - 1))).astype(np.int8) - np.int8(1 << (bits - 1))).astype(np.int8)
+        sign = 1 << (bits - 1)
+        return ((codes ^ np.uint8(sign)).astype(np.int8) - np.int8(sign)).astype(dtype)
     return codes.astype(dtype)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jaxlib.version
 
+from jaxferry.cpus import num_cpus
 from jaxferry.errors import InputError
 from jaxferry.native import library, status
 from jaxferry.records import MAX_SECONDS
@@ -122,7 +123,7 @@ def surroundings(platform_name: str, device_kind: str) -> dict[str, Any]:
     return {
         "device": device_kind,
         "host_cpu": _host_cpu(),
-        "num_threads": num_threads(),
+        "num_threads": num_cpus(),
         "environment": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "jax": jax.__version__,
@@ -131,13 +132,6 @@ def surroundings(platform_name: str, device_kind: str) -> dict[str, Any]:
         "scipy": _version("scipy"),
         "native": {name: _native(name) for name in sorted({"cpu", platform_name})},
     }
-
-
-def num_threads() -> int:
-    """Returns the number of CPU threads that this process may use at once."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _replace(path: pathlib.Path, text: str) -> None:

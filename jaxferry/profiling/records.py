@@ -113,6 +113,11 @@ class Profile:
         self._check_programs()
         self._check_crossings()
 
+    @property
+    def saved_bytes(self) -> int:
+        """The host memory of each process in which values wait for their backward (`save_bytes` of the layers)."""
+        return sum(layer.save_bytes for layer in self.layers) * self.num_devices // self.num_processes
+
     def _check_programs(self) -> None:
         if self.layers[0].shares_program:
             raise InputError(f'layer "{self.layers[0].name}": no layer before it has a program to share')

@@ -50,18 +50,19 @@ def prediction_lines(plan: Plan, needed_bytes: int) -> list[str]:
     return lines
 
 
-def host_memory_lines(machine: Mapping[str, Any], copies_bytes: int = 0) -> list[str]:
+def host_memory_lines(machine: Mapping[str, Any], copies_bytes: int = 0, saved_bytes: int = 0) -> list[str]:
     """Returns the host memory that training needs, if the profile's machine states it.
 
     Args:
       machine: the facts of the machine.
       copies_bytes: what each of several processes needs beside that under a plan; see `planning.copies_bytes`.
+      saved_bytes: activations that wait there for their backward; see `Profile.saved_bytes`.
     """
     parts = machine.get("host_bytes")
     if not isinstance(parts, Mapping) or not all(isinstance(size, int) for size in parts.values()):
         return []
-    if copies_bytes:
-        parts = {**parts, "copies to read in place": copies_bytes}
+    more = {"copies to read in place": copies_bytes, "saved activations": saved_bytes}
+    parts = {**parts, **{name: size for name, size in more.items() if size}}
     kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     return [f"host memory {format_bytes(sum(parts.values()))}: {kinds}"]
 

@@ -2,12 +2,13 @@
 
 import importlib.metadata
 import json
+import os
 
 import jax
 import pytest
 
 from broken_library import break_operations
-from jaxferry import host_memory
+from jaxferry import cpus, host_memory
 from jaxferry.errors import NativeError
 from jaxferry.native import self_test
 
@@ -32,6 +33,23 @@ def test_the_document_says_what_there_is(jaxferry, monkeypatch):
     assert all(each["num_bytes"] > 0 for each in found["host_memory"])
 
 
+def test_cpus_threads_and_nodes_are_told_with_their_sources(jaxferry, monkeypatch):
+    allowed = {min(os.sched_getaffinity(0))}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed)
+    monkeypatch.delenv(cpus.VARIABLE, raising=False)
+    found = json.loads(jaxferry("doctor", "--json", "--link-size", "1KiB").out)["cpus"]
+    assert found["num_cpus"] == 1
+    assert found["limits"][0]["num_cpus"] == 1
+    assert found["host_threads"]["num_threads"] == 1
+    assert "affinity" in found["host_threads"]["source"] or os.cpu_count() == 1
+    assert sum(node["num_cpus"] for node in found["numa_nodes"]) in (0, 1)
+    assert {pool["name"].split()[0] for pool in found["pools"]} == {"XLA's", "OpenBLAS"}
+    monkeypatch.setenv(cpus.VARIABLE, "3")
+    lines = jaxferry("doctor", "--link-size", "1KiB").out
+    assert "cpus       1 may be used (1: " in lines
+    assert "cpus       3 threads of host steps (JAXFERRY_HOST_THREADS;" in lines
+
+
 def test_a_library_is_named_with_what_it_was_built_with(jaxferry):
     [cpu, _] = json.loads(jaxferry("doctor", "--json", "--link-size", "1KiB").out)["libraries"]
     assert cpu["is_available"] is True
@@ -48,6 +66,7 @@ def test_the_limit_of_pinned_memory_is_that_of_the_environment(jaxferry, monkeyp
 
 
 def test_the_report_has_a_line_for_each_thing(jaxferry):
+    pools = json.loads(jaxferry("doctor", "--json", "--link-size", "1KiB").out)["cpus"]["pools"]
     lines = jaxferry("doctor", "--link-size", "1KiB").out.splitlines()
     assert [line.split()[0] for line in lines if not line.startswith("device")] == [
         "versions",
@@ -56,6 +75,7 @@ def test_the_report_has_a_line_for_each_thing(jaxferry):
         "link",
         *["self-test"] * 5,
         "pinned",
+        *["cpus"] * (3 + len(pools)),
         *["host"] * len(host_memory.limits()),
     ]
     assert sum(line.startswith("device") for line in lines) == len(jax.devices())

@@ -1,5 +1,7 @@
 """Failing steps and the resulting state: a callback of the model raises, or a task raises."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import jaxferry
 from accelerator import emulate
 from faults import Fault, identity_that_calls
-from jaxferry.engine import Operation
+from jaxferry.engine import Operation, Placement
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Plan
 from planned import assert_same_bits, state_after
@@ -280,3 +282,47 @@ def test_a_transport_that_fails_before_any_update_costs_no_bit(name, monkeypatch
     while state.step < 4:
         step(state, BATCH)
     assert_same_bits(state.params, expected)
+
+
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
+@pytest.mark.parametrize("where", ["callback", "move"])
+def test_a_failure_in_what_depends_on_the_batch_alone_says_so_and_leaves_the_state(entry, where, monkeypatch):
+    is_broken = False
+
+    def on_host(x):
+        if is_broken:
+            raise ValueError("no such token")
+        return x
+
+    def loss_fn(params, x):
+        x = jax.pure_callback(on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        for name in sorted(params):
+            x = jnp.tanh(x @ params[name])
+        return jnp.mean(x**2)
+
+    def made():
+        step = jaxferry.train_step(loss_fn, optax.adam(1e-2))
+        return step, step.init({f"w{i}": np.full((8, 8), 0.1, np.float32) for i in range(3)})
+
+    def no_room(*args):
+        raise RuntimeError("RESOURCE_EXHAUSTED: no such token")
+
+    x = np.ones((2, 8), np.float32)
+    step, state = made()
+    run = {"step": step, "evaluate": step.evaluate}[entry]
+    step(state, x), step.evaluate(state, x)
+    is_broken = where == "callback"
+    with monkeypatch.context() as patched:
+        if where == "move":
+            patched.setattr(Placement, "put", no_room)
+        pattern = r"what depends on the batch alone, before the first layer, failed: .*no such token"
+        with pytest.raises(jaxferry.TaskError, match=re.compile(pattern, re.DOTALL)) as caught:
+            run(state, x)
+    assert caught.value.layer == "" and caught.value.__cause__ is not None
+    assert state.step == 1 and state.damage is None
+    is_broken = False
+    step(state, x)
+    other, expected = made()
+    for _ in range(2):
+        other(expected, x)
+    np.testing.assert_array_equal(state.params["w0"], expected.params["w0"])

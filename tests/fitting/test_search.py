@@ -4,12 +4,17 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+import jaxferry
+from jaxferry.compile.step import StepCompiler
 from jaxferry.fitting.search import Sizes, find_fit
 from jaxferry.fitting.traced import trace
 from jaxferry.profiling.machines import find_machine
 from jaxferry.schedule import needed_bytes
+from jaxferry.units import format_bytes
 
 MACHINE = find_machine("a100-pcie4")
 WIDTH, DEPTH = 64, 3
@@ -122,3 +127,59 @@ def test_what_limits_is_the_busiest_lane_or_memory():
     lanes = {"gpu": "GPU", "h2d": "link", "d2h": "link", "host": "host"}
     busiest = max(row.busy_share, key=row.busy_share.__getitem__)
     assert row.limit == lanes[busiest.lower()]
+
+
+def deep(params, batch):
+    for name in sorted(params):
+        batch = batch + jnp.tanh(batch @ params[name])
+    return jnp.mean(batch**2)
+
+
+@pytest.mark.parametrize("compute_dtype", [None, jnp.bfloat16])
+@pytest.mark.parametrize("granularity", ["block", "module"])
+def test_the_least_budget_is_what_a_step_accepts_to_the_byte_where_temporaries_are_those_estimated(
+    compute_dtype, granularity, monkeypatch
+):
+    params = {f"w{i}": jax.ShapeDtypeStruct((64, 64), np.float32) for i in range(6)}
+    batch = jax.ShapeDtypeStruct((8, 64), np.float32)
+    made = trace(8, deep, params, batch, find_machine("h100-pcie5"), compute_dtype, granularity)
+
+    def counted(self, program):
+        return made._temporary_bytes(program), self._resources.transport.staging_bytes
+
+    monkeypatch.setattr(StepCompiler, "_counted", counted)
+    least = made.smallest_bytes
+    for budget in (least - 1, least):
+        step = jaxferry.train_step(
+            deep, optax.adamw(1e-3), memory_budget=budget, policy="auto", profile="estimate", remat="auto",
+            compute_dtype=compute_dtype, granularity=granularity,
+        )  # fmt: skip
+        step.declare(params)
+        if budget == least:
+            assert step.prepare(batch).peak.total <= least
+            continue
+        with pytest.raises(jaxferry.BudgetError) as caught:
+            step.prepare(batch)
+        assert caught.value.smallest_bytes == least
+
+
+def offloading(size):
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 8
+    batch = {"x": jax.ShapeDtypeStruct((size, 16, WIDTH), jnp.float32)}
+    return trace(size, loss_fn, params, batch, MACHINE, None, offload_activations=True)
+
+
+def test_saved_activations_bound_the_batch_by_host_memory_and_are_stated():
+    sizes = {"model": "m", "machine": "a100", "host_bytes": {"master parameters": 600, "gradients": 400}}
+    one = offloading(1).saved_bytes
+    assert one > 0 and offloading(7).saved_bytes == 7 * one
+    budget = offloading(64).loading_bytes
+    for rows in (1, 5, 23):
+        fit = find_fit(offloading, 4, budget_bytes=budget, host_memory_bytes=1000 + rows * one, **sizes)
+        assert (fit.largest_batch_size, fit.fits) == (rows, True)
+        assert fit.host_bytes == {**sizes["host_bytes"], "saved activations": rows * one}
+        assert [row.batch_size for row in fit.rows] == ([4, rows] if rows > 4 else [rows])
+    fit = find_fit(offloading, 4, budget_bytes=budget, host_memory_bytes=1000 + one - 1, **sizes)
+    assert (fit.fits, fit.rows, fit.smallest_batch_size) == (False, (), 1)
+    assert f"training needs {format_bytes(1000 + one)} of host memory" in fit.problem
+    assert find_fit(offloading, 4, budget_bytes=budget, **sizes).largest_batch_size >= 64

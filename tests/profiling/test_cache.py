@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jaxferry.cpus import num_cpus
 from jaxferry.errors import InputError
 from jaxferry.native import library
-from jaxferry.profiling.cache import MeasurementCache, cache_directory, num_threads, surroundings
+from jaxferry.profiling.cache import MeasurementCache, cache_directory, surroundings
 
 HERE = {"device": "cpu", "num_threads": 2, "jax": "1.0", "jaxlib": "1.0", "jaxferry": "0.1", "native": {"cpu": None}}
 
@@ -136,7 +137,7 @@ def test_surroundings_tell_devices_and_emulated_links_apart():
     usual = surroundings("cpu", "cpu")
     assert usual == surroundings("cpu", "cpu") != surroundings("cpu", "another")
     assert json.loads(json.dumps(usual)) == usual
-    assert usual["num_threads"] == num_threads() >= 1
+    assert usual["num_threads"] == num_cpus() >= 1
     try:
         cpu.set_bandwidth("load", 1e9)
         slow = surroundings("cpu", "cpu")

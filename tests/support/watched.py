@@ -27,7 +27,8 @@ def device_arrays():
 def most_on_one_device(train):
     """Calls a function; returns the most bytes that new arrays take on one device after any program of its steps."""
     held, run = [0], jax.stages.Compiled.__call__
-    before = {id(array) for array in device_arrays()}
+    # These arrays stay alive here, so that no new one has the identity of one that an earlier test has left.
+    before = {id(array): array for array in device_arrays()}
 
     def called(program, *arguments):
         made = run(program, *arguments)
@@ -66,7 +67,7 @@ class Watch:
     """
 
     def __init__(self, step, batch, monkeypatch):
-        transport, self._known = transport_of(step, batch), set()
+        transport, self._known = transport_of(step, batch), dict[int, jax.Array]()
         self.most = self.most_parameters = 0
         moves = [(transport, "load"), (transport, "store"), (StepGradients, "receive")]
         for owner, name in (*moves, (StreamingStep, "load"), (StreamingStep, "update")):
@@ -76,7 +77,8 @@ class Watch:
     def start(self, state):
         arrays = [a for held in state.resident.values() for a in held.arrays]
         arrays += [] if state.prefetch is None else state.prefetch.copies.arrays
-        self._known = {id(a) for a in device_arrays()} - {id(a) for a in arrays}
+        own = {id(a) for a in arrays}
+        self._known = {id(a): a for a in device_arrays() if id(a) not in own}
         self.most = self.most_parameters = 0
 
     def _watched(self, function):

@@ -1,6 +1,7 @@
 #include "cpu/host_threads.h"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -21,11 +22,26 @@ struct StopHostThreadsAtExit {
 
 std::atomic<int64_t> chosen_threads{0};
 
+// The CPUs on which this process may run; the machine's own number may be larger under taskset or a job scheduler.
+int64_t NumCpus() {
+  constexpr int kMostCpus = 1 << 20;
+  for (int num_cpus = CPU_SETSIZE; num_cpus <= kMostCpus; num_cpus *= 2) {
+    cpu_set_t* allowed = CPU_ALLOC(num_cpus);
+    if (allowed == nullptr) break;
+    const size_t num_bytes = CPU_ALLOC_SIZE(num_cpus);
+    // It fails where the kernel knows more CPUs than the set has room for.
+    const int count = sched_getaffinity(0, num_bytes, allowed) == 0 ? CPU_COUNT_S(num_bytes, allowed) : 0;
+    CPU_FREE(allowed);
+    if (count > 0) return count;
+  }
+  return std::max<int64_t>(std::thread::hardware_concurrency(), 1);
+}
+
 int64_t DefaultThreads() {
   static const int64_t count = [] {
     const char* text = std::getenv("JAXFERRY_HOST_THREADS");
     const int64_t wanted = text == nullptr ? 0 : std::strtoll(text, nullptr, 10);
-    return wanted > 0 ? wanted : std::max<int64_t>(std::thread::hardware_concurrency(), 1);
+    return wanted > 0 ? wanted : NumCpus();
   }();
   return count;
 }

@@ -152,19 +152,35 @@ class HostArrays:
             return self._on_devices[unit.layers].state_at_home(unit.state)
         return state_of(unit, self._placement) if unit.subgroups else unit.state
 
-    def masters(self) -> dict[int, dict[Any, jax.Array]]:
-        """Returns the stored parameters by leaf and part; frozen ones may exist only in the compute copy."""
-        found = self._trained()
-        _add(found, self._frozen.items())
+    def masters(self) -> dict[int, Parts]:
+        """Returns the stored parameters by leaf and part, without copies where they are in host memory.
+
+        Frozen ones may exist only in the compute copy: they are NumPy views of it.
+        """
+        return {**self._trained(), **self._frozen_parts()}
+
+    def master(self, leaf: int) -> Parts:
+        """Returns one of them by part."""
+        units = [unit for unit in self.units if leaf in unit.leaves]
+        return self._trained(units)[leaf] if units else self._frozen_parts(leaf)[leaf]
+
+    def _frozen_parts(self, only: int | None = None) -> dict[int, Parts]:
+        """Returns the frozen parameters, or one of them, by leaf and part."""
+        found: dict[int, dict[Any, Any]] = {}
+        _add(found, ((key, array) for key, array in self._frozen.items() if only in (None, key[0])))
         for layer, vectors in zip(self.layers, self.vectors, strict=False):
             keys = [self._key(layer, leaf) for leaf in layer.leaves]
             pairs = zip(keys, self._placement.ownership.of(layer).leaves, strict=True)
-            missing = [(key, leaf) for key, leaf in pairs if not leaf.is_trained and key not in self._frozen]
+            missing = [
+                (key, leaf)
+                for key, leaf in pairs
+                if not leaf.is_trained and key not in self._frozen and only in (None, key[0])
+            ]
             flat = self._on_cpu(layer, vectors, {leaf.vector for _, leaf in missing})
             for (name, part), leaf in missing:
                 own = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
-                found.setdefault(name, {})[part] = on_host(own, self._placement)
-        return found
+                found.setdefault(name, {})[part] = own
+        return dict(found)
 
     def _on_cpu(self, layer: Layer, vectors: Vectors, numbers: Collection[int]) -> dict[int, np.ndarray]:
         """Some vectors of a layer's compute copy, by number."""
@@ -179,6 +195,35 @@ class HostArrays:
         for unit in self.units:
             _add(found, zip(unit.state_keys, self._state_at_home(unit), strict=True))
         return found
+
+    @property
+    def copy_bytes(self) -> dict[str, int]:
+        """The bytes of a copy of masters and optimizer state, by what they are for; of those that a copy holds."""
+        own = [leaf for layer in self.layers for leaf in self._placement.ownership.of(layer).leaves]
+        frozen = {leaf.source: leaf.size * leaf.master_dtype.itemsize for leaf in own if not leaf.is_trained}
+        trained = sum(unit.num_bytes for unit in self.units)
+        return {"master parameters and optimizer state": trained, "frozen parameters": sum(frozen.values())}
+
+    @property
+    def elsewhere_bytes(self) -> int:
+        """The bytes of masters and optimizer state of which `masters` and `optimizer_state` make copies."""
+        return sum(unit.num_bytes for unit in self.units if not unit.is_on_host)
+
+    def copies(self) -> tuple[dict[int, Parts], dict[str, Parts]]:
+        """Returns what `masters` and `optimizer_state` do, as copies that later steps do not change."""
+        found_masters: dict[int, dict[Any, jax.Array]] = {}
+        found_state: dict[str, dict[Any, jax.Array]] = {}
+        for unit in self.units:
+            for found, keys, arrays in (
+                (found_masters, unit.keys, self._masters_at_home(unit)),
+                (found_state, unit.state_keys, self._state_at_home(unit)),
+            ):
+                # Those of the others are copies already.
+                own = (on_host(array, self._placement) if unit.is_on_host else array for array in arrays)
+                _add(found, zip(keys, own, strict=True))
+        for name, parts in self._frozen_parts().items():
+            found_masters[name] = {part: on_host(array, self._placement) for part, array in parts.items()}
+        return dict(found_masters), dict(found_state)
 
     def arrange(self, layers: Sequence[Layer]) -> None:
         """Arranges the arrays in these parameter groups; `vectors` is empty afterwards.

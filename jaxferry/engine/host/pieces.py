@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxferry.engine.host.pinned import as_numpy
 from jaxferry.engine.placement import Placement
 from jaxferry.partition import Part, Span
+from jaxferry.partition.graph import bits_of
 
 Key = tuple[Any, Part | Span | None]
 """Identifies an array: a parameter's number or the path of a leaf of the state, and its part; None for the whole."""
@@ -140,9 +143,44 @@ class Pieces:
 
 
 def on_host(array: Any, placement: Placement, dtype: np.dtype | None = None) -> jax.Array:
-    """Returns a copy in host memory that nothing else references, in `dtype` if given."""
-    # JAX aliases aligned NumPy memory even with may_alias=False.
-    return jax.device_put(np.array(array, dtype), placement.host)
+    """Returns a copy in host memory that nothing else references, in `dtype` if given; PRNG keys keep theirs."""
+    if is_key(array):
+        return jax.device_put(jnp.copy(array), placement.host, may_alias=False)
+    source = np.asarray(array)
+    return filled(source.shape, source.dtype if dtype is None else dtype, placement, lambda made: _copy(source, made))
+
+
+def is_key(array: Any) -> bool:
+    """Whether an array holds PRNG keys."""
+    return bool(jax.dtypes.issubdtype(getattr(array, "dtype", np.float32), jax.dtypes.prng_key))
+
+
+def _copy(source: np.ndarray, made: np.ndarray) -> None:
+    made[...] = source
+
+
+def filled(
+    shape: tuple[int, ...], dtype: np.dtype, placement: Placement, fill: Callable[[np.ndarray], None]
+) -> jax.Array:
+    """Returns a new array in host memory; no other one of its size exists meanwhile.
+
+    Args:
+      shape: its shape.
+      dtype: its dtype.
+      placement: where arrays live.
+      fill: writes the content into a NumPy view of the array.
+    """
+    if bits_of(dtype) < 8:
+        # JAX stores several elements in a byte, and NumPy does not.
+        source = np.empty(shape, dtype)
+        fill(source)
+        return jax.device_put(source, placement.host)
+    # Of memory that JAX owns, since it would alias aligned NumPy memory, which updates cannot overwrite; and zeros by
+    # rows of one, which take no memory and need no program.
+    row = np.zeros(shape[-1:] if len(shape) > 1 else (), dtype)
+    made = jax.device_put(np.broadcast_to(row, shape), placement.host)
+    fill(as_numpy(made))
+    return made
 
 
 def stored_key(key: Key) -> Key:

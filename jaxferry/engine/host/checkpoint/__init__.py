@@ -19,14 +19,14 @@ import pathlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
 
 from jaxferry.engine.all_processes import Messages
 from jaxferry.engine.host.checkpoint.about import FILE, WITHOUT_DIGESTS, About, read_about, write_about
-from jaxferry.engine.host.checkpoint.arrays import describe, read_arrays, write_arrays
+from jaxferry.engine.host.checkpoint.arrays import describe, write_arrays
 from jaxferry.engine.host.checkpoint.background import BackgroundSaves
 from jaxferry.engine.host.checkpoint.content import (
     Checkpoint,
@@ -34,9 +34,8 @@ from jaxferry.engine.host.checkpoint.content import (
     check_extra,
     check_matches,
     dictionary_paths,
-    is_key,
 )
-from jaxferry.engine.host.checkpoint.leaves import Spans, read_leaves
+from jaxferry.engine.host.checkpoint.leaves import StoredKey, StoredLeaf, cannot_read, stored_leaves
 from jaxferry.engine.host.checkpoint.paths import local_path, reason
 from jaxferry.engine.host.checkpoint.replacement import check_replaceable, find, identity, publish, sweep
 from jaxferry.engine.host.checkpoint.scratch import is_scratch, leftovers, scratch_beside
@@ -51,21 +50,23 @@ from jaxferry.engine.host.checkpoint.series import (
     prune,
 )
 from jaxferry.engine.host.checkpoint.together import pieces_of_others, with_pieces, write_own
-from jaxferry.engine.host.pieces import Owned, Stacked
+from jaxferry.engine.host.checkpoint.transformations import check_transformations
+from jaxferry.engine.host.pieces import Owned, Stacked, is_key
 from jaxferry.engine.interrupts import deferred_interrupts
-from jaxferry.errors import CheckpointError, InputError
+from jaxferry.errors import CheckpointError, InputError, JaxFerryError
 
 __all__ = [
     "BackgroundSaves",
     "Checkpoint",
     "Keep",
     "SavedCheckpoint",
-    "Spans",
+    "StoredLeaf",
     "check_coded",
     "check_extra",
     "check_matches",
     "check_metric",
     "check_target",
+    "check_transformations",
     "dictionary_paths",
     "list_checkpoints",
     "load",
@@ -74,6 +75,7 @@ __all__ = [
 ]
 
 Path = str | os.PathLike[str]
+Made = TypeVar("Made")
 
 _ATTEMPTS = 100
 
@@ -149,15 +151,20 @@ def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
     return list_in(local_path(folder))
 
 
-def load(path: Path, spans: Callable[[Checkpoint], Spans] | None = None) -> Checkpoint:
-    """Reads a checkpoint into host memory; from a folder of several, the one that was saved last.
+@overload
+def load(path: Path) -> Checkpoint: ...
+@overload
+def load(path: Path, use: Callable[[Checkpoint], Made]) -> Made: ...
+def load(path: Path, use: Callable[[Checkpoint], Any] | None = None) -> Any:
+    """Reads a checkpoint; from a folder of several, the one that was saved last.
 
     While another process replaces the checkpoint, this reads the old or the new one.
 
     Args:
       path: the folder.
-      spans: told the content with shapes in place of arrays, returns which elements of which leaves to read; None reads
-        all. The others are not read, or not kept.
+      use: told the content, with a `StoredLeaf` or a `StoredKey` in place of each array, reads what it wants of them,
+        and returns what this shall return. It is called again if the checkpoint is replaced meanwhile. None reads all
+        arrays into host memory.
 
     Raises:
       CheckpointError: if there is no checkpoint, or it is damaged; the message names the leaf and the file.
@@ -166,19 +173,20 @@ def load(path: Path, spans: Callable[[Checkpoint], Spans] | None = None) -> Chec
     for _ in range(_ATTEMPTS):
         folder = _current(target)
         before = identity(folder)
+        error: JaxFerryError | None = None
+        made = None
         try:
-            loaded, error = _load(folder, path, spans), None
-        except CheckpointError as failure:
-            loaded, error = None, failure
+            made = (use or _read)(_content(folder, path))
+        except JaxFerryError as failure:
+            error = failure
         # The files of a checkpoint that is replaced while it is read may belong to both.
         if _current(target) == folder and identity(folder) == before:
             break
     if error is not None:
         raise error
-    assert loaded is not None
     if folder != target and is_scratch(folder.parent):
         warnings.warn(f"{path} is missing; an interrupted save left {folder}, which was read instead", stacklevel=2)
-    return loaded
+    return made
 
 
 def _current(target: pathlib.Path) -> pathlib.Path:
@@ -215,48 +223,44 @@ def _write(checkpoint: Checkpoint, folder: pathlib.Path, saved_at_s: float, mess
     write_about(about, folder)
 
 
-def _load(folder: pathlib.Path, path: Path, spans: Callable[[Checkpoint], Spans] | None) -> Checkpoint:
+def _content(folder: pathlib.Path, path: Path) -> Checkpoint:
+    """Returns a checkpoint's content; none of its arrays has been read."""
     if not (folder / FILE).is_file():
         others = ", ".join(str(other) for other in leftovers(folder))
         of_saves = f"; interrupted saves left {others}, which hold no whole one" if others else ""
         raise CheckpointError(f"{path} is not a JaxFerry checkpoint{of_saves}")
     try:
         about = read_about(folder)
-        wanted = {} if spans is None else spans(_content(about, _shapes(about)))
-        is_apart = wanted or about.is_in_pieces
-        arrays: Any = read_leaves(about, folder, wanted) if is_apart else read_arrays(about, folder)
-        for name, kind in about.optimizer_keys.items():
-            arrays["optimizer"][name] = jax.random.wrap_key_data(arrays["optimizer"][name], impl=kind)
     except (CheckpointError, InputError, OSError, ValueError, TypeError, MemoryError) as error:
-        what = str(error) if isinstance(error, CheckpointError | InputError) else reason(error)
-        raise CheckpointError(f"{path} cannot be read: {what}; restore another checkpoint") from error
+        raise cannot_read(path, error) from error
+    leaves = stored_leaves(about, folder, path)
+    keys = {name: StoredKey(leaves["optimizer"][name], kind) for name, kind in about.optimizer_keys.items()}
     if not about.has_digests:
         warnings.warn(
             f"{path} has format {WITHOUT_DIGESTS!r}, without digests: damage to its arrays goes unnoticed; save it "
             "again to add them",
             stacklevel=2,
         )
-    return _content(about, arrays)
-
-
-def _shapes(about: About) -> dict[str, dict[str, Any]]:
-    described = {"params": about.params, "optimizer": about.optimizer, "extra": about.extra}
-    return {
-        part: {leaf.path: jax.ShapeDtypeStruct(leaf.shape, jax.numpy.dtype(leaf.dtype)) for leaf in leaves}
-        for part, leaves in described.items()
-    }
-
-
-def _content(about: About, arrays: Mapping[str, Mapping[str, Any]]) -> Checkpoint:
     return Checkpoint(
         step=about.step,
-        params=arrays["params"],
+        params=leaves["params"],
         dtypes=about.dtypes,
         dictionary_paths=about.dictionary_paths,
-        optimizer=arrays["optimizer"],
+        optimizer={**leaves["optimizer"], **keys},
         loss_scale=about.loss_scale,
-        extra=arrays["extra"],
+        extra=leaves["extra"],
         metric=about.metric,
+    )
+
+
+def _read(content: Checkpoint) -> Checkpoint:
+    """Returns the content with all arrays in host memory."""
+
+    def read(leaves: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: leaf.read() for name, leaf in leaves.items()}
+
+    return dataclasses.replace(
+        content, params=read(content.params), optimizer=read(content.optimizer), extra=read(content.extra)
     )
 
 
@@ -277,4 +281,6 @@ def _told(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"cannot write to {path}: {reason(error)}; make room, or choose another path") from error
+        is_short = isinstance(error, MemoryError) or "start new thread" in str(error)
+        remedy = "free host memory, or raise ulimit -v and -u" if is_short else "make room, or choose another path"
+        raise CheckpointError(f"cannot write to {path}: {reason(error)}; {remedy}") from error

@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint, written and read by Orbax.
+"""The arrays of a checkpoint, written by Orbax.
 
 A leaf that the state stores in parts (layers of a scan) is written in parts, without a copy, and read whole. Orbax
 knows arrays by number: "params.3" is the fourth parameter, "params.3.0" its first part. Many arrays share one file.
@@ -7,7 +7,6 @@ knows arrays by number: "params.3" is the fourth parameter, "params.3.0" its fir
 from __future__ import annotations
 
 import inspect
-import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,11 +15,9 @@ import jax
 import numpy as np
 import tensorstore
 
-from jaxferry.engine.host.checkpoint.about import About, Leaf
+from jaxferry.engine.host.checkpoint.about import Leaf
 from jaxferry.engine.host.checkpoint.digests import digest
-from jaxferry.engine.host.checkpoint.paths import reason
 from jaxferry.engine.host.pieces import Owned, Stacked
-from jaxferry.errors import CheckpointError
 
 FOLDER = "arrays"
 """The folder of the first process, relative to the checkpoint."""
@@ -127,35 +124,6 @@ def _without_copies() -> Any:
     )
 
 
-def read_arrays(about: About, checkpoint: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Reads the arrays of a checkpoint into host memory, and compares their digests.
-
-    Returns:
-      The leaves of `params`, `optimizer` and `extra` by path, whole.
-
-    Raises:
-      CheckpointError: if an array is missing or damaged; the message names the leaf and the file.
-    """
-    described = {"params": about.params, "optimizer": about.optimizer, "extra": about.extra}
-    if not about.has_digests:
-        del described["extra"]
-    empty = {part: _empty(leaves) for part, leaves in described.items()}
-    wanted = {part: _filled(arrays) for part, arrays in empty.items()}
-    folder, ocp = checkpoint / FOLDER, _orbax()
-    try:
-        if not about.has_digests:
-            _check_stored(folder, described)
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler(**_alone()), **_alone()) as checkpointer:
-            read = checkpointer.restore(folder, args=ocp.args.StandardRestore(wanted))
-    except Exception as error:
-        raise CheckpointError(_damage(folder, described) or reason(error)) from error
-    whole = {}
-    for part, leaves in described.items():
-        arrays = {**empty[part], **read.pop(part)}
-        whole[part] = {leaf.path: _joined(part, i, leaf, arrays, folder) for i, leaf in enumerate(leaves)}
-    return {"extra": {}, **whole}
-
-
 def _numbered(leaves: Sequence[Any], is_first: bool) -> dict[str, Any]:
     """Returns the arrays to write, by the number of the leaf, and of the part for a leaf in parts."""
     arrays: dict[str, Any] = {}
@@ -177,63 +145,16 @@ def names_of(number: int, leaf: Leaf) -> list[str]:
     return [str(number)] if leaf.axis is None else [f"{number}.{k}" for k in range(leaf.shape[leaf.axis])]
 
 
-def _empty(leaves: Sequence[Leaf]) -> dict[str, np.ndarray]:
-    """Returns arrays of the saved shapes and dtypes that take no memory."""
-    made: dict[str, np.ndarray] = {}
-    for i, leaf in enumerate(leaves):
-        shape = [length for axis, length in enumerate(leaf.shape) if axis != leaf.axis]
-        like = np.broadcast_to(np.empty((), jax.numpy.dtype(leaf.dtype)), shape)
-        made |= dict.fromkeys(names_of(i, leaf), like)
-    return made
-
-
 def _filled(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the arrays that have elements; Orbax accepts no others."""
     return {name: array for name, array in arrays.items() if array.size}
 
 
-def _joined(part: str, number: int, leaf: Leaf, arrays: dict[str, Any], folder: pathlib.Path) -> Any:
-    """Returns a leaf, made from its arrays, which it removes; checks its digest."""
-    names = names_of(number, leaf)
-    own = [arrays.pop(name) for name in names]
-    found: Any = own[0] if leaf.axis is None else Stacked(tuple(own), leaf.axis)
-    if leaf.digest is not None and digest(found) != leaf.digest:
-        files = files_of(folder, [f"{part}.{name}" for name in names])
-        raise CheckpointError(f"{part} {leaf.path} in {files} is damaged: its digest is another")
-    return found.whole() if isinstance(found, Stacked) else found
-
-
-def _damage(folder: pathlib.Path, described: Mapping[str, Sequence[Leaf]]) -> str | None:
-    """Reads the arrays one by one after an error; returns which leaf cannot be read, where, and why."""
-    for part, leaves in described.items():
-        for number, leaf in enumerate(leaves):
-            if not math.prod(leaf.shape):
-                continue
-            for name in names_of(number, leaf):
-                try:
-                    open_one(folder, f"{part}.{name}").read().result()
-                except Exception as error:  # noqa: BLE001 - as above
-                    return f"{part} {leaf.path} in {files_of(folder, [f'{part}.{name}'])}: {reason(error)}"
-    return None
-
-
-def _check_stored(folder: pathlib.Path, described: Mapping[str, Sequence[Leaf]]) -> None:
-    """Compares shapes and dtypes with those of the stored arrays; Orbax would cut, fill and convert them."""
-    for part, leaves in described.items():
-        for name, array in _filled(_empty(leaves)).items():
-            stored = open_one(folder, f"{part}.{name}")
-            found, declared = (stored.shape, stored.dtype.numpy_dtype), (array.shape, array.dtype)
-            if found != declared:
-                raise ValueError(
-                    f"{part} {leaves[int(name.split('.')[0])].path} is declared as {declared}, not {found}"
-                )
-
-
-def open_one(folder: pathlib.Path, name: str) -> Any:
-    """Opens one array of a folder."""
+def open_one(folder: pathlib.Path, name: str, context: Any = None) -> Any:
+    """Opens one array of a folder; those of one context share what they know of the files."""
     base = {"driver": "file", "path": f"{folder}/"}
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
-    return tensorstore.open(spec, open=True).result()
+    return tensorstore.open(spec, open=True, context=context).result()
 
 
 def files_of(folder: pathlib.Path, names: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -23,12 +24,18 @@ class BackgroundSaves:
         self._thread: ThreadPool | None = None
         self._last: Future[None] | None = None
 
-    def start(self, write: Callable[[], None]) -> None:
-        """Starts a save; call `wait` before."""
+    def start(self, write: Callable[[], None]) -> bool:
+        """Starts a save; call `wait` before. Returns False, with a warning, if the system has no room for a thread."""
         if self._thread is None:
             self._thread = ThreadPool(1, "checkpoint")
-        self._last = self._thread.submit(write)
+        try:
+            self._last = self._thread.submit(write)
+        except RuntimeError as error:
+            self._thread = None
+            warnings.warn(f"save(wait=False) waits until the state is written: {error}", stacklevel=3)
+            return False
         _untold.add(self._last)
+        return True
 
     def settle(self) -> None:
         """Waits for the save in progress, if any; its error is raised by `wait`."""

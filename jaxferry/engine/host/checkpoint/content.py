@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from jaxferry.engine.host.checkpoint.about import is_numeric
-from jaxferry.engine.host.pieces import Owned, Stacked
 from jaxferry.errors import CheckpointError, InputError
 from jaxferry.partition.packed import is_stored_as_bytes, shape_from_stored
 
@@ -59,32 +58,6 @@ class Checkpoint:
                 node = node.setdefault(key, {})
             node[keys[-1]] = jax.ShapeDtypeStruct(shape_from_stored(array, dtype), jax.numpy.dtype(dtype))
         return tree
-
-    def copied(self) -> Checkpoint:
-        """Returns the same content in memory of its own."""
-        return dataclasses.replace(
-            self, params=_copies(self.params), optimizer=_copies(self.optimizer), extra=_copies(self.extra)
-        )
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is a PRNG key."""
-    return bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
-
-
-def _copies(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _copied(leaf) for name, leaf in leaves.items()}
-
-
-def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, Stacked):
-        return Stacked(tuple(np.array(part) for part in leaf.parts), leaf.axis)
-    if isinstance(leaf, Owned):
-        return dataclasses.replace(leaf, parts={span: np.array(part) for span, part in leaf.parts.items()})
-    if is_key(leaf):
-        data = jax.numpy.array(np.array(jax.random.key_data(leaf)))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    return np.array(leaf)
 
 
 def check_extra(extra: Mapping[str, Any]) -> dict[str, np.ndarray]:
