@@ -23,16 +23,20 @@ from jaxferry.fitting.traced import Traced
 from jaxferry.granularity import plan_finest
 from jaxferry.modes import MODULE
 from jaxferry.plan.base import Request
+from jaxferry.plan.records import Plan
 from jaxferry.simulate.report import simulate
 from jaxferry.units import format_bytes
 
 MOST_TRACES = 30
-"""Traces of a search; a memory that is linear in the batch size needs three."""
+"""Traces of a search; a memory that is linear in the batch size needs three, one that is nearly so a few more."""
 
 _MOST_GUESSES = 6
 """Traces at sizes where a line meets the budget; the search then halves."""
 
 _MOST_SAMPLES = 1 << 24
+
+_MOST_PLANS = 4
+"""How often a plan is made for less memory, until there is room for what the allocator takes beyond buffers."""
 
 
 def find_fit(
@@ -168,7 +172,7 @@ def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
     Raises:
       BudgetError: if no plan fits.
     """
-    _, plan = plan_finest(traced.profile, "auto", Request(None, budget_bytes), MODULE)
+    plan, device_bytes = _planned(traced, budget_bytes)
     simulation = simulate(traced.profile, plan)
     step_s = simulation.steady_step_s
     busy = {lane: use.busy_s / step_s if step_s > 0 else 0.0 for lane, use in simulation.lanes.items()}
@@ -179,12 +183,25 @@ def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
         step_s=step_s,
         samples_per_s=traced.batch_size / step_s,
         tokens_per_s=None if tokens is None else tokens / step_s,
-        device_bytes=traced.device_bytes(plan, budget_bytes),
+        device_bytes=device_bytes,
         busy_share={lane.value: share for lane, share in busy.items()},
         limit=bottleneck.limit,
         reason=bottleneck.reason,
         plan=plan,
     )
+
+
+def _planned(traced: Traced, budget_bytes: int) -> tuple[Plan, dict[str, int]]:
+    """The plan of `auto` and its device memory, which leaves room for what the allocator takes beyond buffers."""
+    left, least, found = budget_bytes, traced.counted_bytes(budget_bytes), []
+    for number in range(_MOST_PLANS):
+        _, plan = plan_finest(traced.profile, "auto", Request(None, left), MODULE)
+        found.append((plan, traced.device_bytes(plan, budget_bytes)))
+        excess = sum(found[-1][1].values()) - budget_bytes
+        if excess <= 0:
+            return found[-1]
+        left = least if number + 2 == _MOST_PLANS else max(left - excess, least)
+    return min(found, key=lambda each: sum(each[1].values()))
 
 
 def _tokens(batch: Any) -> int | None:

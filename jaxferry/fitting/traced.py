@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxferry.engine import ProgramKey, ProgramKind, RematVariants, Source, StepProgram, loads_ahead, lower
+from jaxferry.engine import (
+    ProgramKey,
+    ProgramKind,
+    RematVariants,
+    Source,
+    StepProgram,
+    loads_ahead,
+    lower,
+    unsplit_by_step,
+)
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.engine.memory import footprints, peak_bytes
 from jaxferry.holdings import DHA, RELOAD, updated_on_device
@@ -61,12 +70,16 @@ class Traced:
     @functools.cached_property
     def loading_bytes(self) -> int:
         """The device memory of the leanest plan that loads all layers: RELOAD, gradients GO, with recomputation."""
-        return self._leanest_bytes(RELOAD)
+        return self._bytes_of(self._leanest(RELOAD))
 
     @functools.cached_property
     def smallest_bytes(self) -> int:
         """The device memory of the leanest plan, which may read all layers in host memory: DHA."""
-        return min(self.loading_bytes, self._leanest_bytes(DHA))
+        return min(self.loading_bytes, self._bytes_of(self._leanest(DHA)))
+
+    def counted_bytes(self, budget_bytes: int) -> int:
+        """The device memory of the leanest plan, with loads if that fits, without what XLA's allocator takes beyond it."""
+        return needed_bytes(self.profile, self._leanest(RELOAD if self.loading_bytes <= budget_bytes else DHA))
 
     @functools.cached_property
     def without_samples(self) -> Traced:
@@ -79,7 +92,7 @@ class Traced:
         profile = dataclasses.replace(self.profile, layers=layers)
         return Traced(0, None, self.variants, profile, self.offload_activations)
 
-    def _leanest_bytes(self, mode: int) -> int:
+    def _leanest(self, mode: int) -> Plan:
         layers = self.profile.layers
         modes, on_host = np.full(len(layers), mode, dtype=np.int8), np.ones(len(layers), dtype=bool)
         can = np.array([layer.can_recompute for layer in layers])
@@ -87,12 +100,23 @@ class Traced:
             make_plan("auto", 0.0, self.profile, modes, on_host, recomputes=again)
             for again in (np.zeros_like(can), can)
         ]
-        return min(needed_bytes(self.profile, plan) for plan in plans)
+        return min(plans, key=lambda plan: needed_bytes(self.profile, plan))
+
+    def _bytes_of(self, plan: Plan) -> int:
+        """The device memory of a plan's step; with what XLA's allocator takes beyond buffers, if there is a batch."""
+        counted = needed_bytes(self.profile, plan)
+        if self.batch is None:
+            return counted
+        program = self._lowered(plan)
+        return counted + unsplit_by_step(program, self._temporary_bytes(program))
+
+    def _lowered(self, plan: Plan) -> StepProgram:
+        parts = self.variants.of(plan.recomputes)
+        return lower(parts, self.variants.derivatives, plan, self.profile, self.offload_activations)
 
     def device_bytes(self, plan: Plan, budget_bytes: int) -> dict[str, int]:
         """Device memory by kind, in the program of a plan's step that needs the most."""
-        parts = self.variants.of(plan.recomputes)
-        program = lower(parts, self.variants.derivatives, plan, self.profile, self.offload_activations)
+        program = self._lowered(plan)
         temporaries = self._temporary_bytes(program)
         ahead = loads_ahead(program, lambda loads: peak_bytes(program, temporaries, ahead=loads), budget_bytes)
         most = max(footprints(program, temporaries, ahead=ahead), key=lambda footprint: footprint.total)
@@ -105,6 +129,7 @@ class Traced:
             "gradients": most.gradients,
             "activations": most.values,
             "temporaries": most.temporaries,
+            "allocator": unsplit_by_step(program, temporaries, ahead),
         }
 
     def _temporary_bytes(self, program: StepProgram) -> dict[ProgramKey, int]:

@@ -63,7 +63,7 @@ def test_the_report_states_the_answer_memory_speed_and_plan(jaxferry, user_model
 
 
 def test_a_machine_states_its_host_memory(jaxferry, user_model, tmp_path):
-    machine = {"format": "jaxferry.machine/1", "name": "small box", "host_memory_bytes": 2**16, "memory_bytes": 1e5}
+    machine = {"format": "jaxferry.machine/1", "name": "small box", "host_memory_bytes": 2**16, "memory_bytes": 1e6}
     speeds = ("flops_per_s", "float32_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s")
     (tmp_path / "box.json").write_text(json.dumps(machine | dict.fromkeys(speeds, 1e10)))
     result = jaxferry("fit", user_model("shapes"), "--machine", tmp_path / "box.json")

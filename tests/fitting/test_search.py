@@ -10,6 +10,8 @@ import pytest
 
 import jaxferry
 from jaxferry.compile.step import StepCompiler
+from jaxferry.engine.allocator import Allocator
+from jaxferry.engine.placement import Placement
 from jaxferry.fitting.search import Sizes, find_fit
 from jaxferry.fitting.traced import trace
 from jaxferry.profiling.machines import find_machine
@@ -68,7 +70,8 @@ def test_memory_that_does_not_grow_with_the_batch_ends_the_search():
     assert sizes.largest(loading=True).batch_size > 4
 
 
-def test_memory_that_is_linear_in_the_batch_needs_three_traces():
+def test_memory_that_is_nearly_linear_in_the_batch_needs_few_traces():
+    """The buffers of a step are linear; what the allocator takes beyond them is not."""
     sizes, sizes_traced = traced(16), []
 
     def counted(size):
@@ -81,7 +84,8 @@ def test_memory_that_is_linear_in_the_batch_needs_three_traces():
         known.of(16)
         largest = known.largest(loading=True)
         assert largest.loading_bytes <= budget
-        assert sorted(sizes_traced) == [16, largest.batch_size, largest.batch_size + 1]
+        assert {16, largest.batch_size, largest.batch_size + 1} <= set(sizes_traced)
+        assert len(sizes_traced) <= 6
 
 
 @pytest.mark.parametrize("own", [1, pytest.param(100, marks=pytest.mark.slow)])
@@ -148,6 +152,8 @@ def test_the_least_budget_is_what_a_step_accepts_to_the_byte_where_temporaries_a
         return made._temporary_bytes(program), self._resources.transport.staging_bytes
 
     monkeypatch.setattr(StepCompiler, "_counted", counted)
+    # A step on a CPU leaves nothing for XLA's allocator on a GPU.
+    monkeypatch.setattr(Placement, "allocator", Allocator.PREALLOCATED)
     least = made.smallest_bytes
     for budget in (least - 1, least):
         step = jaxferry.train_step(
