@@ -78,7 +78,7 @@ class Traced:
         return min(self.loading_bytes, self._bytes_of(self._leanest(DHA)))
 
     def counted_bytes(self, budget_bytes: int) -> int:
-        """The device memory of the leanest plan, with loads if that fits, without what XLA's allocator takes beyond it."""
+        """The device memory of the leanest plan, with loads if they fit, without what the allocator takes beyond it."""
         return needed_bytes(self.profile, self._leanest(RELOAD if self.loading_bytes <= budget_bytes else DHA))
 
     @functools.cached_property
