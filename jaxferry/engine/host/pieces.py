@@ -175,12 +175,28 @@ def filled(
         source = np.empty(shape, dtype)
         fill(source)
         return jax.device_put(source, placement.host)
-    # Of memory that JAX owns, since it would alias aligned NumPy memory, which updates cannot overwrite; and zeros by
-    # rows of one, which take no memory and need no program.
-    row = np.zeros(shape[-1:] if len(shape) > 1 else (), dtype)
-    made = jax.device_put(np.broadcast_to(row, shape), placement.host)
+    # Of memory that JAX owns, since it would alias aligned NumPy memory, which updates cannot overwrite.
+    made = jax.device_put(_copied_zeros(shape, np.dtype(dtype)), placement.host)
     fill(as_numpy(made))
     return made
+
+
+_LONG_ROW_BYTES = 512
+_ALIASED_ALIGNMENT = 16
+"""JAX aliases NumPy memory that starts at a multiple of so many bytes, and copies other memory."""
+
+
+def _copied_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns zeros that take no memory, since nobody writes there, and that JAX does not alias.
+
+    Rows of one row are copied the fastest; JAX takes each element by itself where these are short.
+    """
+    if len(shape) > 1 and shape[-1] * dtype.itemsize >= _LONG_ROW_BYTES:
+        return np.broadcast_to(np.zeros(shape[-1:], dtype), shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + 2 * _ALIASED_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIASED_ALIGNMENT + _ALIASED_ALIGNMENT // 2
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def stored_key(key: Key) -> Key:

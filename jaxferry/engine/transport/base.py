@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxferry.engine.global_arrays import empty
-from jaxferry.engine.host.pieces import on_host
 from jaxferry.engine.host.pinned import Vectors, borrowed, from_shares, on_cpu
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import NO_JOINS, Joins
@@ -371,7 +371,10 @@ class Transport:
 
 def own_vectors(vectors: Vectors, gradient: HostGradient, placement: Placement) -> Vectors:
     """A gradient's gathered vectors, copied if they are views: programs may then take them as donated arguments."""
-    return tuple(on_host(vector, placement) for vector in vectors) if gradient.written else vectors
+    if not gradient.written:
+        return vectors
+    # The runtime may alias the copy: a program that is donated it then copies it once more, but only in its own memory.
+    return tuple(jax.device_put(np.array(vector), placement.host) for vector in vectors)
 
 
 def computable(host: Any) -> Any:
