@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jaxferry.engine.host.arrays import HostArrays
 from jaxferry.engine.host.given import given_leaves, hyperparameters
 from jaxferry.engine.host.lazy_parameter import LazyParameter
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Owned, Parts, Stacked, is_key, on_host, together, whole_of
+from jaxferry.engine.host.pieces import Parts, Stacked, in_stored_form, is_key, numpy_bytes, on_host, together, whole_of
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
@@ -119,7 +118,7 @@ class TrainState:
         """
         self.settle()
         shown = self._shown
-        self._check_memory({"parameters": _numpy_bytes(shown)}, "a copy of the parameters", _READ_BY_LEAF)
+        self._check_memory({"parameters": numpy_bytes(shown)}, "a copy of the parameters", _READ_BY_LEAF)
         by_leaf, pairs = self.host.masters(), zip(self.optimizer.avals, shown, strict=True)
         # Without the arrays that have been read, only one parameter exists twice.
         masters = [self._copied_whole(by_leaf.pop(leaf), *pair) for leaf, pair in enumerate(pairs)]
@@ -197,7 +196,7 @@ class TrainState:
         """
         self.settle()
         shapes = self.optimizer.state_shapes()
-        needed = {"optimizer state": _numpy_bytes(aval for aval in shapes.values() if not is_key(aval))}
+        needed = {"optimizer state": numpy_bytes(aval for aval in shapes.values() if not is_key(aval))}
         self._check_memory(needed, "a copy of the optimizer's state", _FREE_FIRST)
         found = self.host.optimizer_state()
         return self.optimizer.whole_state(
@@ -398,8 +397,8 @@ class TrainState:
             masters, state = self.host.masters(), dict(self.host.optimizer_state())
         shapes = self.optimizer.state_shapes()
         return (
-            [_stored(masters[leaf], aval) for leaf, aval in enumerate(self.optimizer.avals)],
-            {name: _stored(parts, shapes[name]) for name, parts in state.items()},
+            [in_stored_form(masters[leaf], aval) for leaf, aval in enumerate(self.optimizer.avals)],
+            {name: in_stored_form(parts, shapes[name]) for name, parts in state.items()},
         )
 
     @by_one_thread
@@ -447,14 +446,3 @@ class TrainState:
         if self.prefetch is not None:
             self.prefetch.work.wait_ahead()
         jax.block_until_ready([(unit.masters, unit.state) for unit in self.host.units])
-
-
-def _numpy_bytes(avals: Iterable[Any]) -> int:
-    """Bytes of arrays of NumPy, of which each element takes a byte or more."""
-    return sum(math.prod(aval.shape) * np.dtype(aval.dtype).itemsize for aval in avals)
-
-
-def _stored(parts: Parts, aval: Any) -> Any:
-    """An array as it is stored, without copies."""
-    is_owned = any(isinstance(part, Span) for part in parts)
-    return Owned(parts, tuple(aval.shape), aval.dtype) if is_owned else together(parts)

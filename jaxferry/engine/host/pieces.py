@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -224,6 +224,17 @@ def together(parts: Parts) -> Any:
         return parts[None]
     ordered = sorted((part for part in parts if isinstance(part, Part)), key=lambda part: part.number)
     return Stacked(tuple(parts[part] for part in ordered), ordered[0].axis)
+
+
+def in_stored_form(parts: Parts, aval: Any) -> Any:
+    """Returns an array as it is stored, without copies: itself, or a `Stacked` or `Owned`."""
+    is_owned = any(isinstance(part, Span) for part in parts)
+    return Owned(parts, tuple(aval.shape), aval.dtype) if is_owned else together(parts)
+
+
+def numpy_bytes(avals: Iterable[Any]) -> int:
+    """Returns the bytes of arrays of NumPy, of which each element takes a byte or more."""
+    return sum(math.prod(aval.shape) * np.dtype(aval.dtype).itemsize for aval in avals)
 
 
 def whole_of(parts: Parts, shape: tuple[int, ...], placement: Placement, part: Part | None = None) -> Any:
