@@ -8,17 +8,22 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxferry.choice import needs_times, planning_profile, with_updates_on_device
-from jaxferry.engine import Placement, Programs, RematVariants, Rules, summed_groups
+from jaxferry.engine import Placement, Programs, RematVariants, Rules, program_keys, summed_groups
 from jaxferry.engine.facts import with_sum_bytes
 from jaxferry.engine.host.on_devices import num_bytes_on_each, unit_on_devices
+from jaxferry.measure.cold_caches import ACCELERATOR_BYTES
+from jaxferry.measure.contention import TRANSFER_BYTES
 from jaxferry.measure.profile import measure_profile
 from jaxferry.measure.shares import NotMeasurable, Share, measure_shares
 from jaxferry.model import Model
+from jaxferry.modes import GradientPlace, Mode
 from jaxferry.options import MEASURE, Options
 from jaxferry.partition import Partition
+from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
 from jaxferry.settings import looks_for_nans
+from jaxferry.units import format_bytes
 
 
 class Profiler:
@@ -110,10 +115,26 @@ class Profiler:
     ) -> Profile | None:
         """What the layers cost; None, with a warning, if that can only be estimated."""
         try:
+            self._check_room(variants.base, programs)
             return self._measured(variants, programs, share)
         except NotMeasurable as error:
             warnings.warn(f"planning with an estimated profile: {error}", stacklevel=8)
             return None
+
+    def _check_room(self, parts: Partition, programs: Programs) -> None:
+        """Raises NotMeasurable if measurements on an accelerator take more device memory than the budget."""
+        budget_bytes = self._options.memory_budget_bytes
+        if budget_bytes is None or self._placement.allocator is None:
+            return
+        layers = tuple(LayerPlan(use.name, Mode.GFGB, GradientPlace.DEVICE) for use in parts.uses)
+        keys = list(dict.fromkeys(program_keys(parts, programs.derivatives, Plan("measured", 1.0, layers))))
+        programs.require(keys)
+        needed_bytes = ACCELERATOR_BYTES + 2 * TRANSFER_BYTES + max(map(programs.bytes_of, keys))
+        if needed_bytes > budget_bytes:
+            raise NotMeasurable(
+                f"measuring takes {format_bytes(needed_bytes)} of device memory, and memory_budget is "
+                f'{format_bytes(budget_bytes)}: profile="estimate" asks for no measurement'
+            )
 
     def _measured(self, variants: RematVariants, programs: Programs, share: Callable[[], Share]) -> Profile:
         options, placement, transport = self._options, self._placement, self._model.transport

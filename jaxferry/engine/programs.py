@@ -124,6 +124,13 @@ class Programs:
         self.require(keys)
         return self.temporary_bytes
 
+    def bytes_of(self, key: ProgramKey) -> int:
+        """The device memory that a compiled program needs by itself: arguments, results and temporaries."""
+        stats = self._compiled[key].memory_analysis()
+        if stats is None:
+            return 0
+        return int(stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes)
+
     def __getitem__(self, key: ProgramKey) -> Compiled:
         """Returns the compiled program.
 

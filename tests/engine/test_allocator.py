@@ -1,6 +1,7 @@
 """The model of XLA's allocator, against a plain list of bytes, and what it leaves for unsplit chunks."""
 
 import dataclasses
+import warnings
 
 import hypothesis.strategies as st
 import optax
@@ -11,6 +12,7 @@ import jaxferry
 import models
 from jaxferry.engine.allocator import Allocator, BestFit, Buffer, unsplit_bytes
 from jaxferry.engine.lifetimes import Lifetimes
+from jaxferry.engine.placement import Placement
 from jaxferry.modes import Mode
 from planned import plan_of
 
@@ -124,3 +126,17 @@ def test_the_buffers_of_a_step_add_up_to_what_is_counted(modes, options):
         most = max(most, now)
     # A few flags of one byte may stand for more.
     assert most == pytest.approx(prepared.peak.counted, abs=8 * len(program.programs))
+
+
+@pytest.mark.parametrize("budget", ["200MiB", "2GiB"])
+def test_a_policy_measures_only_within_its_budget(budget, monkeypatch):
+    monkeypatch.setattr(Placement, "allocator", Allocator.PREALLOCATED)
+    gpt = models.gpt()
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), policy="auto", memory_budget=budget)
+    step.declare(gpt.params)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        step.prepare(gpt.batch)
+    told = [str(warning.message) for warning in found if "measuring takes" in str(warning.message)]
+    assert len(told) == (budget == "200MiB")
+    assert all("planning with an estimated profile" in text and "memory_budget is 200.0 MiB" in text for text in told)

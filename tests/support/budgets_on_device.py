@@ -35,7 +35,7 @@ def draw(rng):
         up, down = rng.standard_normal((width, inner)), rng.standard_normal((inner, width))
         params[f"l{i}"] = {"up": up / width**0.5, "down": down / inner**0.5, "bias": np.zeros(width)}
     params = jax.tree.map(lambda leaf: leaf.astype(np.float32), params)
-    options = {"compute_dtype": jnp.dtype(rng.choice(["float32", "bfloat16", "float16"])), "profile": "estimate"}
+    options = {"compute_dtype": jnp.dtype(rng.choice(["float32", "bfloat16", "float16"]))}
     policy = POLICIES[int(rng.integers(len(POLICIES)))]
     options |= {} if policy is None else {"policy": policy}
     options |= {"remat": "auto"} if rng.random() < 0.3 else {}
