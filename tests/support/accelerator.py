@@ -17,6 +17,7 @@ import ctypes
 import dataclasses
 import functools
 import importlib
+import pathlib
 import threading
 import time
 import traceback
@@ -35,6 +36,8 @@ CLIENT_BYTES_PER_S = 2.5e9
 
 _WIDTH, _PRODUCTS = 128, 16
 _ISSUING = "jaxferry H2D+"
+_FOR_COPIES_OF_THE_RUNTIME = {("held.py", "wait"), ("device_put.py", "arrive")}
+"""Where `device_put` waits until copies of the runtime have ended, so that memory which they read is free at once."""
 _PUT, _JIT, _BLOCK = jax.device_put, jax.jit, jax.block_until_ready
 _DELETE, _BLOCK_ONE, _CALL = ArrayImpl.delete, ArrayImpl.block_until_ready, jax.stages.Compiled.__call__
 _WAIT_FOR, _SYNCHRONIZE = NativeLibrary.wait_for, NativeLibrary.synchronize
@@ -131,8 +134,9 @@ class Accelerator:
         _WAIT_FOR(library, addresses, sizes)
 
     def note_wait(self, what):
-        """Notes a wait, if the calling thread is the one that issues."""
-        if threading.current_thread().name.startswith(_ISSUING):
+        """Notes a wait, if the calling thread is the one that issues, but for those of `device_put` for its copies."""
+        frames = {(pathlib.PurePath(frame.filename).name, frame.name) for frame in traceback.extract_stack(limit=12)}
+        if threading.current_thread().name.startswith(_ISSUING) and not frames & _FOR_COPIES_OF_THE_RUNTIME:
             self.waits.append(f"{what}\n{''.join(traceback.format_stack(limit=12))}")
 
     def _note(self, array, outputs):

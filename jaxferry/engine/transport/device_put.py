@@ -22,6 +22,9 @@ class DevicePut(Transport):
     On an accelerator a load is one `jax.device_put`. The flat vectors are split into parameters only when the first
     program needs them, so that the split does not delay earlier programs. If the device is a CPU, copy and split are
     one pass, and gradients are written into existing host buffers.
+
+    The thread that issues programs waits for a load before its first reader, and for offloads whose memory the next
+    program needs: memory that a copy of the runtime still reads is freed late (`PutCopy`). `Ferry` has no such waits.
     """
 
     def __init__(self, placement: Placement, layers: Sequence[Layer], accumulates: bool = False) -> None:
