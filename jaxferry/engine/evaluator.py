@@ -14,7 +14,7 @@ import numpy as np
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import Source
-from jaxferry.engine.programs import Programs, before_the_first_layer
+from jaxferry.engine.programs import Programs, task_errors
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.stream import fit_stream, last_readers
 from jaxferry.engine.transport.base import Transport
@@ -77,7 +77,7 @@ class Evaluator:
         state.host.refresh()
         partition = self.partition
         graph, put = partition.graph, self._placement.put
-        with before_the_first_layer():
+        with task_errors():
             leaves = [put(graph, number, leaf) for number, leaf in zip(graph.batch, batch, strict=True)]
             made = self._placement.in_turn(self._programs.run_prelude(leaves, self._placement.is_cpu))
         values = {number: put(graph, number, value) for number, value in graph.constants.items()}
@@ -142,12 +142,16 @@ class Evaluator:
     def _run(self, place: int, held: dict[int, DeviceLayer], state: TrainState, values: dict[int, Any]) -> None:
         segment, key = self.partition.segments[place], self._keys[place]
         by_dha = self.stream.reads[place] is Source.HOST
-        made = self._programs[key](
-            [state.host.readable(g) if by_dha else held[g].parameters() for g in segment.groups],
-            [values[v] for v in segment.inputs],
-            [values[v] for v in segment.nondiff_inputs],
-        )
-        outputs, nondiff_outputs = self._placement.in_turn(made)
+        with task_errors(f"the evaluation of layer {segment.name!r}", segment.name):
+            made = self._programs[key](
+                [state.host.readable(g) if by_dha else held[g].parameters() for g in segment.groups],
+                [values[v] for v in segment.inputs],
+                [values[v] for v in segment.nondiff_inputs],
+            )
+            outputs, nondiff_outputs = self._placement.in_turn(made)
+            if self._placement.is_cpu:
+                # There, an error surfaces only at a wait.
+                jax.block_until_ready((outputs, nondiff_outputs))
         values |= zip((*segment.outputs, *segment.nondiff_outputs), (*outputs, *nondiff_outputs), strict=True)
         for value in {*segment.inputs, *segment.nondiff_inputs}:
             if self._last_reader.get(value) == place:

@@ -27,17 +27,23 @@ from jaxferry.partition.graph import evaluate
 
 Compiled = Callable[..., Any]
 
+_BEFORE_ALL_LAYERS = "what depends on the batch alone, before the first layer,"
+
 
 @contextlib.contextmanager
-def before_the_first_layer() -> Iterator[None]:
-    """Turns errors of the block, which moves a batch and runs the prelude, into a `TaskError` that says so."""
+def task_errors(what: str = _BEFORE_ALL_LAYERS, layer: str = "") -> Iterator[None]:
+    """Turns errors of the block into a `TaskError` that says what has failed; no update has begun yet.
+
+    Args:
+      what: what the block does; by default it moves a batch and runs the prelude.
+      layer: its layer.
+    """
     try:
         yield
     except JaxFerryError:
         raise
     except Exception as error:
-        what = "what depends on the batch alone, before the first layer,"
-        raise TaskError(f"{what} failed: {error} (the state is that before the step)", "") from error
+        raise TaskError(f"{what} failed: {error} (the state is that before the step)", layer) from error
 
 
 class Programs:

@@ -28,7 +28,7 @@ from jaxferry.engine.lanes import Lanes, StepRun
 from jaxferry.engine.norms import Norms
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import DeviceCopies, PrefetchSlot
-from jaxferry.engine.programs import Programs, before_the_first_layer
+from jaxferry.engine.programs import Programs, task_errors
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.streamed_updates import StreamingStep
@@ -209,7 +209,7 @@ class StepContext:
         # A CPU reads NumPy's memory in place, so copy it: the caller may change it before the step has ended.
         own = [np.array(leaf) if isinstance(leaf, np.ndarray) and placement.is_cpu else leaf for leaf in batch]
         graph = partition.graph
-        with before_the_first_layer():
+        with task_errors():
             leaves = [placement.put(graph, number, leaf) for number, leaf in zip(graph.batch, own, strict=True)]
             made = placement.in_turn(self.runnable.programs.run_prelude(leaves, placement.is_cpu))
         values = {**self.runnable.constants, **dict(zip(partition.graph.batch, leaves, strict=True))}

@@ -326,3 +326,35 @@ def test_a_failure_in_what_depends_on_the_batch_alone_says_so_and_leaves_the_sta
     for _ in range(2):
         other(expected, x)
     np.testing.assert_array_equal(state.params["w0"], expected.params["w0"])
+
+
+@pytest.mark.parametrize("entry", ["step", "evaluate", "apply"])
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_a_failure_within_a_layer_names_it_and_leaves_the_state(entry, transport):
+    """A large value that depends on the batch alone is computed in the first layer that reads it."""
+
+    def on_host(x):
+        if x[0, 0] > 5:
+            raise ValueError("no such token")
+        return x
+
+    def loss_fn(params, x):
+        x = jax.pure_callback(on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        for name in sorted(params):
+            x = jnp.tanh(x @ params[name])
+        return jnp.mean(x**2)
+
+    step = jaxferry.train_step(loss_fn, optax.adam(1e-2), transport=transport)
+    state = step.init({f"w{i}": np.full((256, 256), 0.01, np.float32) for i in range(3)})
+    x = np.ones((8, 256), np.float32)
+    run = {
+        "step": step,
+        "evaluate": step.evaluate,
+        "apply": lambda state, x: step.apply(state, loss_fn, x),
+    }[entry]
+    step(state, x), step.evaluate(state, x)
+    with pytest.raises(jaxferry.TaskError, match=re.compile("layer 'w0'.*no such token", re.DOTALL)) as caught:
+        run(state, 9 * x)
+    assert caught.value.layer == "w0" and caught.value.__cause__ is not None
+    assert state.step == 1 and state.damage is None
+    step(state, x)
