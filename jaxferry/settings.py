@@ -17,6 +17,7 @@ import contextvars
 import dataclasses
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -78,7 +79,7 @@ class _Users:
 
 
 _LEFT: contextvars.ContextVar[_Users | None] = contextvars.ContextVar("left settings", default=None)
-_KEPT: list[contextlib.ExitStack] = []
+_KEPT = threading.local()
 _warned: set[str] = set()
 
 
@@ -199,8 +200,8 @@ def with_own_settings(function: Callable[..., Any]) -> Callable[..., Any]:
 def _enter_for_good() -> None:
     stack = contextlib.ExitStack()
     _enter(stack, _OWN)
-    # A context manager that is freed would leave its setting.
-    _KEPT.append(stack)
+    # A context manager that is freed leaves its setting: this one is freed by its own thread, when that ends.
+    _KEPT.stack = stack
 
 
 def _enter(stack: contextlib.ExitStack, values: dict[str, Any]) -> None:

@@ -269,7 +269,7 @@ def test_memory_counts_state_and_gradients_and_a_budget_below_moves_updates_to_t
     roomy = make(PLACES["all"], memory_budget=on.peak.total)
     state, _ = train(roomy, roomy.init(PARAMS), 1)
     assert on_device(state) == set(PLACES["all"])
-    assert dataclasses.asdict(roomy.prepare(batch(0)).peak) == dataclasses.asdict(on.peak)
+    assert roomy.prepare(batch(0)).peak == on.peak and roomy.prepare(batch(0)).peak.total == on.peak.total
 
 
 @pytest.mark.parametrize(
