@@ -239,6 +239,8 @@ class StepRunner:
             raise task_error(work, outcome) from work.failure.error
         if state.damage is not None:
             raise StateError(state.damage) from error
+        # The updates of the step before may have failed meanwhile.
+        state.check()
         return outcome
 
 
