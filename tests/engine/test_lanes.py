@@ -4,7 +4,6 @@ import functools
 import itertools
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
 import pytest
@@ -17,6 +16,7 @@ from jaxferry.errors import StateError
 from jaxferry.modes import Mode
 from jaxferry.plan.records import UpdateOrder
 from jaxferry.schedule import Kind, Lane, leading_loads, repeat, schedule_step
+from jaxferry.settings import ThreadPool
 from jaxferry.simulate import machine
 from profiles import deterministic, lowered, planned, transformer, with_modes
 
@@ -304,10 +304,10 @@ def test_work_that_threads_do_not_take_any_more_is_refused_and_nobody_waits_for_
     threads = []
 
     def made(*args, **kwargs):
-        threads.append(ThreadPoolExecutor(*args, **kwargs))
+        threads.append(ThreadPool(*args, **kwargs))
         return threads[-1]
 
-    monkeypatch.setattr(lanes_of_engine, "ThreadPoolExecutor", made)
+    monkeypatch.setattr(lanes_of_engine, "ThreadPool", made)
     profile = transformer(2)
     schedule = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 2))
     for closed in range(len(ONE_EACH)):
