@@ -284,7 +284,11 @@ def test_a_transport_that_fails_before_any_update_costs_no_bit(name, monkeypatch
     assert_same_bits(state.params, expected)
 
 
-@pytest.mark.parametrize("entry", ["step", "evaluate"])
+ON_A_CPU = pytest.mark.cpu_device
+"""An accelerator tells of an evaluation's failure when its results are read."""
+
+
+@pytest.mark.parametrize("entry", ["step", pytest.param("evaluate", marks=ON_A_CPU)])
 @pytest.mark.parametrize("where", ["callback", "move"])
 def test_a_failure_in_what_depends_on_the_batch_alone_says_so_and_leaves_the_state(entry, where, monkeypatch):
     is_broken = False
@@ -328,7 +332,7 @@ def test_a_failure_in_what_depends_on_the_batch_alone_says_so_and_leaves_the_sta
     np.testing.assert_array_equal(state.params["w0"], expected.params["w0"])
 
 
-@pytest.mark.parametrize("entry", ["step", "evaluate", "apply"])
+@pytest.mark.parametrize("entry", ["step", *(pytest.param(e, marks=ON_A_CPU) for e in ("evaluate", "apply"))])
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
 def test_a_failure_within_a_layer_names_it_and_leaves_the_state(entry, transport):
     """A large value that depends on the batch alone is computed in the first layer that reads it."""
