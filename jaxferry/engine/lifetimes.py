@@ -66,7 +66,7 @@ class Lifetimes:
         self._find_moved_values()
         self._add_loads(ahead)
         self._residuals: dict[int, list[tuple[Any, int]]] = {}
-        self._cotangents: dict[int, tuple[int, tuple[int, int]]] = {}
+        self._cotangents: dict[int, tuple[int, int]] = {}
         for value in (*self._graph.batch, *self._parts.prelude_outputs):
             self._add_value(value, 0)
         for instruction in program.programs:
@@ -142,22 +142,22 @@ class Lifetimes:
         avals = self._graph.avals
         donated = self._residuals.pop(instruction.segment, [])
         taken = {v: self._cotangents.pop(v) for v in segment.outputs if v in self._cotangents}
-        donated = [*donated, *((avals[v], since) for v, (_, (since, _)) in taken.items())]
+        donated = [*donated, *((avals[v], since) for v, (_, since) in taken.items())]
         for value in segment.inputs:
             shape = (avals[value].shape, avals[value].dtype)
             place_of = next((i for i, (aval, _) in enumerate(donated) if (aval.shape, aval.dtype) == shape), None)
             since = start if place_of is None else donated.pop(place_of)[1]
             if value in self._cotangents:
                 # The sum of both takes their place.
-                num_bytes, (earlier, _) = self._cotangents[value]
+                num_bytes, earlier = self._cotangents[value]
                 self._add(num_bytes, earlier, end)
                 self._add(num_bytes, since, end)
                 since = end - 1
-            self._cotangents[value] = (self._graph.held_bytes(value), (since, since))
+            self._cotangents[value] = (self._graph.held_bytes(value), since)
         for aval, since in donated:
             self._add(self._graph.device_bytes(aval), since, end)
         if place == self._num_places - 1:
-            for num_bytes, (since, _) in self._cotangents.values():
+            for num_bytes, since in self._cotangents.values():
                 self._add(num_bytes, since, self.end)
 
     def _add_gradient(self, instruction: Instruction, group: int, derivative: Derivative) -> None:

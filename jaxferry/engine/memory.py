@@ -338,9 +338,9 @@ class Transfers:
 
     def _gradient_bytes(self, instruction: Instruction) -> int:
         """The bytes of an offload's gradient; only the touched rows of a lookup's table are on the device."""
-        return self.gradient_bytes_of(instruction.segment, instruction.group)
+        return self._gradient_bytes_of(instruction.segment, instruction.group)
 
-    def gradient_bytes_of(self, segment: int, group: int) -> int:
+    def _gradient_bytes_of(self, segment: int, group: int) -> int:
         """Returns the bytes of the gradient of a group that the program of a segment makes."""
         partition = self._program.partition
         derivative = self._program.derivatives[partition.segments[segment].program]
@@ -392,7 +392,7 @@ class Transfers:
                 stop = self._num_places + num_late if num_late else until[use.group] + 1
                 self.gradient_stops[use.segment, use.group] = stop
                 for held in (*self._gradients_at[instruction.place : until[use.group] + 1], *in_next):
-                    num_bytes = self.gradient_bytes_of(use.segment, use.group)
+                    num_bytes = self._gradient_bytes_of(use.segment, use.group)
                     held[instruction.index] = held.get(instruction.index, 0) + num_bytes
 
     def _late_updates(self) -> dict[int, int]:
