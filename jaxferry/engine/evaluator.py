@@ -12,9 +12,10 @@ import jax
 import numpy as np
 
 from jaxferry.engine.interrupts import deferred_interrupts
+from jaxferry.engine.pending import task_errors
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import Source
-from jaxferry.engine.programs import Programs, task_errors
+from jaxferry.engine.programs import Programs
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.stream import fit_stream, last_readers
 from jaxferry.engine.transport.base import Transport
@@ -79,7 +80,7 @@ class Evaluator:
         graph, put = partition.graph, self._placement.put
         with task_errors():
             leaves = [put(graph, number, leaf) for number, leaf in zip(graph.batch, batch, strict=True)]
-            made = self._placement.in_turn(self._programs.run_prelude(leaves, self._placement.is_cpu))
+            made, _ = self._placement.in_turn(self._programs.run_prelude(leaves, self._placement.is_cpu))
         values = {number: put(graph, number, value) for number, value in graph.constants.items()}
         values |= zip(graph.batch, leaves, strict=True)
         values |= zip(partition.prelude_outputs, made, strict=True)

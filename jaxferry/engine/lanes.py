@@ -38,11 +38,11 @@ class Failure:
     """A task that failed.
 
     Attributes:
-      index: the task.
+      index: the task; None for what runs before all tasks.
       error: the exception that its action raised.
     """
 
-    index: int
+    index: int | None
     error: BaseException
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import jax
@@ -14,7 +15,7 @@ from jaxferry.engine.loss_scale import LossScale
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.transport.base import Transport
 from jaxferry.engine.transport.held import HostGradient
-from jaxferry.errors import TaskError
+from jaxferry.errors import JaxFerryError, TaskError
 from jaxferry.partition import Layer, SharedLayer
 from jaxferry.schedule import Kind
 
@@ -119,6 +120,23 @@ class LateFailure(Exception):
 
 ROLLED_BACK = "the state is that before the step"
 TO_LAST_UPDATE = "the state is that after the last update"
+_BEFORE_ALL_LAYERS = "what depends on the batch alone, before the first layer,"
+
+
+@contextlib.contextmanager
+def task_errors(what: str = _BEFORE_ALL_LAYERS, layer: str = "") -> Iterator[None]:
+    """Turns errors of the block into a `TaskError` that says what has failed; no update has begun yet.
+
+    Args:
+      what: what the block does; by default it moves a batch and runs the prelude.
+      layer: its layer.
+    """
+    try:
+        yield
+    except JaxFerryError:
+        raise
+    except Exception as error:
+        raise TaskError(f"{what} failed: {error} ({ROLLED_BACK})", layer) from error
 
 
 def task_error(work: StepRun, outcome: str) -> TaskError:
@@ -132,6 +150,8 @@ def task_error(work: StepRun, outcome: str) -> TaskError:
     index, error = work.failure.index, work.failure.error
     if isinstance(error, LateFailure) and error.__cause__ is not None:
         index, error = error.index, error.__cause__
+    if index is None:
+        return TaskError(f"{_BEFORE_ALL_LAYERS} failed: {error} ({outcome})", "")
     task = work.list.tasks[index]
     layer = task.name.removeprefix(f"{task.kind.value} ")
     is_last = task.segment == max(other.segment for other in work.list.tasks)

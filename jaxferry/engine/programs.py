@@ -8,42 +8,23 @@ costs the same memory and more time than it saves.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxferry.engine.all_processes import check_same
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_functions import ProgramTracer
 from jaxferry.engine.program_keys import ProgramKey
 from jaxferry.engine.shared_programs import compile_shared
-from jaxferry.errors import JaxFerryError, TaskError
 from jaxferry.native.donation import check_donated
 from jaxferry.partition import Derivative, ForwardPartition, Partition, Segment, differentiate
 from jaxferry.partition.graph import evaluate
 
 Compiled = Callable[..., Any]
-
-_BEFORE_ALL_LAYERS = "what depends on the batch alone, before the first layer,"
-
-
-@contextlib.contextmanager
-def task_errors(what: str = _BEFORE_ALL_LAYERS, layer: str = "") -> Iterator[None]:
-    """Turns errors of the block into a `TaskError` that says what has failed; no update has begun yet.
-
-    Args:
-      what: what the block does; by default it moves a batch and runs the prelude.
-      layer: its layer.
-    """
-    try:
-        yield
-    except JaxFerryError:
-        raise
-    except Exception as error:
-        raise TaskError(f"{what} failed: {error} (the state is that before the step)", layer) from error
 
 
 class Programs:
@@ -59,7 +40,7 @@ class Programs:
 
     Attributes:
       derivatives, is_scaled: as given.
-      prelude: `batch leaves -> prelude values`, or None.
+      prelude: `batch leaves -> prelude values, [flag]`, or None.
       temporary_bytes: device memory that each program needs beside its arguments and results.
     """
 
@@ -82,14 +63,17 @@ class Programs:
         self._compiled: dict[ProgramKey, Any] = {}
         self._lowered: dict[ProgramKey, Any] = {}
 
-    def run_prelude(self, leaves: Sequence[Any], is_awaited: bool) -> list[Any]:
-        """Runs what depends on the batch alone, before the first layer; returns the prelude's values.
+    def run_prelude(self, leaves: Sequence[Any], is_awaited: bool) -> tuple[list[Any], list[jax.Array]]:
+        """Runs what depends on the batch alone, before the first layer.
 
         Args:
           leaves: those of the batch, on the device.
           is_awaited: whether to wait for the values, so that errors surface here.
+
+        Returns:
+          The prelude's values, and a flag that is ready once it has ended, or fails with it; none without a prelude.
         """
-        made: list[Any] = [] if self.prelude is None else self.prelude(leaves)
+        made: tuple[list[Any], list[jax.Array]] = ([], []) if self.prelude is None else self.prelude(leaves)
         return jax.block_until_ready(made) if is_awaited else made
 
     def lowered(self, key: ProgramKey) -> Any:
@@ -198,12 +182,12 @@ def make_prelude(partition: ForwardPartition, placement: Placement) -> Compiled 
         return None
     graph = partition.graph
 
-    def prelude(leaves: Sequence[Any]) -> list[Any]:
+    def prelude(leaves: Sequence[Any]) -> tuple[list[Any], list[jax.Array]]:
         values = {**dict(zip(graph.batch, leaves, strict=True)), **graph.constants}
         evaluate(partition.prelude, values)
-        return [values[value] for value in partition.prelude_outputs]
+        return [values[value] for value in partition.prelude_outputs], [jnp.array(True)]
 
     shardings: Any = placement.device
     if placement.num_devices > 1:
-        shardings = [placement.of(graph, graph.avals[value]) for value in partition.prelude_outputs]
+        shardings = ([placement.of(graph, graph.avals[value]) for value in partition.prelude_outputs], placement.device)
     return jax.jit(prelude, out_shardings=shardings)

@@ -232,6 +232,8 @@ class StepRunner:
         state, work = step.state, step.work
         self._discard_prefetch(state)
         work.stop()
+        if work.failure is not None:
+            work.failure = step.earliest_failure(work.failure)
         step.drop()
         state.drop_kept(self._resources.transport)
         outcome = state.end_failed(step, work, state.counts, error)

@@ -24,11 +24,12 @@ from jaxferry.engine.device_updates import DeviceUpdates
 from jaxferry.engine.gradients import StepGradients
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.instruction import Operation, StepProgram
-from jaxferry.engine.lanes import Lanes, StepRun
+from jaxferry.engine.lanes import Failure, Lanes, StepRun
 from jaxferry.engine.norms import Norms
+from jaxferry.engine.pending import task_errors
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import DeviceCopies, PrefetchSlot
-from jaxferry.engine.programs import Programs, task_errors
+from jaxferry.engine.programs import Programs
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.streamed_updates import StreamingStep
@@ -211,7 +212,7 @@ class StepContext:
         graph = partition.graph
         with task_errors():
             leaves = [placement.put(graph, number, leaf) for number, leaf in zip(graph.batch, own, strict=True)]
-            made = placement.in_turn(self.runnable.programs.run_prelude(leaves, placement.is_cpu))
+            made, self._prelude = placement.in_turn(self.runnable.programs.run_prelude(leaves, placement.is_cpu))
         values = {**self.runnable.constants, **dict(zip(partition.graph.batch, leaves, strict=True))}
         values |= zip(partition.prelude_outputs, made, strict=True)
         return values
@@ -273,10 +274,24 @@ class StepContext:
             self._is_finite = self._was_finite and bool(np.isfinite(np.asarray(loss)))
         return self._is_finite
 
+    def earliest_failure(self, seen: Failure) -> Failure:
+        """The failure behind one that a task has seen.
+
+        An accelerator reports late that a program has failed, to whoever waits for a result of it or of a later one.
+        The flags of the forwards, which stay until the step ends, fail with their program.
+        """
+        forwards = [call.index for call in self.calls if call.operation in (Operation.FORWARD, Operation.LOSS)]
+        for index, flag in [*((None, flag) for flag in self._prelude), *zip(forwards, self.finite, strict=False)]:
+            try:
+                jax.block_until_ready(flag)
+            except Exception as error:  # noqa: BLE001 - raised by the caller
+                return Failure(index, error)
+        return seen
+
     def release(self) -> None:
         """Frees the inputs of the step's results; updates may still be running."""
         loss = self.program.partition.loss
-        self.values, self.finite, self.fetched = {loss: self.values[loss]}, [], []
+        self.values, self.finite, self.fetched, self._prelude = {loss: self.values[loss]}, [], [], []
         self.gradients.norms.release()
 
     def drop(self) -> None:

@@ -99,7 +99,7 @@ class CompiledModel:
         if programs.prelude is not None:
             prelude = GpuLowered(lower_traced(programs.prelude.trace(leaves), "cuda")).compile()
             made = [device_bytes(result) for result in prelude.results]
-            sizes |= zip(partition.prelude_outputs, made, strict=True)
+            sizes |= zip(partition.prelude_outputs, made[:-1], strict=True)  # the last is a flag
         return sizes
 
 
