@@ -18,6 +18,7 @@ from jaxferry.native.library import is_available
 from planned import assert_same_bits, plan_of, train
 from steps import after_each_program
 from tolerances import LOSS_RTOL
+from watched import device_bytes
 
 RTOL = {"rtol": LOSS_RTOL, "atol": 1e-6}
 
@@ -144,21 +145,16 @@ def test_a_loop_that_has_no_derivative_is_applied(gpt):
     np.testing.assert_array_equal(step.apply(state, search, gpt.batch), search(gpt.params, gpt.batch))
 
 
-def device_bytes():
-    """Bytes of all arrays in device memory."""
-    return sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind == "device")
-
-
 class Watch:
     """Measures what is on the device once each program has run, by JAX's own list of arrays."""
 
     def __init__(self, monkeypatch):
         gc.collect()  # what earlier tests have left could go meanwhile
-        self.peak, self._before = 0, device_bytes()
+        self.peak, self._before = 0, device_bytes(())
         after_each_program(monkeypatch, self._measure)
 
     def _measure(self, number):
-        self.peak = max(self.peak, device_bytes() - self._before)
+        self.peak = max(self.peak, device_bytes(()) - self._before)
 
 
 def narrow(params, tokens):
@@ -269,7 +265,7 @@ def test_an_interrupt_leaves_nothing_behind(gpt, at, monkeypatch):
     state, _ = train(step, gpt, 1)
     before = step.apply(state, logits_fn, gpt.batch)
     evaluator = step.compiler.evaluator(logits_fn, (gpt.batch,), {})
-    held = device_bytes()
+    held = device_bytes(())
 
     def interrupt(number):
         if number == at:
@@ -281,5 +277,5 @@ def test_an_interrupt_leaves_nothing_behind(gpt, at, monkeypatch):
             step.apply(state, logits_fn, gpt.batch)
     assert evaluator.transport.held.now == 0
     evaluator.transport.release()
-    assert device_bytes() <= held
+    assert device_bytes(()) <= held
     assert_same_bits(step.apply(state, logits_fn, gpt.batch), before)

@@ -14,7 +14,7 @@ from jaxferry.native.library import library
 from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Loads, Plan
 from planned import assert_same_bits, plan_of, train
-from watched import device_arrays, watched_steps
+from watched import becomes, device_bytes, settled, watched_steps
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +76,12 @@ def test_nothing_is_left_on_the_device_after_a_step(gpt):
         state, metrics = step(state, gpt.batch)
     state.block_until_ready()
     del metrics
-    before = sum(a.nbytes for a in device_arrays())
+    before = settled(lambda: device_bytes(()))
     for _ in range(3):
         state, metrics = step(state, gpt.batch)
         state.block_until_ready()
         del metrics
-    assert sum(a.nbytes for a in device_arrays()) <= before
+    assert becomes(lambda: device_bytes(()) <= before)
     assert {u.sharding.memory_kind for unit in state.host.units for u in (*unit.masters, *unit.state)} == {
         "unpinned_host"
     }

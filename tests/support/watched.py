@@ -20,8 +20,20 @@ SCALARS_BYTES = 256
 """What losses, norms and flags take, which live for a moment longer or shorter from run to run."""
 
 
+_counting = threading.Lock()
+
+
 def device_arrays():
     return [a for a in jax.live_arrays() if a.sharding.memory_kind == "device" and not a.is_deleted()]
+
+
+def device_bytes(known, size=lambda array: array.nbytes):
+    """Bytes of the arrays on the device whose identities are not known.
+
+    Threads that count take turns: the list of one would keep alive what the step has dropped, and another would see it.
+    """
+    with _counting:
+        return sum(size(array) for array in device_arrays() if id(array) not in known)
 
 
 def most_on_one_device(train):
@@ -32,8 +44,7 @@ def most_on_one_device(train):
 
     def called(program, *arguments):
         made = run(program, *arguments)
-        own = [array for array in device_arrays() if id(array) not in before and not array.is_deleted()]
-        held.append(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in own))
+        held.append(device_bytes(before, lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize))
         return made
 
     with mock.patch.object(jax.stages.Compiled, "__call__", called):
@@ -41,15 +52,35 @@ def most_on_one_device(train):
     return max(held)
 
 
-def settled_arrays():
-    """Number and bytes of all arrays, once they stay the same: threads that see copies end hold some for longer."""
+def settled(count):
+    """What a function returns once it stays the same: threads that see copies end hold some arrays for longer."""
     counts = [None]
     while len(counts) < 4 or len(set(counts[-3:])) > 1:
         time.sleep(0.02)
         gc.collect()
-        arrays = jax.live_arrays()
-        counts.append((len(arrays), sum(array.nbytes for array in arrays)))
+        counts.append(count())
     return counts[-1]
+
+
+def settled_arrays():
+    """Number and bytes of all arrays, once they stay the same."""
+
+    def count():
+        arrays = jax.live_arrays()
+        return len(arrays), sum(array.nbytes for array in arrays)
+
+    return settled(count)
+
+
+def becomes(condition, within_s=30):
+    """Whether a condition holds, now or before long: on a busy machine a thread may hold its last array for a while."""
+    end = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+        gc.collect()
+    return True
 
 
 def has_not_grown(before, after):
@@ -95,7 +126,7 @@ class Watch:
 
     def count(self):
         with self._lock:
-            self.most = max(self.most, sum(a.nbytes for a in device_arrays() if id(a) not in self._known))
+            self.most = max(self.most, device_bytes(self._known))
             arrays = itertools.chain.from_iterable(held.arrays for held in self._held.values())
             self.most_parameters = max(self.most_parameters, sum(a.nbytes for a in arrays if not a.is_deleted()))
 
