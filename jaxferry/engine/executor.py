@@ -106,8 +106,12 @@ def offload(step: StepContext, call: Call) -> None:
 
 
 def update(step: StepContext, call: Call) -> None:
-    """Updates the unit of a group. The last update task also updates the units that no segment reads."""
+    """Updates the unit of a group. The last update task also updates the units that no segment reads.
+
+    Before the last micro-batch it adds up what has arrived.
+    """
     if not step.is_last:
+        step.gradients.add_up(step.state.host.unit_of(call.group))
         return
     norm: jax.Array | None = step.runnable.norms.none
     if step.runnable.rules.need_all_gradients:

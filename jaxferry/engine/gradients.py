@@ -194,8 +194,8 @@ class StepGradients:
 
     def _note_offload(self, index: int, group: int, stored: HostGradient) -> None:
         """Notes an offload that has been issued."""
-        if stored.copy is not None:
-            self.in_flight.add(index, stored.copy)
+        if stored.latest is not None:
+            self.in_flight.add(index, stored.latest)
         self.note_arrival(group)
 
     def _note_kept(self, group: int, commit: Callable[[], bool]) -> None:
@@ -253,7 +253,7 @@ class StepGradients:
     def forget_inflight(self) -> None:
         """Waits for all offloads in flight and ignores their errors."""
         for group, gradient in self.on_host.items():
-            if gradient.copy is not None:
+            if gradient.copy is not None or gradient.addends:
                 # The step is abandoned, and so are its gradients.
                 with contextlib.suppress(Exception):
                     self._transport.gather(group, gradient)
@@ -280,6 +280,12 @@ class StepGradients:
     def gathered(self, unit: UpdateGroup) -> list[Vectors]:
         """The gradients of an update, one for each of its groups; empty for a group that no segment reads."""
         return [self.gather(group) if group in self.on_host else () for group in unit.layers]
+
+    def add_up(self, unit: UpdateGroup) -> None:
+        """Adds what the host is to add to sums over micro-batches, so that it takes no memory any more."""
+        for group in unit.layers:
+            if group in self.on_host and self.on_host[group].addends:
+                self.gather(group)
 
     def wait_for_all(self) -> None:
         """Waits until every gradient is in host memory."""

@@ -1,5 +1,6 @@
 """The native operations. The libraries of `xla_ffi` are found, checked and registered with XLA on first use."""
 
+from jaxferry.native import host_sums
 from jaxferry.native.library import LibraryStatus, NativeLibrary, is_available, library, status
 from jaxferry.native.operations import dha_gather, dha_matmul, dha_matmul_gradient, dha_read, gradient_store
 from jaxferry.native.rounding import as_stored
@@ -18,6 +19,7 @@ __all__ = [
     "dha_matmul_gradient",
     "dha_read",
     "gradient_store",
+    "host_sums",
     "is_available",
     "is_usable",
     "library",

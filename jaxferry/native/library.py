@@ -28,8 +28,9 @@ from jaxferry import cpus
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native.elf import check_is_whole
 from jaxferry.native.paths import FILE_NAMES, REMEDY, describe_missing, library_directories
+from jaxferry.native.targets import DTYPE_NUMBERS
 
-ABI = 4
+ABI = 5
 
 TARGETS = (
     "jaxferry_scratch",
@@ -219,6 +220,40 @@ class NativeLibrary:
         function.restype = ctypes.c_int64
         return int(function(ctypes.c_int64(count or cpus.num_host_threads()[0])))
 
+    def clear(self, target: np.ndarray) -> None:
+        """Fills a contiguous array with zeros, on the threads of host steps."""
+        _check_is_cpu(self, "clear")
+        self._functions.jaxferry_host_clear(_data(target), ctypes.c_int64(target.nbytes))
+
+    def add(self, target: np.ndarray, source: np.ndarray, adds: bool = True) -> None:
+        """Adds an array to another one, in fp32, or casts it there; on the threads of host steps.
+
+        Args:
+          target: contiguous, of a dtype of `targets.DTYPE_NUMBERS`; changed in place.
+          source: likewise, of as many elements.
+          adds: whether to add.
+        """
+        _check_is_cpu(self, "add")
+        numbers = [ctypes.c_int(DTYPE_NUMBERS[array.dtype]) for array in (source, target)]
+        size = ctypes.c_int64(target.size)
+        self._functions.jaxferry_host_add(numbers[0], _data(source), numbers[1], _data(target), size, int(adds))
+
+    def add_rows(self, target: np.ndarray, rows: np.ndarray, indices: np.ndarray, start: int = 0) -> None:
+        """Adds rows to a table, one after another, in fp32; on the threads of host steps.
+
+        Args:
+          target: consecutive elements of the table, contiguous, of a dtype as for `add`; changed in place.
+          rows: [number, columns], contiguous, likewise.
+          indices: [number], int32: the rows of the table; what is not in `target` is ignored.
+          start: the first of these elements.
+        """
+        _check_is_cpu(self, "add_rows")
+        number, columns = rows.shape
+        numbers = [ctypes.c_int(DTYPE_NUMBERS[array.dtype]) for array in (rows, target)]
+        sizes = [ctypes.c_int64(size) for size in (number, columns, start, start + target.size)]
+        added = (numbers[0], _data(rows), _data(indices), *sizes[:2])
+        self._functions.jaxferry_host_add_rows(*added, numbers[1], _data(target), *sizes[2:])
+
     @property
     def host_step_bytes(self) -> int:
         """The bytes of host memory that all host steps of the process have read and written so far."""
@@ -242,6 +277,10 @@ class NativeLibrary:
             raise InputError(f"simd must be one of {', '.join(SIMD)}, got {simd!r}")
         self._best_simd = simd
         return SIMD[self._functions.jaxferry_set_host_simd(ctypes.c_int(SIMD.index(simd)))]
+
+
+def _data(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
 
 
 def _check_is_cpu(native: NativeLibrary, function: str) -> None:

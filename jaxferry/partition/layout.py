@@ -182,7 +182,7 @@ class Layer:
         return tuple(made)
 
     def owned(self, gradients: Sequence[Any]) -> list[Any]:
-        """The elements of whole gradients that the layer holds, inside a jitted function: all, but see `OwnedLayer`."""
+        """The elements of whole gradients that the layer holds: all, but see `OwnedLayer`."""
         return list(gradients)
 
     def join_small(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
@@ -194,13 +194,16 @@ class Layer:
         return joined
 
     def split_small(self, joined: Sequence[jax.Array]) -> list[jax.Array]:
-        """Reverses `join_small`, inside a jitted function: returns one array for each leaf."""
+        """Reverses `join_small`: returns one array for each leaf."""
         gradients: dict[int, jax.Array] = {}
         for transfer, array in zip(self.transfers, joined, strict=True):
-            ends = np.cumsum([self.leaves[index].size for index in transfer.leaves])
-            parts = jnp.split(array, ends[:-1]) if len(ends) > 1 else [array]
-            for index, part in zip(transfer.leaves, parts, strict=True):
-                gradients[index] = part.reshape(self.leaves[index].shape)
+            if len(transfer.leaves) == 1:
+                gradients[transfer.leaves[0]] = array.reshape(self.leaves[transfer.leaves[0]].shape)
+                continue
+            end = 0
+            for leaf, index in ((self.leaves[index], index) for index in transfer.leaves):
+                start, end = end, end + leaf.size
+                gradients[index] = array[start:end].reshape(leaf.shape)
         return [gradients[index] for index in range(len(self.leaves))]
 
     def pack_joined(self, joined: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

@@ -15,7 +15,6 @@ import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.partition.layout import Layer, Leaf, Span
@@ -41,7 +40,7 @@ class OwnedLayer(Layer):
     def owned(self, gradients: Sequence[Any]) -> list[Any]:
         """See `Layer.owned`."""
         return [
-            dataclasses.replace(array, span=span) if isinstance(array, RowGradient) else span.of(jnp.asarray(array))
+            dataclasses.replace(array, span=span) if isinstance(array, RowGradient) else span.of(array)
             for array, span in zip(gradients, self.spans, strict=True)
         ]
 

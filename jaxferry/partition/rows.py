@@ -25,8 +25,8 @@ class RowGradient:
     """A gradient that is zero outside some rows.
 
     Attributes:
-      indices: the rows' indices, as the scatter takes them.
-      rows: the values that are added to these rows.
+      indices: the rows' indices, as the scatter takes them: [.., 1].
+      rows: the values that are added to these rows: [.., columns].
       scatter: the equation that adds them to a table.
       shape: the table's shape.
       dtype: the table's dtype.
@@ -50,18 +50,13 @@ class RowGradient:
             return self._added(table, self.indices, self.scatter.params["mode"])
         if not self.span.size:
             return table
-        params = self.scatter.params
-        indexed = params["dimension_numbers"]
-        if indexed.scatter_dims_to_operand_dims != (0,) or indexed.inserted_window_dims != (0,):
-            whole = self._added(jnp.zeros(self.shape, table.dtype), self.indices, params["mode"])
-            return table + self.span.of(whole)
         # Only the table's rows that hold these elements exist. The others' indices lie outside, so they are dropped.
         num_columns = max(self.shape[1], 1)
         first, last = self.span.start // num_columns, -(-self.span.stop // num_columns)
         before, after = self.span.start - first * num_columns, last * num_columns - self.span.stop
         rows = jnp.pad(table, (before, after)).reshape(last - first, self.shape[1])
         indices = self.indices.astype(np.int32)
-        if params["mode"] == jax.lax.GatherScatterMode.CLIP:
+        if self.is_clipped:
             indices = jnp.clip(indices, 0, self.shape[0] - 1)
         made = self._added(rows, indices - first, jax.lax.GatherScatterMode.FILL_OR_DROP)
         return made.reshape(-1)[before : before + self.span.size]
@@ -71,6 +66,11 @@ class RowGradient:
         options = {name: params[name] for name in ("indices_are_sorted", "unique_indices")}
         rows = self.rows.astype(table.dtype)
         return jax.lax.scatter_add(table, indices, rows, params["dimension_numbers"], mode=mode, **options)
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether an index outside the table means its first or last row; else it is ignored."""
+        return bool(self.scatter.params["mode"] == jax.lax.GatherScatterMode.CLIP)
 
     def dense(self) -> jax.Array:
         """Returns the gradient as a dense table."""
@@ -124,7 +124,7 @@ def keep_rows(
 
 
 def _scatter_of_zeros(graph: Graph, output: int) -> Equation | None:
-    """Returns the equation that defines an output, if it scatters fewer elements into a matrix of zeros than it has."""
+    """Returns the equation that defines an output, if it adds whole rows to zeros, of fewer elements than the table."""
     atom = graph.outputs[output]
     made_by = {value: equation for equation in graph.equations for value in equation.outputs}
     equation = made_by.get(atom) if isinstance(atom, int) else None
@@ -137,5 +137,12 @@ def _scatter_of_zeros(graph: Graph, output: int) -> Equation | None:
     filled = zeros.inputs[0]
     if isinstance(filled, int) or np.any(np.asarray(filled.val)):
         return None
-    is_smaller = graph.avals[rows].size < graph.avals[equation.outputs[0]].size
-    return equation if graph.avals[equation.outputs[0]].ndim == 2 and is_smaller else None
+    made, added, dims = graph.avals[equation.outputs[0]], graph.avals[rows], equation.params["dimension_numbers"]
+    if made.ndim != 2 or added.size >= made.size or added.shape[-1:] != made.shape[1:] or dims.operand_batching_dims:
+        return None
+    are_rows = (dims.update_window_dims, dims.inserted_window_dims, dims.scatter_dims_to_operand_dims) == (
+        (added.ndim - 1,),
+        (0,),
+        (0,),
+    )
+    return equation if are_rows else None

@@ -6,7 +6,7 @@
 
 #include "xla/ffi/api/c_api.h"
 
-#define JAXFERRY_ABI 4
+#define JAXFERRY_ABI 5
 
 #pragma GCC visibility push(default)
 
@@ -49,6 +49,10 @@ void jaxferry_set_blas(void* sgemm);
 int64_t jaxferry_set_host_threads(int64_t count);
 int jaxferry_set_host_simd(int simd);
 int64_t jaxferry_host_step_bytes();
+void jaxferry_host_clear(void* destination, int64_t num_bytes);
+void jaxferry_host_add(int from, const void* source, int to, void* destination, int64_t size, int adds);
+void jaxferry_host_add_rows(int from, const void* rows, const int32_t* indices, int64_t num_rows, int64_t columns,
+                            int to, void* table, int64_t start, int64_t stop);
 
 }  // extern "C"
 

@@ -1,18 +1,10 @@
 // Writes a gradient into a host vector, or adds it to the vector's contents.
 #include "common/checks.h"
 #include "common/exports.h"
-#include "cpu/convert.h"
 #include "cpu/emulated_time.h"
+#include "cpu/host_sums.h"
 
 namespace jaxferry {
-
-static void RunStore(const Store& call) {
-  if (call.accumulate) {
-    Add(call.dtype, call.gradient, call.destination_dtype, call.destination, call.size);
-  } else {
-    Cast(call.dtype, call.gradient, call.destination_dtype, call.destination, call.size);
-  }
-}
 
 static ffi::Error GradientStore(ffi::AnyBuffer destination, ffi::AnyBuffer gradient, ffi::Result<ffi::AnyBuffer> result,
                                 int64_t offset, int64_t accumulate) {
@@ -20,7 +12,8 @@ static ffi::Error GradientStore(ffi::AnyBuffer destination, ffi::AnyBuffer gradi
     Store call;
     JAXFERRY_RETURN_IF_ERROR(CheckStore(destination, gradient, *result, offset, accumulate, &call));
     const EmulatedTime writing(kStore, call.size * ItemSize(call.destination_dtype));
-    RunStore(call);
+    const auto store = call.accumulate ? AddOnHost : CastOnHost;
+    store(call.dtype, call.gradient, call.destination_dtype, call.destination, call.size);
     return ffi::Error::Success();
   });
 }

@@ -4,6 +4,7 @@
 #include "cpu/blas.h"
 #include "cpu/ferry.h"
 #include "cpu/host_step_kernels.h"
+#include "cpu/host_sums.h"
 #include "cpu/host_threads.h"
 
 #define JAXFERRY_QUOTE_(text) #text
@@ -72,4 +73,17 @@ int64_t jaxferry_set_host_threads(int64_t count) {
 int jaxferry_set_host_simd(int simd) {
   if (simd >= 0) jaxferry::SetSimd(static_cast<jaxferry::Simd>(simd));
   return static_cast<int>(jaxferry::CurrentSimd());
+}
+
+void jaxferry_host_clear(void* destination, int64_t num_bytes) { jaxferry::ClearOnHost(destination, num_bytes); }
+
+void jaxferry_host_add(int from, const void* source, int to, void* destination, int64_t size, int adds) {
+  const auto run = adds ? jaxferry::AddOnHost : jaxferry::CastOnHost;
+  run(static_cast<jaxferry::Dtype>(from), source, static_cast<jaxferry::Dtype>(to), destination, size);
+}
+
+void jaxferry_host_add_rows(int from, const void* rows, const int32_t* indices, int64_t num_rows, int64_t columns,
+                            int to, void* table, int64_t start, int64_t stop) {
+  jaxferry::AddRowsOnHost({static_cast<jaxferry::Dtype>(from), rows, indices, num_rows, columns,
+                           static_cast<jaxferry::Dtype>(to), table, start, stop});
 }

@@ -1,20 +1,10 @@
 // Adds rows, such as the gradient of a lookup, to a table in host memory.
 #include "common/checks.h"
 #include "common/exports.h"
-#include "cpu/convert.h"
 #include "cpu/emulated_time.h"
+#include "cpu/host_sums.h"
 
 namespace jaxferry {
-
-static void RunRowStore(const RowStore& call) {
-  const int64_t stride = call.columns * ItemSize(call.destination_dtype);
-  const char* row = static_cast<const char*>(call.added);
-  for (int64_t i = 0; i < call.num_indices; ++i, row += call.columns * ItemSize(call.dtype)) {
-    if (call.indices[i] < 0 || call.indices[i] >= call.rows) continue;
-    char* destination = static_cast<char*>(call.destination) + call.indices[i] * stride;
-    Add(call.dtype, row, call.destination_dtype, destination, call.columns);
-  }
-}
 
 static ffi::Error RowStoreHandler(ffi::AnyBuffer destination, ffi::AnyBuffer indices, ffi::AnyBuffer rows_added,
                                   ffi::Result<ffi::AnyBuffer> result, int64_t offset, int64_t rows, int64_t columns) {
@@ -23,7 +13,8 @@ static ffi::Error RowStoreHandler(ffi::AnyBuffer destination, ffi::AnyBuffer ind
     JAXFERRY_RETURN_IF_ERROR(
         CheckRowStore(destination, indices, rows_added, *result, offset, rows, columns, &call));
     const EmulatedTime writing(kStore, call.num_indices * call.columns * ItemSize(call.destination_dtype));
-    RunRowStore(call);
+    AddRowsOnHost({call.dtype, call.added, call.indices, call.num_indices, call.columns, call.destination_dtype,
+                   call.destination, 0, call.rows * call.columns});
     return ffi::Error::Success();
   });
 }

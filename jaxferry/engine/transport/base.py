@@ -17,15 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.global_arrays import empty
-from jaxferry.engine.host.pinned import Vectors, borrowed, from_shares, on_cpu
+from jaxferry.engine.host.pinned import (
+    Vectors,
+    as_numpy,
+    borrowed,
+    can_view,
+    from_shares,
+    on_cpu,
+    writes_in_place,
+)
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import NO_JOINS, Joins
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.engine.transport.held import CopyInFlight, DeviceLayer, HeldBytes, HostGradient, PutCopy, delete_all
-from jaxferry.native import NativeLibrary
+from jaxferry.native import NativeLibrary, host_sums
 from jaxferry.partition import Gradient, Layer, RowGradient
-from jaxferry.settings import ThreadPool
 
 _OF_LOADS = frozenset({"unpack", "load", "load onto", "arrived"})
 """Programs that move parameters; all others move gradients."""
@@ -62,8 +69,7 @@ class Transport:
         self._of_layer: dict[tuple[str, int, bool], Any] = {}
         self._spare: dict[Any, list[Vectors]] = {}
         self._written_before: dict[tuple[int, bool], list[Vectors]] = {}
-        self._num_sum_vectors: collections.Counter[int] = collections.Counter()
-        self._adder = ThreadPool(1, "jaxferry rows")
+        self._num_begun: collections.Counter[int] = collections.Counter()
         self.held = HeldBytes()
         self.staging_bytes = 0
 
@@ -163,30 +169,40 @@ class Transport:
         if gradient is None or self.is_widened(layer):
             return self.is_widened(layer)
         is_copied = gradient.is_gathered and not gradient.written
-        return not self._placement.is_cpu and (gradient.finish is not None or is_copied)
+        return not self._placement.is_cpu and (gradient.is_summed_on_host or is_copied)
 
     def add_on_host(self, layer: int, onto: HostGradient | None, more: HostGradient) -> HostGradient:
-        """Adds a stored gradient to another one of the layer, in a thread that waits for both; both are consumed.
+        """Lets the host add a stored gradient to another one of the layer; returns the sum.
 
         Args:
           layer: the layer.
           onto: the sum of earlier ones; None begins one.
-          more: the gradient.
+          more: the gradient, which is consumed.
         """
 
-        def added() -> Vectors:
-            arrived = self.gather(layer, more)
-            if onto is None:
-                total = self.program("begin", layer, is_sum=True)(self._sum_vectors(layer)[0], arrived)
-            else:
-                known = own_vectors(self.gather(layer, onto), onto, self._placement)
-                total = self.program("sum", layer, is_sum=True)(known, arrived)
-            jax.block_until_ready(total)
+        def add(targets: Sequence[np.ndarray]) -> None:
+            for target, vector in zip(targets, self.gather(layer, more), strict=True):
+                host_sums.add(target, as_numpy(vector), adds=onto is not None)
             self.recycle(layer, more)
-            return tuple(total)
 
-        # In the order of the stores, so that each finds the sum that it adds to.
-        return HostGradient((), False, more.copy, finish=self._adder.submit(added).result)
+        total = self._begun_on_host(layer) if onto is None else onto
+        total.add_later(add, more.copy)
+        if self._placement.is_cpu:
+            self.gather(layer, total)
+        return total
+
+    def _begun_on_host(self, layer: int) -> HostGradient:
+        """A gradient of which nothing is written yet; the host will begin it."""
+        place = self._placement
+        if place.is_cpu or writes_in_place(place):
+            return HostGradient(self.destinations(layer, is_sum=True), place.is_cpu)
+        # Nothing else would be read through the memory that the device can write.
+        shapes = self._here[2][layer].vectors
+        spare = self._spares(layer, shapes, is_pinned=False)
+        if spare:
+            return HostGradient(spare.pop(), True)
+        self._num_begun[layer] += 1
+        return HostGradient(tuple(jax.device_put(np.empty(v.shape, v.dtype), place.host) for v in shapes), True)
 
     def destinations(self, layer: int, onto: HostGradient | None = None, is_sum: bool = False) -> Vectors:
         """Returns vectors in pinned memory for a program that writes a layer's gradient there, or adds it.
@@ -231,15 +247,13 @@ class Transport:
         return HostGradient(tuple(vectors), self._placement.is_cpu)
 
     def gather(self, layer: int, gradient: HostGradient) -> Vectors:
-        """Returns the gradient's vectors in memory that the optimizer reads.
+        """Returns the gradient's vectors in memory that the optimizer reads, with all that is stored added up.
 
-        This waits for the copy, so the issuing thread must not call it for a gradient that has just left.
+        This waits for the copies, so the issuing thread must not call it for a gradient that has just left.
         """
         with gradient.lock:
             has_waited = gradient.copy is not None
-            if gradient.finish is not None:  # which waits for the copy too
-                gradient.vectors, gradient.finish, gradient.is_gathered = gradient.finish(), None, True
-            elif gradient.copy is not None:
+            if gradient.copy is not None:
                 gradient.copy.wait()
             gradient.copy = None
             if not gradient.is_gathered:
@@ -252,6 +266,9 @@ class Transport:
                     place = self._placement
                     gradient.vectors = borrowed(written, place, has_waited) if is_remembered else on_cpu(written, place)
                 gradient.written, gradient.is_gathered = written, True
+            # What is stored meanwhile is left to the next reader.
+            for _ in range(len(gradient.addends)):
+                gradient.addends.popleft()(list(map(as_numpy, gradient.vectors)))
             return gradient.vectors
 
     def recycle(self, layer: int, gradient: HostGradient) -> None:
@@ -262,8 +279,8 @@ class Transport:
         if gradient.is_gathered and gradient.is_reusable:
             vectors, is_pinned = gradient.written or gradient.vectors, bool(gradient.written) or self._placement.is_cpu
             spare = self._spares(layer, vectors, is_pinned)
-            # Where the host adds, some sums are copies that nothing takes again.
-            if is_pinned or len(spare) < self._num_sum_vectors[layer]:
+            # Of those that the optimizer reads, some are copies that nothing takes again.
+            if is_pinned or len(spare) < self._num_begun[layer]:
                 spare.append(vectors)
 
     def _spares(self, layer: int, like: Sequence[Any], is_pinned: bool) -> list[Vectors]:
@@ -274,14 +291,6 @@ class Transport:
         shapes = tuple((vector.shape, vector.dtype) for vector in like)
         return self._spare.setdefault((layer, is_pinned or self._placement.is_cpu, shapes), [])
 
-    def _sum_vectors(self, layer: int) -> tuple[Vectors, bool]:
-        """Vectors where the host adds gradients, and whether they are zeros."""
-        shapes = self._here[2][layer].vectors
-        if spare := self._spares(layer, shapes, is_pinned=False):
-            return spare.pop(), False
-        self._num_sum_vectors[layer] += 1
-        return tuple(self.program("zeros", layer, is_sum=True)()), True
-
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         raise NotImplementedError
 
@@ -291,36 +300,36 @@ class Transport:
     def _store_rows(
         self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None
     ) -> HostGradient:
-        """Adds gradients of lookups on the host, where they become dense, and frees the device's copy."""
+        """Lets the host add gradients, of which rows of lookups become dense there, and frees the device's copy.
 
-        def zeros() -> Vectors:
-            vectors, are_zeros = self._sum_vectors(layer)
-            return vectors if are_zeros else tuple(self.program("clear", layer, is_sum=True)(vectors))
-
-        def dense(rows: Sequence[Gradient]) -> Vectors:
-            if onto is None:
-                return tuple(self.program("add", layer, is_sum=True)(rows, zeros()))
-            known = own_vectors(self.gather(layer, onto), onto, self._placement)
-            if onto.written:
-                jax.block_until_ready(known)
-                self.recycle(layer, onto)
-                onto.written = ()
-            return tuple(self.program("add", layer, is_sum=True)(rows, known))
-
+        Args:
+          layer: the layer.
+          gradients: as for `store`.
+          onto: as for `store`.
+          mark: as for `store`.
+        """
+        total = self._begun_on_host(layer) if onto is None else onto
         if self._placement.is_cpu:
-            stored = HostGradient(dense(gradients), True)
+            there, copy = gradients, None
+        else:
+            there = jax.device_put(self._of_one(gradients), self._placement.pinned_alone)
+            copy = PutCopy(gradients, there)
+            if mark is not None:
+                mark.watch(jax.tree.leaves(there))
+
+        def add(targets: Sequence[np.ndarray]) -> None:
+            if copy is not None:
+                copy.wait()
+            for target in targets if onto is None else ():
+                host_sums.clear(target)
+            split_up = split(self._gradients[layer], there)
+            add_gradients(self._here[2][layer], targets, split_up, self._placement)
+
+        total.add_later(add, copy)
+        if self._placement.is_cpu:
+            self.gather(layer, total)
             delete_all(jax.tree.leaves(gradients))
-            return stored
-        rows = jax.device_put(self._of_one(gradients), self._placement.pinned_alone)
-        if mark is not None:
-            mark.watch(jax.tree.leaves(rows))
-
-        def arrived() -> Vectors:
-            leaves, tree = jax.tree.flatten(rows)
-            return jax.block_until_ready(dense(jax.tree.unflatten(tree, on_cpu(leaves, self._placement))))
-
-        # In the order of the stores, so that each finds the sum that it adds to.
-        return HostGradient((), False, PutCopy(gradients, rows), finish=self._adder.submit(arrived).result)
+        return total
 
     def _of_one(self, arrays: Any) -> Any:
         """Arrays of which each device has all, as arrays of the first device."""
@@ -342,39 +351,36 @@ class Transport:
         return known
 
     def _jitted(self, name: str, layer: Layer) -> Any:
-        gathered, pinned = self._placement.update_output, self._placement.pinned
+        """Makes a program of these names; here `empty`, which makes vectors for gradients on a CPU."""
 
-        def add(gradients: Sequence[Gradient], onto: Vectors) -> Vectors:
-            known, gradients = computable((onto, gradients))
-            own = layer.owned(split(layer, gradients))
-            return layer.pack([added(a, b) for a, b in zip(layer.unpack(known), own, strict=True)], known)
-
-        def zeros() -> Vectors:
+        def empty() -> Vectors:
             return tuple(jnp.zeros(v.shape, v.dtype) for v in layer.vectors)
 
-        def total(onto: Vectors, stored: Vectors) -> Vectors:
-            return tuple(a + b.astype(a.dtype) for a, b in zip(*computable((onto, stored)), strict=True))
-
-        def begin(into: Vectors, stored: Vectors) -> Vectors:
-            return tuple(b.astype(v.dtype) for v, b in zip(layer.vectors, computable(stored), strict=True))
-
-        if name == "sum":
-            return jax.jit(total, donate_argnums=0, out_shardings=gathered)
-        if name == "begin":
-            return jax.jit(begin, donate_argnums=0, keep_unused=True, out_shardings=gathered)
-        if name == "add":
-            return jax.jit(add, donate_argnums=1, out_shardings=gathered)
-        if name == "clear":
-            return jax.jit(lambda vectors: zeros(), donate_argnums=0, keep_unused=True, out_shardings=gathered)
-        return jax.jit(zeros, out_shardings=pinned if name == "empty" else gathered)
+        return jax.jit(empty, out_shardings=self._placement.pinned)
 
 
-def own_vectors(vectors: Vectors, gradient: HostGradient, placement: Placement) -> Vectors:
-    """A gradient's gathered vectors, copied if they are views: programs may then take them as donated arguments."""
-    if not gradient.written:
-        return vectors
-    # The runtime may alias the copy: a program that is donated it then copies it once more, but only in its own memory.
-    return tuple(jax.device_put(np.array(vector), placement.host) for vector in vectors)
+def add_gradients(
+    layer: Layer, targets: Sequence[np.ndarray], gradients: Sequence[Gradient], placement: Placement
+) -> None:
+    """Adds whole gradients to a layer's vectors in host memory, in place.
+
+    Args:
+      layer: the trained parameters, as the vectors hold them.
+      targets: the vectors.
+      gradients: one for each parameter, in memory that the CPU reads; waits for them.
+      placement: where arrays live.
+    """
+    reads = as_numpy if placement.is_cpu or can_view(placement) else np.asarray
+    for leaf, gradient in zip(layer.leaves, layer.owned(jax.tree.map(reads, gradients)), strict=True):
+        target = targets[leaf.vector][leaf.offset : leaf.offset + leaf.size]
+        if not isinstance(gradient, RowGradient):
+            host_sums.add(target, np.ascontiguousarray(gradient).reshape(-1))
+            continue
+        num_rows, num_columns = gradient.shape
+        indices, start = gradient.indices.reshape(-1), 0 if gradient.span is None else gradient.span.start
+        if gradient.is_clipped:
+            indices = np.clip(indices, 0, num_rows - 1)
+        host_sums.add_rows(target, gradient.rows.reshape(-1, num_columns), indices, start)
 
 
 def computable(host: Any) -> Any:
@@ -383,7 +389,7 @@ def computable(host: Any) -> Any:
 
 
 def split(layer: Layer, gradients: Sequence[Gradient]) -> list[Gradient]:
-    """The gradient of each parameter, within a jitted function; see `Transport.store`."""
+    """The gradient of each parameter; see `Transport.store`."""
     arrays = [gradient for gradient in gradients if not isinstance(gradient, RowGradient)]
     return list(layer.split_small(arrays)) if len(arrays) == len(gradients) else list(gradients)
 

@@ -51,8 +51,9 @@ class DevicePut(Transport):
         into: Vectors | None = None,
     ) -> HostGradient:
         """See `Transport.store`."""
+        have_rows = any(isinstance(gradient, RowGradient) for gradient in gradients)
         if self._placement.is_cpu:
-            if onto is None:
+            if onto is None and not have_rows:
                 into = self.destinations(layer, is_sum=True) if into is None else into
                 stored = HostGradient(self.program("store", layer, is_sum=True)(gradients, into), True)
                 delete_all(jax.tree.leaves(gradients))
@@ -105,7 +106,7 @@ class DevicePut(Transport):
             return layer.unpack(computable(vectors))
 
         def store(gradients: Sequence[Gradient], into: Vectors) -> Vectors:
-            return layer.pack(_dense(split(layer, gradients)), computable(into))
+            return layer.pack(split(layer, gradients), computable(into))
 
         def pack(gradients: Sequence[Gradient]) -> Vectors:
             arrays = [gradient for gradient in gradients if not isinstance(gradient, RowGradient)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from jaxferry.engine.host.pinned import Vectors
 
@@ -106,6 +108,10 @@ def delete_all(arrays: Sequence[jax.Array]) -> None:
         array.delete()
 
 
+Addend = Callable[[Sequence[np.ndarray]], None]
+"""Waits for something that is on its way to host memory, and adds it to a gradient's vectors there, in place."""
+
+
 @dataclasses.dataclass
 class HostGradient:
     """A layer's gradient in host memory, or on its way there.
@@ -114,19 +120,36 @@ class HostGradient:
       vectors: the vectors that hold it, or will.
       is_gathered: whether the optimizer can read them; otherwise they are in memory that the device can write.
       copy: the copy in flight; None if JAX itself knows when `vectors` are ready.
+      latest: the copy that was begun last, for `vectors` or for an addend.
       written: the vectors that the device wrote, if the optimizer reads others: views or copies of them.
       is_reusable: whether `written` may be written again by a later step.
-      finish: waits for the vectors that the optimizer reads, which another thread makes; None for a copy of `vectors`.
+      addends: what the host adds once it has arrived, in the order of the stores.
+      is_summed_on_host: whether the host has added something, or will: the device then adds nothing more.
       lock: held while the gradient changes its place: several threads may ask for it.
     """
 
     vectors: Vectors
     is_gathered: bool
     copy: CopyInFlight | None = None
+    latest: CopyInFlight | None = None
     written: Vectors = ()
     is_reusable: bool = True
-    finish: Callable[[], Vectors] | None = None
+    addends: collections.deque[Addend] = dataclasses.field(default_factory=collections.deque)
+    is_summed_on_host: bool = False
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.latest = self.copy
+
+    def add_later(self, addend: Addend, copy: CopyInFlight | None) -> None:
+        """Lets the host add something; whoever reads the gradient next does so.
+
+        Args:
+          addend: waits for it and adds it.
+          copy: the copy that brings it.
+        """
+        self.addends.append(addend)
+        self.latest, self.is_summed_on_host = copy, True
 
 
 class HeldBytes:

@@ -1,0 +1,68 @@
+"""Sums in host memory, in place, on all threads of the native library; by NumPy without it, or in other dtypes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxferry.native.library import NativeLibrary, library, status
+from jaxferry.native.targets import DTYPE_NUMBERS
+
+
+def clear(target: np.ndarray) -> None:
+    """Fills an array with zeros."""
+    if (native := _native(target)) is not None:
+        native.clear(target)
+    else:
+        target[...] = 0
+
+
+def add(target: np.ndarray, source: np.ndarray, adds: bool = True) -> None:
+    """Adds an array to another one, in fp32 at least, and rounds once.
+
+    Args:
+      target: contiguous; changed in place.
+      source: contiguous, of as many elements, of the same dtype or of fewer bits.
+      adds: whether to add; else the source, cast, replaces what the target holds.
+    """
+    if target.size != source.size:
+        raise ValueError(f"{source.size} elements do not fit {target.size}")
+    if (native := _native(target, source)) is not None:
+        native.add(target, source, adds)
+    elif adds:
+        target += source.astype(target.dtype)
+    else:
+        target[...] = source
+
+
+def add_rows(target: np.ndarray, rows: np.ndarray, indices: np.ndarray, start: int = 0) -> None:
+    """Adds rows to a table, one after another; each in fp32 at least, rounded to the table's dtype.
+
+    Args:
+      target: flat and contiguous: consecutive elements of the table; changed in place.
+      rows: [number, columns].
+      indices: [number], integers: the rows of the table. What is not in `target` is ignored.
+      start: the first of these elements.
+    """
+    number, columns = rows.shape
+    if indices.shape != (number,):
+        raise ValueError(f"{number} rows and indices of shape {list(indices.shape)}")
+    if not columns:
+        return
+    stop = start + target.size
+    is_in = (indices >= 0) & (indices < -(-stop // columns))
+    places = np.full(number, -1, np.int32)
+    places[is_in] = indices[is_in]
+    if (native := _native(target, rows)) is not None:
+        native.add_rows(target, np.ascontiguousarray(rows), places, start)
+        return
+    for place, row in zip(places[is_in].tolist(), rows[is_in], strict=True):
+        first = place * columns
+        begin, end = max(first, start), min(first + columns, stop)
+        if begin < end:
+            target[begin - start : end - start] += row[begin - first : end - first].astype(target.dtype)
+
+
+def _native(*arrays: np.ndarray) -> NativeLibrary | None:
+    """The CPU's library, if there is one that knows these arrays' dtypes."""
+    known = all(array.dtype in DTYPE_NUMBERS for array in arrays) and status("cpu").is_available
+    return library("cpu") if known else None
