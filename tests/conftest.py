@@ -133,6 +133,15 @@ def forgotten_programs():
     gc.freeze()
 
 
+@pytest.fixture
+def allowed_nans():
+    """Lets a test make a NaN on purpose, in a run of the tests under jax_debug_nans too."""
+    import jax  # after the environment is set
+
+    with jax.debug_nans(False):
+        yield
+
+
 def pytest_make_parametrize_id(val):
     """Names functions without addresses: processes that share the tests must agree on the names."""
     return getattr(val, "__name__", None) if callable(val) else None

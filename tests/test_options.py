@@ -55,7 +55,7 @@ def test_an_optimizers_argument_that_is_no_number_is_refused(arguments):
 
 
 def test_a_loss_scale_that_overflows_by_the_number_of_micro_batches_is_refused():
-    train(loss_scale=2.0**127)
+    train(loss_scale=2.0**127, check_gradients=False)  # its gradient overflows
     with pytest.raises(jaxferry.InputError, match="loss_scale must lie in the range of fp32"):
         train(loss_scale=2.0**127, accumulate=2)
 

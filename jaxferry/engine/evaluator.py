@@ -80,7 +80,7 @@ class Evaluator:
         graph, put = partition.graph, self._placement.put
         with task_errors():
             leaves = [put(graph, number, leaf) for number, leaf in zip(graph.batch, batch, strict=True)]
-            made, _ = self._placement.in_turn(self._programs.run_prelude(leaves, self._placement.is_cpu))
+            made = self._placement.in_turn(self._programs.run_prelude(leaves, self._placement.is_cpu))[0]
         values = {number: put(graph, number, value) for number, value in graph.constants.items()}
         values |= zip(graph.batch, leaves, strict=True)
         values |= zip(partition.prelude_outputs, made, strict=True)

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from accelerator import emulate
+from jaxferry.settings import own_settings
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +14,10 @@ def on_device(request, monkeypatch):
     is_emulated = os.environ.get("JAXFERRY_TESTS_DEVICE") == "accelerator"
     if is_emulated and not request.node.get_closest_marker("cpu_device"):
         emulate(monkeypatch)
+
+
+@pytest.fixture
+def engine_settings():
+    """JAX's settings as inside a step, for tests that call parts of the engine by themselves."""
+    with own_settings():
+        yield

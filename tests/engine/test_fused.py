@@ -20,7 +20,7 @@ from planned import assert_same_bits
 from tolerances import FUSED_RTOL
 
 # Updates of the host alone; what an accelerator changes for them is a parameter of the tests.
-pytestmark = pytest.mark.cpu_device
+pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("engine_settings")]
 
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 20, 100)
 

@@ -26,6 +26,7 @@ from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
 from jaxferry.native import operations
 from jaxferry.partition import host_stores, partition
 from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.settings import own_settings
 from native.compile_for_gpu import compile_lowered, copied_after_stores, host_compute, instructions, text
 from native.cuda_library import cuda_library
 
@@ -60,6 +61,13 @@ def make_model(config, granularity=BLOCK, dtype=jnp.bfloat16):
     settings = {"compute_dtype": dtype, "granularity": granularity}
     parts = partition(gpt2.make_loss(config), params, (batch,), **settings)
     return Model(parts, derivatives_of(parts, "none"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine_settings():
+    """Programs that tests lower by themselves donate as in a step."""
+    with own_settings():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from jaxferry.partition.layout import make_layer
 from planned import assert_same_bits
 
 # Updates of the host alone; what an accelerator changes for them is a parameter of the tests.
-pytestmark = pytest.mark.cpu_device
+pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("engine_settings")]
 
 LENGTH = 3
 SHAPES = {"head": {"bias": (LENGTH, 4)}, "layers": {"kernel": (LENGTH, 4, 5), "scale": (5, LENGTH)}}

@@ -207,6 +207,7 @@ def reused_bytes(parts, derivative):
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.usefixtures("engine_settings")
 def test_memory_is_a_fold_that_an_independent_walk_over_values_confirms(parts, derivatives):
     """DHA and GO do not change values, residuals or cotangents; this counts them one by one from the partition."""
     program = program_of(parts, derivatives, [Mode.DHA], [GradientPlace.HOST])

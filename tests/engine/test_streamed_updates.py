@@ -455,7 +455,9 @@ def test_a_failure_is_rolled_back_before_the_first_update_and_damages_the_state_
 ):
     step = make([], mode=mode, streamed=ALL)
     state, _ = train(step, step.init(PARAMS), 2)
-    is_rolled_back = number == 0 and operation is not Operation.STORE_STATE
+    is_rolled_back: bool | None = number == 0 and operation is not Operation.STORE_STATE
+    if number and operation is Operation.LOAD_STATE:
+        is_rolled_back = None  # loads of other subgroups run ahead of the first update
     match = r"layer '.*' failed: no memory"
     check_failure(step, state, monkeypatch, operation, number, match, is_rolled_back)
 

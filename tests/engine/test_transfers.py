@@ -144,6 +144,7 @@ def test_large_parameters_come_first_in_a_vector_and_small_ones_adjoin():
         assert_same_bits(layer.unpack(vectors), leaves)
 
 
+@pytest.mark.usefixtures("engine_settings")
 def test_small_gradients_leave_as_one_transfer():
     layer, placement = _mixed(), make_placement()
     transport = Ferry(placement, [layer])
@@ -177,6 +178,7 @@ def gradients_of(layer, placement):
     return made, jax.device_put(layer.join_small(list(map(jnp.asarray, made))), placement.device)
 
 
+@pytest.mark.usefixtures("engine_settings")
 def test_a_gradient_and_its_vectors_stay_until_the_copy_has_ended(slow_store):
     layer, placement = _mixed(), make_placement()
     transport = Ferry(placement, [layer])
@@ -194,6 +196,7 @@ def test_a_gradient_and_its_vectors_stay_until_the_copy_has_ended(slow_store):
     assert_same_bits(layer.unpack([jnp.asarray(copy.arrays[0])]), made)
 
 
+@pytest.mark.usefixtures("engine_settings")
 def test_a_device_that_waits_for_a_copy_may_reuse_its_sources_but_not_its_vectors():
     layer, placement = _mixed(), make_placement()
     transport = Ferry(placement, [layer])
@@ -207,6 +210,7 @@ def test_a_device_that_waits_for_a_copy_may_reuse_its_sources_but_not_its_vector
     assert not transport.in_flight
 
 
+@pytest.mark.usefixtures("engine_settings")
 def test_what_has_failed_to_arrive_stays(monkeypatch):
     layer, placement = _mixed(), make_placement()
     transport = Ferry(placement, [layer])

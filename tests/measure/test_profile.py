@@ -24,6 +24,7 @@ from jaxferry.partition import partition
 from jaxferry.profiling.cache import MeasurementCache, surroundings
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
+from jaxferry.settings import own_settings
 from planned import assert_same_bits, train
 
 BACKWARDS = ("backward_s", "backward_dha_s", "backward_go_s")
@@ -47,11 +48,13 @@ class Setting:
     def measure(self, cache=None, **options):
         cache = cache or MeasurementCache(None, {})
         where = (self.partition, self.programs, self.optimizer, self.placement, self.kind)
-        return measure_profile(*where, cache=cache, **options)
+        with own_settings():
+            return measure_profile(*where, cache=cache, **options)
 
     def text(self, segment, kind, reads=Source.DEVICE, writes=Target.DEVICE):
         program = self.partition.segments[segment].program
-        return "program\n" + self.programs.lowered(ProgramKey(kind, program, (reads,), (writes,))).as_text()
+        with own_settings():
+            return "program\n" + self.programs.lowered(ProgramKey(kind, program, (reads,), (writes,))).as_text()
 
 
 class Table(MeasurementCache):

@@ -77,6 +77,7 @@ SLOW = [pytest.param(mode, start, marks=pytest.mark.slow) for mode in MODES for 
 
 
 @pytest.mark.parametrize(("mode", "start"), [("fill", 13), *SLOW])
+@pytest.mark.usefixtures("allowed_nans")  # out of range, "fill" reads NaN
 def test_rows_are_added_to_the_elements_that_a_process_holds(start, mode):
     indices = np.array([1, 4, 4]) if mode == "promise_in_bounds" else np.array([1, 9, 4, 4, -9])
     rows, dense = gradient_of(jnp.asarray(indices), mode=mode)

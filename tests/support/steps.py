@@ -9,6 +9,7 @@ from jaxferry.engine.prefetch import DeviceCopies
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.runner import collect_results
 from jaxferry.engine.step import StepContext
+from jaxferry.settings import own_settings
 
 
 def transport_of(step, batch):
@@ -88,6 +89,10 @@ class Serial:
 
     def step(self):
         """Takes one step; returns its loss."""
+        with own_settings():
+            return self._step()
+
+    def _step(self):
         runnable, resources = self._runnable, self._runnable.resources
         copies = DeviceCopies(
             runnable.program, resources.transport, resources.placement, self._state.host.vectors, marks=None, kept={}
