@@ -69,6 +69,8 @@ class Lifetimes:
         self._cotangents: dict[int, tuple[int, int]] = {}
         for value in (*self._graph.batch, *self._parts.prelude_outputs):
             self._add_value(value, 0)
+        if self._parts.prelude_outputs:
+            self._add(_SCALAR_BYTES, _RESULTS, self.end)
         for instruction in program.programs:
             self._add_program(instruction, temporary_bytes)
 

@@ -26,6 +26,9 @@ from jaxferry.schedule import Lane, leading_loads
 _SCALAR_BYTES = {ProgramKind.FORWARD: 1, ProgramKind.LOSS: 5, ProgramKind.BACKWARD: 4}
 """Until the step ends, programs keep a flag for finite outputs and the norm of their gradient."""
 
+PRELUDE_BYTES = 1
+"""Likewise the flag of what runs before the first layer."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
@@ -216,6 +219,7 @@ class LiveValues:
         self._graph = graph = partition.graph
         self._size = graph.held_bytes
         self._alive = self._size(*graph.batch, *graph.constants, *partition.prelude_outputs)
+        self._alive += PRELUDE_BYTES if partition.prelude_outputs else 0
         self._cotangents: dict[int, int] = {}
         self._reused: dict[int, int] = {}
 

@@ -228,6 +228,7 @@ def test_memory_is_a_fold_that_an_independent_walk_over_values_confirms(parts, d
             cotangents |= {v: size(v) for v in segment.inputs}
         # Of each program a flag that its outputs are finite, a byte, or its gradient's norm; of the loss both.
         scalars = min(place, last) + (place >= last) * (5 + 4 * (place - last)) + (place < last)
+        scalars += bool(parts.prelude_outputs)  # a flag of what runs before them
         values = sum(alive.values()) + sum(residuals.values()) + sum(cotangents.values()) + added + scalars
         if place > last:
             values -= reused_bytes(parts, derivative)
