@@ -1,6 +1,7 @@
 """Host memory is checked before it is allocated."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from jaxferry.engine.host.checkpoint import leaves
 from jaxferry.record_steps import make_recording
 from jaxferry.report.tables import host_memory_lines
 from jaxferry.schedule import Kind
-from jaxferry.units import format_bytes
+from jaxferry.units import format_bytes, parse_bytes
 
 GIB = 2**30
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8388608 kB\n"
@@ -42,6 +43,17 @@ def group(folder, most, taken, version=2, **counts):
         f"{folder}/memory.memsw.limit_in_bytes": f"{64 * GIB}\n",
         f"{folder}/memory.stat": others + "".join(stat),
     }
+
+
+@pytest.mark.parametrize("less", [1, 1000, 2**20])
+def test_an_error_never_says_that_there_is_as_much_as_needed(less, monkeypatch):
+    needed = 17 * GIB + 12345
+    monkeypatch.setenv(host_memory.VARIABLE, str(needed - less))
+    with pytest.raises(jaxferry.HostMemoryError) as refused:
+        host_memory.check({"master parameters": needed})
+    found = re.search(r"needs (.*) of host memory .* only (.*) are available", str(refused.value))
+    assert found[1] != found[2]
+    assert parse_bytes(found[1]) > parse_bytes(found[2])
 
 
 OWN = {"proc/self/cgroup": "0::/a/b\n"}
