@@ -216,7 +216,8 @@ def _problem(smallest: Traced, budget_bytes: int, host_bytes: Mapping[str, int],
     if smallest.smallest_bytes > budget_bytes:
         needs, budget = format_apart(smallest.smallest_bytes, budget_bytes)
         problems.append(
-            f"batches of {smallest.batch_size} need {needs} of device memory, and the budget is {budget}: take a larger device or shorter samples"
+            f"batches of {smallest.batch_size} need {needs} of device memory, and the budget is {budget}: take a "
+            "larger device or shorter samples"
         )
     total = sum(host_bytes.values())
     if host_memory_bytes is not None and total > host_memory_bytes:

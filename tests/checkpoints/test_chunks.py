@@ -1,4 +1,4 @@
-"""How leaves are cut in files: new checkpoints in small chunks, older ones as they are; and the memory that it takes."""
+"""How leaves are cut in files: in small chunks, in older checkpoints as they are; and the memory that it takes."""
 
 import dataclasses
 import math

@@ -91,7 +91,7 @@ class _Writes:
         self._num_bytes = 0
 
     def start(self, opened: Any, array: np.ndarray) -> list[Any]:
-        """Writes an array, which must not change meanwhile; returns TensorStore's writes, not all of which have ended."""
+        """Writes an array, which must not change meanwhile; returns TensorStore's writes, not all of them ended."""
         started = []
         for index in indices(array.shape, chunk_shape(array.shape, array.dtype.itemsize)):
             chunk = array[index]
@@ -132,9 +132,9 @@ def _alone() -> dict[str, Any]:
 def _by_pieces() -> Any:
     """Returns Orbax's handlers of arrays; its own of NumPy's encodes all of them at a time, of a copy by default."""
     handlers = _orbax().type_handlers
-    writes = _Writes()
+    writes, base = _Writes(), handlers.NumpyHandler
 
-    class PiecesHandler(handlers.NumpyHandler):  # type: ignore[misc]
+    class PiecesHandler(base):
         async def _open_and_write(self, value: np.ndarray, tspec: dict[str, Any], ts_context: Any) -> None:
             stored = tspec.get("base", tspec)  # in the spec of a cast
             stored["metadata"]["chunks"] = chunk_shape(value.shape, value.dtype.itemsize)
@@ -143,7 +143,7 @@ def _by_pieces() -> Any:
             for write in writes.start(await opened, value):
                 await write
 
-    has_choice = "deepcopy_host_arrays" in inspect.signature(handlers.NumpyHandler).parameters
+    has_choice = "deepcopy_host_arrays" in inspect.signature(base).parameters
     return handlers.create_type_handler_registry(
         (jax.Array, handlers.ArrayHandler()),
         (np.ndarray, PiecesHandler(**({"deepcopy_host_arrays": False} if has_choice else {}))),

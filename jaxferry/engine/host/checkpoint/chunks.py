@@ -1,4 +1,4 @@
-"""How arrays of a checkpoint are cut into chunks, each of which a file holds encoded, and read in pieces of some chunks.
+"""How arrays of a checkpoint are cut into chunks, each encoded by itself in a file, and read in pieces of some chunks.
 
 New checkpoints have chunks of elements that follow each other in C order. Older ones have chunks of other shapes, such
 as a whole array.
