@@ -82,6 +82,14 @@ class Drawn:
         return made
 
 
+def loss_fn(params, x):
+    import jax.numpy as jnp
+
+    for name in sorted(params):
+        x = x + 0.1 * jnp.tanh(x @ params[name])
+    return jnp.mean(x**2)
+
+
 def trained(step, state, x):
     """The state after two steps, with all updates made."""
     for _ in range(2):
@@ -94,18 +102,12 @@ def trained(step, state, x):
 def run(operation, num_layers, folder, transport, num_processes):
     """Runs an operation in this process; returns its peaks in bytes."""
     import jax
-    import jax.numpy as jnp
     import optax
 
     import jaxferry
     from jaxferry import distributed, pretrained
 
     mesh = distributed.start() if num_processes > 1 else None
-
-    def loss_fn(params, x):
-        for name in sorted(params):
-            x = x + 0.1 * jnp.tanh(x @ params[name])
-        return jnp.mean(x**2)
 
     def make(width):
         step = jaxferry.train_step(loss_fn, optax.adamw(1e-4), mesh=mesh, transport=transport)

@@ -439,6 +439,35 @@ def test_the_peak_is_what_is_kept_and_a_bounded_piece(way, kept, saved_once):
     assert (kept - 1) * 32 * MIB <= int(done.stdout) <= kept * 32 * MIB + 64 * MIB
 
 
+BLOCK_PEAKS = (
+    MEMORY
+    + """
+def loss(params, x):
+    for name in params["block"]:
+        x = x + jnp.tanh(x @ params["block"][name])
+    return jnp.mean((x * params["norm"]["scale"]) ** 2)
+
+def init_fn(width, rng):
+    keys = jax.random.split(rng, 8)
+    block = {f"l{i}": jax.random.normal(keys[i], (width, width)) for i in range(8)}
+    return {"block": block, "norm": {"scale": jnp.ones(width)}}
+
+step = jaxferry.train_step(loss, optax.sgd(1e-4))
+small = jaxferry.train_step(loss, optax.sgd(1e-4)).init_from(lambda rng: init_fn(8, rng), jax.random.key(0))
+before = from_now_on()
+state = step.init_from(lambda rng: init_fn(2048, rng), jax.random.key(0))
+print(memory("VmHWM") - before)
+"""
+)
+
+
+def test_init_from_takes_one_parameter_beside_the_masters_also_of_a_large_layer():
+    """A layer of eight parameters of 16 MiB; until now all of a layer were computed before the first was copied."""
+    done = subprocess.run([sys.executable, "-c", BLOCK_PEAKS], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert 7 * 16 * MIB <= int(done.stdout) <= 8 * 16 * MIB + 112 * MIB
+
+
 PACKED_PEAKS = (
     MEMORY
     + """

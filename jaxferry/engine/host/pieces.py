@@ -294,8 +294,9 @@ def elements_of(parts: Parts, shape: tuple[int, ...], placement: Placement, inde
     spans = {known.part: known for known in parts if isinstance(known, Span)}
     if not spans and isinstance(index, slice):
         stacked: Stacked = together(parts)
-        rows = (stacked.parts[index], ...) if stacked.axis == 0 else (stacked.parts, index)
-        return np.stack([np.asarray(part)[rows[1]] for part in rows[0]], stacked.axis)
+        ones, own = (stacked.parts[index], ...) if stacked.axis == 0 else (stacked.parts, index)
+        if ones:
+            return np.stack([np.asarray(part)[own] for part in ones], stacked.axis)
     first_axis, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
     if None in spans and shape and isinstance(first_axis, slice) and first_axis.step in (None, 1):
         start, stop, _ = first_axis.indices(shape[0])

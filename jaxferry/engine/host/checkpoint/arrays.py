@@ -132,7 +132,8 @@ def _alone() -> dict[str, Any]:
 def _by_pieces() -> Any:
     """Returns Orbax's handlers of arrays; its own of NumPy's encodes all of them at a time, of a copy by default."""
     handlers = _orbax().type_handlers
-    writes, base = _Writes(), handlers.NumpyHandler
+    base: Any = handlers.NumpyHandler
+    writes = _Writes()
 
     class PiecesHandler(base):
         async def _open_and_write(self, value: np.ndarray, tspec: dict[str, Any], ts_context: Any) -> None:
