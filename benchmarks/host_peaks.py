@@ -2,19 +2,20 @@
 
     python benchmarks/host_peaks.py [--layers 15] [--before OTHER.json] [--package FOLDER --name NAME]
 
-Dense layers of 4096 x 4096 in float32 with AdamW on a CPU: 64 MiB of parameters each, 12 bytes of state a parameter
-(3 GB with 15 layers), 20 bytes to train them. Each operation runs in a process of its own, with the state and two
-steps before it where it needs them. Measured: the most resident memory during the operation (`VmHWM`, which is reset
-before it), and the most address space until its end (`VmPeak`), both beyond what the process had when JAX had started
-and one step of a tiny model had been trained, saved and restored. On a CPU, copies that a GPU would hold are host
-memory as well: they are part of a step's figure.
+Dense layers of 4096 x 4096 in float32 with AdamW on a CPU: 64 MiB of parameters each, random so that files hold them
+in full, 12 bytes of state a parameter (3 GB with 15 layers), 20 bytes to train them. Each operation runs in a process
+of its own, with the state and two steps before it where it needs them; once with each transport, and once in two
+processes that train together, of which each has half of the state. Measured: the most resident memory during the
+operation (`VmHWM`, which is reset before it) and the most address space until its end (`VmPeak`), both beyond what the
+process had when JAX had started and one step of a tiny model had been trained, saved and restored; and how much of the
+resident memory the operation has added to what the process had before it. Of two processes, the larger figures. On a
+CPU, copies that a GPU would hold are host memory as well: they are part of a step's figure.
 
 `--package` measures another checkout of JaxFerry; `--before` adds its results as a second column.
 Writes `benchmarks/results/NAME.json`.
 """
 
 import argparse
-import functools
 import json
 import os
 import subprocess
@@ -24,8 +25,28 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import benchmark_paths  # noqa: F401
+import numpy as np
+
+import processes
+
 WIDTH, ROWS, MIB = 4096, 8, 2**20
-OPERATIONS = ("init", "step", "save", "save in the background", "restore", "restore and step", "export", "copy")
+OPERATIONS = (
+    "init",
+    "init_from",
+    "step",
+    "save",
+    "save in the background",
+    "restore",
+    "restore and step",
+    "export",
+    "pretrained",
+    "copy",
+)
+"""Each after those whose files it reads."""
+WITHOUT_STATE = ("init", "init_from", "restore", "restore and step", "pretrained")
+SETTINGS = {"ferry": ("ferry", 1), "device_put": ("device_put", 1), "two processes": ("device_put", 2)}
+"""Transport and number of processes, by name."""
 
 
 def status_bytes(name):
@@ -39,77 +60,144 @@ def reset_peak():
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def run(operation, num_layers, folder):
-    """Runs an operation in this process; returns its peaks in bytes."""
+class Drawn:
+    """A matrix of random numbers, drawn where they are wanted."""
+
+    shape, dtype = (WIDTH, WIDTH), np.dtype(np.float32)
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def read_into(self, made, span=None):
+        rng, start = np.random.default_rng(self.seed), 0 if span is None else span.start
+        rng.bit_generator.advance(start)
+        flat = made.reshape(-1)
+        for first in range(0, flat.size, MIB):
+            some = flat[first : first + MIB]
+            some[:] = rng.random(some.size, np.float32) * 0.02 - 0.01
+
+    def __array__(self, dtype=None, copy=None):
+        made = np.empty(self.shape, self.dtype)
+        self.read_into(made)
+        return made
+
+
+def loss_fn(params, x):
     import jax.numpy as jnp
-    import numpy as np
+
+    for name in sorted(params):
+        x = x + 0.1 * jnp.tanh(x @ params[name])
+    return jnp.mean(x**2)
+
+
+def trained(step, state, x):
+    """The state after two steps, with all updates made."""
+    for _ in range(2):
+        state, metrics = step(state, x)
+        float(metrics["loss"])
+    state.block_until_ready()
+    return state
+
+
+def run(operation, num_layers, folder, transport, num_processes):
+    """Runs an operation in this process; returns its peaks in bytes."""
+    import jax
     import optax
 
     import jaxferry
-    from jaxferry import pretrained
+    from jaxferry import distributed, pretrained
 
-    def loss_fn(params, x):
-        for name in sorted(params):
-            x = x + 0.1 * jnp.tanh(x @ params[name])
-        return jnp.mean(x**2)
+    mesh = distributed.start() if num_processes > 1 else None
 
-    def make(width, layers):
-        step = jaxferry.train_step(loss_fn, optax.adamw(1e-4))
-        shapes = {f"l{i:02}": np.broadcast_to(np.float32(1e-3), (width, width)) for i in range(layers)}
-        return step, shapes, np.ones((ROWS, width), np.float32)
+    def make(width):
+        step = jaxferry.train_step(loss_fn, optax.adamw(1e-4), mesh=mesh, transport=transport)
+        rng, own = np.random.default_rng(jax.process_index()), ROWS // num_processes
+        return step, rng.standard_normal((own, width), np.float32)
 
-    def trained(step, state, x):
-        for _ in range(2):
-            state, metrics = step(state, x)
-            float(metrics["loss"])
-        state.block_until_ready()
-        return state
+    def init_fn(rng):
+        keys = jax.random.split(rng, num_layers)
+        return {name: 0.01 * jax.random.normal(key, (WIDTH, WIDTH)) for name, key in zip(names, keys, strict=True)}
 
-    tiny, shapes, x = make(8, 2)
-    tiny.save(trained(tiny, tiny.init(shapes), x), folder / "tiny")
+    names = [f"l{i:02}" for i in range(num_layers)]
+    tiny, x = make(8)
+    tiny.save(trained(tiny, tiny.init({name: np.ones((8, 8), np.float32) for name in names[:2]}), x), folder / "tiny")
     tiny.restore(folder / "tiny")
-    step, shapes, x = make(WIDTH, num_layers)
+    step, x = make(WIDTH)
+    shapes = {name: Drawn(i) for i, name in enumerate(names)}
     before = {"resident": status_bytes("VmRSS"), "address_space": status_bytes("VmSize")}
 
-    state = None if operation in ("init", "restore", "restore and step") else step.init(shapes)
-    if operation not in ("init", "restore", "restore and step", "step"):
+    own = folder / f"export {jax.process_index()}"
+
+    def operate(state):
+        if operation == "init":
+            step.init(shapes)
+        elif operation == "init_from":
+            step.init_from(init_fn, jax.random.key(0))
+        elif operation == "step":
+            trained(step, state, x)
+        elif operation == "save":
+            step.save(state, folder / "saved")
+        elif operation == "save in the background":
+            step.save(state, folder / "in the background", wait=False)
+            step.wait_for_saves()
+        elif operation == "restore":
+            step.restore(folder / "saved")
+        elif operation == "restore and step":
+            trained(step, step.restore(folder / "saved"), x)
+        elif operation == "export":
+            pretrained.save_safetensors(own, state.lazy_params, lambda path: pretrained.Source(path[0], True))
+        elif operation == "pretrained":
+            tensors = pretrained.open_safetensors(own)
+            step.init(pretrained.arrange(tensors, shapes, lambda path: pretrained.Source(path[0], True)))
+        elif operation == "copy":
+            state.copy()
+
+    state = None if operation in WITHOUT_STATE else step.init(shapes)
+    if state is not None and operation != "step":
         trained(step, state, x)
     reset_peak()
-    if operation == "init":
-        step.init(shapes)
-    elif operation == "step":
-        trained(step, state, x)
-    elif operation == "save":
-        step.save(state, folder / "saved")
-    elif operation == "save in the background":
-        step.save(state, folder / "in the background", wait=False)
-        step.wait_for_saves()
-    elif operation == "restore":
-        step.restore(folder / "saved")
-    elif operation == "restore and step":
-        trained(step, step.restore(folder / "saved"), x)
-    elif operation == "export":
-        params = state.lazy_params if hasattr(state, "lazy_params") else state.params
-        pretrained.save_safetensors(folder / "export", params, ".".join)
-    elif operation == "copy":
-        state.copy()
+    there = status_bytes("VmRSS")
+    operate(state)
+    peak = status_bytes("VmHWM")
     return {
-        "resident": status_bytes("VmHWM") - before["resident"],
+        "resident": peak - before["resident"],
         "address_space": status_bytes("VmPeak") - before["address_space"],
+        "added": peak - there,
     }
 
 
-def measured(package, num_layers):
-    """The peaks of all operations, each in a process of its own."""
+def measured(package, num_layers, settings):
+    """The peaks of all operations in each setting."""
     found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for operation in OPERATIONS:
-            command = [sys.executable, __file__, "--run", operation, "--layers", num_layers, "--folder", folder]
-            command += ["--package", package]
-            done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True)
-            found[operation] = json.loads(done.stdout.splitlines()[-1])
-            print(f"{operation}: {found[operation]['resident'] / MIB:.0f} MiB", file=sys.stderr)
+    for setting in settings:
+        found[setting] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            for operation in OPERATIONS:
+                peaks = in_processes(operation, setting, package, num_layers, folder)
+                found[setting][operation] = {name: max(own[name] for own in peaks) for name in peaks[0]}
+                resident = found[setting][operation]["resident"]
+                print(f"{setting}, {operation}: {resident / MIB:.0f} MiB", file=sys.stderr)
     return found
+
+
+def in_processes(operation, setting, package, num_layers, folder):
+    """Runs an operation in as many new processes as the setting has; returns the peaks of each."""
+    _, num_processes = SETTINGS[setting]
+    command = [sys.executable, __file__, "--run", operation, "--layers", num_layers, "--folder", folder]
+    command += ["--package", package, "--setting", setting]
+    together = {"JAX_COORDINATOR_ADDRESS": processes.free_address(), "JAX_NUM_PROCESSES": str(num_processes)}
+    running = [
+        subprocess.Popen(
+            list(map(str, command)),
+            stdout=subprocess.PIPE,
+            env={**os.environ, **(together | {"JAX_PROCESS_ID": str(number)} if num_processes > 1 else {})},
+        )
+        for number in range(num_processes)
+    ]
+    texts = [process.communicate()[0] for process in running]
+    if any(process.returncode for process in running):
+        raise SystemExit(f"{operation} failed: {setting}")
+    return [json.loads(text.splitlines()[-1]) for text in texts]
 
 
 def take_package(folder):
@@ -128,34 +216,39 @@ def main():
     parser.add_argument("--name", default="host_peaks", help="name of the results")
     parser.add_argument("--run", choices=OPERATIONS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--setting", choices=SETTINGS, help="one to measure; all by default")
     options = parser.parse_args()
     if options.run is not None:
         take_package(options.package)
-        print(json.dumps(run(options.run, options.layers, options.folder)))
+        print(json.dumps(run(options.run, options.layers, options.folder, *SETTINGS[options.setting])))
         return
 
-    import benchmark_paths  # noqa: F401
     from rich.console import Console
     from rich.table import Table
 
-    from benchmarks import measure
+    import measure
 
     num_parameters = options.layers * WIDTH**2
-    peaks = measured(options.package, options.layers)
+    peaks = measured(options.package, options.layers, [options.setting] if options.setting else SETTINGS)
     before = None if options.before is None else json.loads(options.before.read_text())["peaks"]
     sizes = {"state_bytes": 12 * num_parameters, "training_bytes": 20 * num_parameters}
     measure.write(
         options.name,
         {**measure.machine(), "num_parameters": num_parameters, **sizes, "before": before, "peaks": peaks},
     )
-    table = Table(title="peak MiB beyond what the process had before: resident, address space")
-    for column in ("operation", "before", "now"):
-        table.add_column(column, justify="left" if column == "operation" else "right")
-    shown = functools.partial(map, lambda size: f"{size / MIB:,.0f}")
-    for operation in OPERATIONS:
-        columns = [found and ", ".join(shown(found[operation].values())) for found in (before, peaks)]
-        table.add_row(operation, *(column or "-" for column in columns))
-    Console().print(table)
+    for setting, now in peaks.items():
+        table = Table(title=f"{setting}: peak MiB beyond what the process had before: resident, address space, added")
+        for column in ("operation", "before", "now"):
+            table.add_column(column, justify="left" if column == "operation" else "right")
+        for operation in OPERATIONS:
+            pair = [(before or {}).get(setting, {}).get(operation), now[operation]]
+            table.add_row(operation, *map(shown, pair))
+        Console().print(table)
+
+
+def shown(found):
+    """An operation's peaks in MiB."""
+    return "-" if found is None else ", ".join(f"{size / MIB:,.0f}" for size in found.values())
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 
 from jaxferry.control_groups import groups, read_lines
 from jaxferry.errors import HostMemoryError
-from jaxferry.units import format_bytes, parse_bytes
+from jaxferry.units import format_apart, format_bytes, parse_bytes
 
 VARIABLE = "JAXFERRY_HOST_MEMORY"
 """The environment variable that names the host memory that training may take, or `off` for no check."""
@@ -112,8 +112,9 @@ def check(needed: Mapping[str, int], what: str = "training", remedy: str = _LESS
     if not known or total <= known[0].num_bytes:
         return
     parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in needed.items() if num_bytes)
+    needs, left = format_apart(total, known[0].num_bytes)
     raise HostMemoryError(
-        f"{what} needs {format_bytes(total)} of host memory ({parts}), but only {format_bytes(known[0].num_bytes)} "
+        f"{what} needs {needs} of host memory ({parts}), but only {left} "
         f"are available ({known[0].source}): free or add memory, raise the limit, {remedy}; "
         f"{VARIABLE}=off checks nothing"
     )

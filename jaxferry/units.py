@@ -10,6 +10,9 @@ _DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 MAX_BYTES = 2**53
 """The largest size: sums of such sizes fit into a machine word, and each is exact as a float."""
 
+_DIGITS_OF_A_BYTE = 13
+"""So many digits after the point tell one byte of a TiB."""
+
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
 
 
@@ -42,7 +45,7 @@ def _at_most(num_bytes: int, size: int | str, name: str) -> int:
     return num_bytes
 
 
-def format_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: float, num_more_digits: int = 0) -> str:
     """Formats a size with three or four digits and a binary unit: `format_bytes(1536)` is `"1.50 KiB"`."""
     sign, value = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -51,8 +54,17 @@ def format_bytes(num_bytes: float) -> str:
         value /= 1024
     else:
         unit = "TiB"
-    digits = 0 if unit == "B" or value >= 1000 else 2 if value < 10 else 1
-    return f"{sign}{value:.{digits}f} {unit}"
+    digits = 0 if value >= 1000 else 2 if value < 10 else 1
+    return f"{sign}{value:.{0 if unit == 'B' else digits + num_more_digits}f} {unit}"
+
+
+def format_apart(*sizes: int) -> list[str]:
+    """Formats sizes that a reader compares: as `format_bytes` does, with so many digits that unequal ones differ."""
+    for num_more_digits in range(_DIGITS_OF_A_BYTE):
+        shown = [format_bytes(size, num_more_digits) for size in sizes]
+        if len(set(shown)) == len(set(sizes)):
+            return shown
+    return [f"{size} B" for size in sizes]
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """Host memory is checked before it is allocated."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from jaxferry.engine.host.checkpoint import leaves
 from jaxferry.record_steps import make_recording
 from jaxferry.report.tables import host_memory_lines
 from jaxferry.schedule import Kind
-from jaxferry.units import format_bytes
+from jaxferry.units import format_bytes, parse_bytes
 
 GIB = 2**30
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8388608 kB\n"
@@ -42,6 +43,17 @@ def group(folder, most, taken, version=2, **counts):
         f"{folder}/memory.memsw.limit_in_bytes": f"{64 * GIB}\n",
         f"{folder}/memory.stat": others + "".join(stat),
     }
+
+
+@pytest.mark.parametrize("less", [1, 1000, 2**20])
+def test_an_error_never_says_that_there_is_as_much_as_needed(less, monkeypatch):
+    needed = 17 * GIB + 12345
+    monkeypatch.setenv(host_memory.VARIABLE, str(needed - less))
+    with pytest.raises(jaxferry.HostMemoryError) as refused:
+        host_memory.check({"master parameters": needed})
+    found = re.search(r"needs (.*) of host memory .* only (.*) are available", str(refused.value))
+    assert found[1] != found[2]
+    assert parse_bytes(found[1]) > parse_bytes(found[2])
 
 
 OWN = {"proc/self/cgroup": "0::/a/b\n"}
@@ -425,6 +437,35 @@ def test_the_peak_is_what_is_kept_and_a_bounded_piece(way, kept, saved_once):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (kept - 1) * 32 * MIB <= int(done.stdout) <= kept * 32 * MIB + 64 * MIB
+
+
+BLOCK_PEAKS = (
+    MEMORY
+    + """
+def loss(params, x):
+    for name in params["block"]:
+        x = x + jnp.tanh(x @ params["block"][name])
+    return jnp.mean((x * params["norm"]["scale"]) ** 2)
+
+def init_fn(width, rng):
+    keys = jax.random.split(rng, 8)
+    block = {f"l{i}": jax.random.normal(keys[i], (width, width)) for i in range(8)}
+    return {"block": block, "norm": {"scale": jnp.ones(width)}}
+
+step = jaxferry.train_step(loss, optax.sgd(1e-4))
+small = jaxferry.train_step(loss, optax.sgd(1e-4)).init_from(lambda rng: init_fn(8, rng), jax.random.key(0))
+before = from_now_on()
+state = step.init_from(lambda rng: init_fn(2048, rng), jax.random.key(0))
+print(memory("VmHWM") - before)
+"""
+)
+
+
+def test_init_from_takes_one_parameter_beside_the_masters_also_of_a_large_layer():
+    """A layer of eight parameters of 16 MiB; until now all of a layer were computed before the first was copied."""
+    done = subprocess.run([sys.executable, "-c", BLOCK_PEAKS], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert 7 * 16 * MIB <= int(done.stdout) <= 8 * 16 * MIB + 112 * MIB
 
 
 PACKED_PEAKS = (

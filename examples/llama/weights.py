@@ -3,7 +3,9 @@
 PyTorch's linear layers store the transpose of a Flax kernel. Checkpoints contain no adapters; these are initialised.
 """
 
+import dataclasses
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -73,8 +75,34 @@ def save(config, params, folder, tokenizer):
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class MergedKernel:
+    """A kernel with the scaled product of its adapters, of which each read computes the elements that it asks for."""
+
+    kernel: Any
+    lora_a: Any
+    lora_b: Any
+    scale: float
+
+    @property
+    def shape(self):
+        return tuple(self.kernel.shape)
+
+    @property
+    def dtype(self):
+        return np.result_type(self.kernel.dtype, self.lora_a.dtype, np.float32)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self[:], dtype)
+
+    def __getitem__(self, index):
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        more = np.asarray(self.lora_a)[rows] @ np.asarray(self.lora_b)[:, columns] * np.float32(self.scale)
+        return np.asarray(self.kernel[index]) + more
+
+
 def merged(config, params):
-    """Returns the parameters with the products of their adapters added to the kernels."""
+    """Returns the parameters with the products of their adapters added to the kernels; these are computed when read."""
     if not config.lora_rank:
         return params
     found, tree = jax.tree_util.tree_flatten_with_path(params)
@@ -85,8 +113,7 @@ def merged(config, params):
         thin = [leaves.get(name.replace("kernel", part)) for part in ("lora_a", "lora_b")]
         if "kernel" not in name or thin[0] is None:
             return leaves[name]
-        thin = [np.asarray(leaf) for leaf in thin]
-        return np.asarray(leaves[name]) + thin[0] @ thin[1] * np.float32(scale)
+        return MergedKernel(leaves[name], *thin, scale)
 
     return jax.tree.unflatten(tree, [whole(name) for name in leaves])
 

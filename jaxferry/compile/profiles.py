@@ -23,7 +23,7 @@ from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
 from jaxferry.settings import looks_for_nans
-from jaxferry.units import format_bytes
+from jaxferry.units import format_apart
 
 
 class Profiler:
@@ -131,9 +131,10 @@ class Profiler:
         programs.require(keys)
         needed_bytes = ACCELERATOR_BYTES + 2 * TRANSFER_BYTES + max(map(programs.bytes_of, keys))
         if needed_bytes > budget_bytes:
+            needs, budget = format_apart(needed_bytes, budget_bytes)
             raise NotMeasurable(
-                f"measuring takes {format_bytes(needed_bytes)} of device memory, and memory_budget is "
-                f'{format_bytes(budget_bytes)}: profile="estimate" asks for no measurement'
+                f"measuring takes {needs} of device memory, and memory_budget is {budget}: "
+                'profile="estimate" asks for no measurement'
             )
 
     def _measured(self, variants: RematVariants, programs: Programs, share: Callable[[], Share]) -> Profile:

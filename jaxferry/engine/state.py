@@ -13,7 +13,7 @@ from jaxferry.engine.host.arrays import HostArrays
 from jaxferry.engine.host.given import given_leaves, hyperparameters
 from jaxferry.engine.host.lazy_parameter import LazyParameter
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Parts, Stacked, in_stored_form, is_key, numpy_bytes, on_host, together, whole_of
+from jaxferry.engine.host.pieces import Parts, elements_of, in_stored_form, is_key, numpy_bytes, on_host, whole_of
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
@@ -32,7 +32,7 @@ from jaxferry.engine.prefetch import Prefetch
 from jaxferry.engine.transport.base import Transport
 from jaxferry.engine.transport.held import DeviceLayer
 from jaxferry.errors import StateError
-from jaxferry.partition import Layer, Span
+from jaxferry.partition import Layer
 from jaxferry.partition.graph import aval_bytes
 from jaxferry.partition.packed import from_bytes, is_stored_as_bytes, to_bytes
 from jaxferry.units import format_bytes
@@ -172,14 +172,7 @@ class TrainState:
 
     def _elements(self, leaf: int, index: Any) -> np.ndarray:
         """A copy of a parameter as it is stored, or of some of its elements."""
-        parts, aval = self.host.master(leaf), self.optimizer.avals[leaf]
-        found = parts.get(None)
-        if found is not None:
-            return np.array(np.asarray(found)[index])
-        stacked = None if any(isinstance(part, Span) for part in parts) else together(parts)
-        if isinstance(stacked, Stacked) and stacked.axis == 0 and isinstance(index, slice):
-            return np.stack([np.asarray(part) for part in stacked.parts[index]])
-        return np.array(self._whole(parts, aval)[index])
+        return elements_of(self.host.master(leaf), tuple(self.optimizer.avals[leaf].shape), self._placement, index)
 
     @property
     @by_one_thread

@@ -25,7 +25,7 @@ from jaxferry.modes import MODULE
 from jaxferry.plan.base import Request
 from jaxferry.plan.records import Plan
 from jaxferry.simulate.report import simulate
-from jaxferry.units import format_bytes
+from jaxferry.units import format_apart
 
 MOST_TRACES = 30
 """Traces of a search; a memory that is linear in the batch size needs three, one that is nearly so a few more."""
@@ -214,14 +214,16 @@ def _tokens(batch: Any) -> int | None:
 def _problem(smallest: Traced, budget_bytes: int, host_bytes: Mapping[str, int], host_memory_bytes: int | None) -> str:
     problems = []
     if smallest.smallest_bytes > budget_bytes:
+        needs, budget = format_apart(smallest.smallest_bytes, budget_bytes)
         problems.append(
-            f"batches of {smallest.batch_size} need {format_bytes(smallest.smallest_bytes)} of device memory, and the "
-            f"budget is {format_bytes(budget_bytes)}: take a larger device or shorter samples"
+            f"batches of {smallest.batch_size} need {needs} of device memory, and the budget is {budget}: take a "
+            "larger device or shorter samples"
         )
     total = sum(host_bytes.values())
     if host_memory_bytes is not None and total > host_memory_bytes:
+        needs, there = format_apart(total, host_memory_bytes)
         problems.append(
-            f"training needs {format_bytes(total)} of host memory, and there are {format_bytes(host_memory_bytes)}: "
+            f"training needs {needs} of host memory, and there are {there}: "
             "add memory, freeze parameters, or take an optimizer with less state"
         )
     return "; ".join(problems)

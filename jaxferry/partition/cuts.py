@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from jaxferry.partition.dataflow import Dataflow
 from jaxferry.partition.graph import Graph
-from jaxferry.units import format_bytes
+from jaxferry.units import format_apart
 
 _EXPENSIVE_RATIO = 8
 """A cut is expensive if it carries more than this multiple of the median cut's bytes."""
@@ -130,11 +130,8 @@ def expensive_cut(stretches: Sequence[Stretch], group_bytes: Sequence[int]) -> t
     if not expensive:
         return None
     alive_bytes, left, right = max(expensive)
-    smaller = min(group_bytes[left], group_bytes[right])
-    reason = (
-        f"a cut between them would carry {format_bytes(alive_bytes)}, "
-        f"more than the {format_bytes(smaller)} of parameters that it could offload"
-    )
+    carried, smaller = format_apart(alive_bytes, min(group_bytes[left], group_bytes[right]))
+    reason = f"a cut between them would carry {carried}, more than the {smaller} of parameters that it could offload"
     return {left, right}, reason
 
 

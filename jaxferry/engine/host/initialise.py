@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jaxferry.engine.host.pieces import Parts, filled
 from jaxferry.engine.placement import Placement
 from jaxferry.partition import Layer, Span
-from jaxferry.partition.graph import evaluate, live_equations, trace
+from jaxferry.partition.graph import Atom, Graph, evaluate, live_equations, trace
 from jaxferry.partition.packed import is_stored_as_bytes, stored_struct, to_bytes
 
 BLOCK_BYTES = 2 << 20
@@ -79,6 +79,8 @@ def masters_layer_by_layer(
 ) -> dict[int, Parts]:
     """Runs `init_fn(rng)` on the CPU backend, one layer at a time, each with only the equations that it needs.
 
+    Each parameter is copied as soon as it is computed: one exists beside the masters at a time, with what computes it.
+
     The results equal those of `init_fn` on that backend without `jit`. Of several processes each computes all layers
     and keeps what it owns.
     """
@@ -89,12 +91,39 @@ def masters_layer_by_layer(
     with jax.default_device(cpu):
         given = dict(zip(graph.parameters, (jax.device_put(leaf, cpu) for leaf in jax.tree.leaves(rng)), strict=True))
         for layer in layers:
-            atoms = [graph.outputs[leaf.index] for leaf in layer.leaves]
-            values = {**graph.constants, **given}
-            evaluate(live_equations(graph.equations, atoms), values)
-            arrays = [values[atom] if isinstance(atom, int) else atom.val for atom in atoms]
-            dtypes = [leaf.master_dtype for leaf in layer.leaves]
-            spans = [placement.ownership.span(layer, leaf) for leaf in layer.leaves]
-            made = masters_from_arrays(arrays, dtypes, placement, spans)
-            masters |= {leaf.index: made[i] for i, leaf in enumerate(layer.leaves)}
+            spans = {leaf.index: placement.ownership.span(layer, leaf) for leaf in layer.leaves}
+            dtypes = {leaf.index: leaf.master_dtype for leaf in layer.leaves}
+            outputs = [(graph.outputs[leaf.index], leaf.index) for leaf in layer.leaves]
+            for index, array in _arrays_one_by_one(graph, outputs, {**graph.constants, **given}):
+                masters[index] = {spans[index]: host_array(array, placement, dtypes[index], spans[index])}
+                del array  # before the next one is computed
     return masters
+
+
+def _arrays_one_by_one(
+    graph: Graph, outputs: Sequence[tuple[Atom, int]], values: dict[int, Any]
+) -> Iterator[tuple[int, Any]]:
+    """Yields arrays with their numbers as soon as they are computed; releases what no later equation reads.
+
+    Args:
+      graph: the traced initialiser.
+      outputs: its wanted outputs, each with a number.
+      values: its constants and arguments, by their numbers in the graph; changed.
+    """
+    equations = live_equations(graph.equations, [atom for atom, _ in outputs])
+    last = {atom: i for i, each in enumerate(equations) for atom in each.inputs if isinstance(atom, int)}
+    computed = {atom for each in equations for atom in each.outputs}
+    numbers: dict[int, list[int]] = {}
+    for atom, number in outputs:
+        if isinstance(atom, int) and atom in computed:
+            numbers.setdefault(atom, []).append(number)
+        else:
+            yield number, values[atom] if isinstance(atom, int) else atom.val
+    for i, equation in enumerate(equations):
+        evaluate([equation], values)
+        for atom in equation.outputs:
+            for number in numbers.get(atom, ()):
+                yield number, values[atom]
+        for each in (*equation.inputs, *equation.outputs):
+            if isinstance(each, int) and last.get(each, i) <= i:
+                values.pop(each, None)

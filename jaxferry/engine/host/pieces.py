@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -85,6 +85,10 @@ class Owned:
         """The elements that it holds, of each part in order."""
         numbered = [(span.part.number if span.part else 0, span) for span in self.parts if isinstance(span, Span)]
         return [self.parts[span] for _, span in sorted(numbered, key=lambda pair: pair[0])]
+
+
+_PIECE_BYTES = 16 * 2**20
+"""The bytes of rows that processes gather at a time; they are in memory several times meanwhile."""
 
 
 class Pieces:
@@ -272,6 +276,46 @@ def whole_of(parts: Parts, shape: tuple[int, ...], placement: Placement, part: P
     if part is not None:
         return one(part)
     return np.stack([one(part) for part in parts_of], axis)
+
+
+def elements_of(parts: Parts, shape: tuple[int, ...], placement: Placement, index: Any) -> np.ndarray:
+    """Returns a copy of some elements of an array; if processes hold some elements each, every process must call this.
+
+    Of a slice of rows, alone or first in a tuple, no other rows are copied or gathered.
+
+    Args:
+      parts: the array as it is stored.
+      shape: shape of the whole.
+      placement: where it lives.
+      index: which elements, an index of NumPy's.
+    """
+    if None in parts:
+        return np.array(np.asarray(parts[None])[index])
+    spans = {known.part: known for known in parts if isinstance(known, Span)}
+    if not spans and isinstance(index, slice):
+        stacked: Stacked = together(parts)
+        ones, own = (stacked.parts[index], ...) if stacked.axis == 0 else (stacked.parts, index)
+        if ones:
+            return np.stack([np.asarray(part)[own] for part in ones], stacked.axis)
+    first_axis, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+    if None in spans and shape and isinstance(first_axis, slice) and first_axis.step in (None, 1):
+        start, stop, _ = first_axis.indices(shape[0])
+        if start < stop:
+            pieces = _gathered_rows(np.asarray(parts[spans[None]]), spans[None], (start, stop), shape[1:], placement)
+            # Copies, of which each releases its piece.
+            return np.concatenate([np.array(piece[(slice(None), *rest)]) for piece in pieces])
+    return np.array(whole_of(parts, shape, placement)[index])
+
+
+def _gathered_rows(
+    own: np.ndarray, span: Span, rows: tuple[int, int], row: tuple[int, ...], placement: Placement
+) -> Iterator[np.ndarray]:
+    """Gathers rows of an array, of which each process holds some elements, some at a time."""
+    size = math.prod(row)
+    step = max(1, _PIECE_BYTES // max(1, size * own.itemsize))
+    for first in range(*rows, step):
+        num = min(step, rows[1] - first)
+        yield _gathered(own, span, first * size, num * size, placement).reshape(num, *row)
 
 
 def _gathered(own: np.ndarray, span: Span, first: int, size: int, placement: Placement) -> np.ndarray:

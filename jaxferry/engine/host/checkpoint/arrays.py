@@ -6,6 +6,7 @@ knows arrays by number: "params.3" is the fourth parameter, "params.3.0" its fir
 
 from __future__ import annotations
 
+import collections
 import inspect
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +17,15 @@ import numpy as np
 import tensorstore
 
 from jaxferry.engine.host.checkpoint.about import Leaf
+from jaxferry.engine.host.checkpoint.chunks import chunk_shape, indices
 from jaxferry.engine.host.checkpoint.digests import digest
 from jaxferry.engine.host.pieces import Owned, Stacked
 
 FOLDER = "arrays"
 """The folder of the first process, relative to the checkpoint."""
 
-_FILE_BYTES = 64 * 2**20
-"""Orbax collects as many compressed bytes in memory before it writes them to a file; by default 2 GiB."""
+_FILE_BYTES = 32 * 2**20
+"""As many bytes are encoded in memory at a time, and lie in a file; by default all arrays are, and 2 GiB."""
 
 Leaves = Mapping[str, Any]
 """Arrays by path; `Stacked` where they are in parts."""
@@ -62,41 +64,55 @@ def write_arrays(parts: Mapping[str, Leaves], checkpoint: pathlib.Path, process:
         _write_own(arrays, checkpoint / folder_of(process))
         return
     saved = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES)
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_without_copies(), **_alone())
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_by_pieces(), **_alone())
     with ocp.Checkpointer(handler, **_alone()) as checkpointer:
         checkpointer.save(checkpoint / folder_of(process), args=saved)
 
 
 def _write_own(arrays: Mapping[str, Mapping[str, Any]], folder: pathlib.Path) -> None:
     """Writes arrays as Orbax does, which lets no process but the first write arrays that others have not."""
-    writes: list[Any] = []
-    num_bytes = 0
+    writes, context = _Writes(), tensorstore.Context()
     store = {"driver": "ocdbt", "base": f"file://{folder}/", "target_data_file_size": _FILE_BYTES}
-    context = tensorstore.Context()
     for part, own in arrays.items():
         for name, array in own.items():
-            # Not more is in memory twice than this.
-            if num_bytes + array.nbytes > 2 * _FILE_BYTES:
-                _finish(writes)
-                num_bytes = 0
             spec = {"driver": "zarr", "kvstore": {**store, "path": f"{part}.{name}/"}}
-            chunks = [min(length, _CHUNK) for length in array.shape] if len(array.shape) == 1 else array.shape
+            layout = tensorstore.ChunkLayout(chunk_shape=chunk_shape(array.shape, array.dtype.itemsize))
             kind = {"dtype": tensorstore.dtype(array.dtype), "shape": array.shape}
-            opened = tensorstore.open(
-                spec, create=True, context=context, chunk_layout=tensorstore.ChunkLayout(chunk_shape=chunks), **kind
-            )
-            writes.append(opened.result().write(np.asarray(array)))
-            num_bytes += array.nbytes
-    _finish(writes)
+            opened = tensorstore.open(spec, create=True, context=context, chunk_layout=layout, **kind)
+            writes.start(opened.result(), np.asarray(array))
+    writes.finish()
 
 
-def _finish(writes: list[Any]) -> None:
-    while writes:
-        writes.pop(0).result()
+class _Writes:
+    """Writes to arrays of TensorStore, chunk by chunk: few chunks are in memory encoded at a time."""
 
+    def __init__(self) -> None:
+        self._chunks: collections.deque[tuple[Any, int]] = collections.deque()
+        self._num_bytes = 0
 
-_CHUNK = 1 << 22
-"""The most elements of a flat array that TensorStore encodes at a time."""
+    def start(self, opened: Any, array: np.ndarray) -> list[Any]:
+        """Writes an array, which must not change meanwhile; returns TensorStore's writes, not all of them ended."""
+        started = []
+        for index in indices(array.shape, chunk_shape(array.shape, array.dtype.itemsize)):
+            chunk = array[index]
+            while self._chunks and self._num_bytes + chunk.nbytes > _FILE_BYTES:
+                self._end_one()
+            # Without a copy of the chunk.
+            write = opened[index].write(chunk, can_reference_source_data_indefinitely=True)
+            started.append(write)
+            self._chunks.append((write, chunk.nbytes))
+            self._num_bytes += chunk.nbytes
+        return started
+
+    def finish(self) -> None:
+        """Waits until all chunks are written."""
+        while self._chunks:
+            self._end_one()
+
+    def _end_one(self) -> None:
+        write, num_bytes = self._chunks.popleft()
+        self._num_bytes -= num_bytes
+        write.result()
 
 
 def _orbax() -> Any:
@@ -113,14 +129,25 @@ def _alone() -> dict[str, Any]:
     return {"multiprocessing_options": options(primary_host=own, active_processes={own})}
 
 
-def _without_copies() -> Any:
-    """Returns Orbax's handlers of arrays; by default it copies all NumPy arrays first, which doubles host memory."""
+def _by_pieces() -> Any:
+    """Returns Orbax's handlers of arrays; its own of NumPy's encodes all of them at a time, of a copy by default."""
     handlers = _orbax().type_handlers
-    if "deepcopy_host_arrays" not in inspect.signature(handlers.NumpyHandler).parameters:
-        return None  # an Orbax without the choice
+    base: Any = handlers.NumpyHandler
+    writes = _Writes()
+
+    class PiecesHandler(base):
+        async def _open_and_write(self, value: np.ndarray, tspec: dict[str, Any], ts_context: Any) -> None:
+            stored = tspec.get("base", tspec)  # in the spec of a cast
+            stored["metadata"]["chunks"] = chunk_shape(value.shape, value.dtype.itemsize)
+            opened = tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
+            # Other arrays begin meanwhile: those that are written together take one commit.
+            for write in writes.start(await opened, value):
+                await write
+
+    has_choice = "deepcopy_host_arrays" in inspect.signature(base).parameters
     return handlers.create_type_handler_registry(
         (jax.Array, handlers.ArrayHandler()),
-        (np.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        (np.ndarray, PiecesHandler(**({"deepcopy_host_arrays": False} if has_choice else {}))),
     )
 
 

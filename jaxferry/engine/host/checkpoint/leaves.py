@@ -18,13 +18,11 @@ import tensorstore
 
 from jaxferry.engine.host.checkpoint.about import About, Leaf, Piece
 from jaxferry.engine.host.checkpoint.arrays import files_of, folder_of, names_of, open_one
+from jaxferry.engine.host.checkpoint.chunks import PIECE_BYTES, indices
 from jaxferry.engine.host.checkpoint.digests import Digest
 from jaxferry.engine.host.checkpoint.paths import reason
 from jaxferry.errors import CheckpointError
 from jaxferry.partition import Span
-
-_PIECE_BYTES = 32 * 2**20
-"""The bytes that are read at a time, where the file does not force more; they are in memory encoded as well."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +103,8 @@ class StoredLeaf:
         elif found.shape == made.shape:
             made[...] = found
         else:
-            made.flat[first : first + found.size] = found.reshape(-1)
+            flat = made.reshape(-1) if made.flags.c_contiguous else made.flat
+            flat[first : first + found.size] = found.reshape(-1)
 
     def _pieces(self, span: Span | None) -> Iterator[tuple[int, np.ndarray]]:
         """Yields elements that follow each other, and the first one's place: of parts, one part after the other."""
@@ -141,8 +140,9 @@ class StoredLeaf:
         if found != declared:
             raise CheckpointError(f"{what} in {files_of(folder, [name])} is declared as {declared}, not {found}")
         try:
-            for rows in _bands(stored):
-                yield np.asarray(stored[rows].read().result())
+            chunk, num_elements = stored.chunk_layout.read_chunk.shape, PIECE_BYTES // self.dtype.itemsize
+            for index in indices(shape, chunk, num_elements):
+                yield np.asarray(stored[index].read().result())
         except Exception as error:
             raise CheckpointError(f"{what} in {files_of(folder, [name])}: {reason(error)}") from error
 
@@ -209,15 +209,3 @@ def cannot_read(path: str | os.PathLike[str], error: Exception) -> CheckpointErr
     """Returns the error for a checkpoint that cannot be read."""
     what = str(error) if isinstance(error, CheckpointError | ValueError) else reason(error)
     return CheckpointError(f"{os.fspath(path)} cannot be read: {what}; restore another checkpoint")
-
-
-def _bands(stored: Any) -> Iterator[Any]:
-    """Yields indices that together are all of an array, in C order, cut where the stored chunks are."""
-    shape, chunk = stored.shape, stored.chunk_layout.read_chunk.shape
-    if not shape:
-        yield ...
-        return
-    row_bytes = max(1, math.prod(shape[1:]) * stored.dtype.numpy_dtype.itemsize)
-    rows = chunk[0] * max(1, _PIECE_BYTES // (row_bytes * chunk[0]))
-    for first in range(0, shape[0], rows):
-        yield slice(first, min(first + rows, shape[0]))

@@ -1,0 +1,153 @@
+"""How leaves are cut in files: in small chunks, in older checkpoints as they are; and the memory that it takes."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+from unittest import mock
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from checkpoints import content, plain
+from jaxferry.engine import checkpoint
+from jaxferry.engine.host.checkpoint import arrays, chunks, leaves
+from jaxferry.engine.host.pieces import Stacked
+
+MIB = 2**20
+SHAPES = [(), (1,), (17,), (4, 6), (3, 5, 7), (2, 1, 9), (7, 1), (1, 7), (5, 4, 3, 2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_bytes", [4, 12, 40, 100, 10**6])
+def test_chunks_are_small_and_follow_each_other_in_c_order(shape, num_bytes, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", num_bytes)
+    elements = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    chunk = chunks.chunk_shape(shape, 4)
+    found = [elements[index] for index in chunks.indices(shape, chunk)]
+    np.testing.assert_array_equal(np.concatenate([each.reshape(-1) for each in found]), elements.reshape(-1))
+    assert all(each.nbytes <= num_bytes for each in found)
+    assert all(each.shape == chunk for each in found[:1])
+    # No fewer would do along the axis that is cut, and what the last chunk lacks is less than one element a chunk.
+    assert math.prod(chunk) * len(found) < elements.size * 2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_elements", [1, 6, 50])
+def test_pieces_of_any_chunks_are_whole_chunks_in_c_order(shape, num_elements):
+    """As in older checkpoints, whose chunks were cut along any axis."""
+    elements, rng = np.arange(math.prod(shape)).reshape(shape), np.random.default_rng(0)
+    for _ in range(20):
+        chunk = tuple(int(rng.integers(1, length + 1)) for length in shape)
+        pieces = list(chunks.indices(shape, chunk, num_elements))
+        found = np.concatenate([elements[piece].reshape(-1) for piece in pieces])
+        np.testing.assert_array_equal(found, elements.reshape(-1))
+        for piece in pieces:
+            for cut, own, length in zip(piece, chunk, shape, strict=True):
+                assert cut.start % own == 0
+                assert cut.stop % own == 0 or cut.stop == length
+
+
+def large(seed):
+    """Leaves that small chunks cut along any axis, also where they are in parts."""
+    rng = np.random.default_rng(seed)
+    params = {f"['{i}']": rng.standard_normal(shape, dtype=np.float32) for i, shape in enumerate(SHAPES)}
+    for axis in range(3):
+        parts = tuple(rng.standard_normal((3, 5), dtype=np.float32) for _ in range(4))
+        params[f"['stacked along {axis}']"] = Stacked(parts, axis)
+    paths = [[name[2:-2]] for name in params]
+    return dataclasses.replace(content(), params=params, dtypes=["float32"] * len(params), dictionary_paths=paths)
+
+
+@pytest.mark.parametrize("num_bytes", [4, 12, 100])
+def test_leaves_of_many_chunks_are_read_bit_by_bit_also_by_orbax_alone(num_bytes, monkeypatch, tmp_path):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", num_bytes)
+    monkeypatch.setattr(leaves, "PIECE_BYTES", 2 * num_bytes)
+    monkeypatch.setattr(arrays, "_FILE_BYTES", 2 * num_bytes)
+    saved = large(num_bytes)
+    checkpoint.save(saved, tmp_path / "saved")
+    assert plain(checkpoint.load(tmp_path / "saved")) == plain(saved)
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        read = checkpointer.restore(tmp_path / "saved/arrays")
+    for i, leaf in enumerate(saved.params.values()):
+        for k, part in enumerate(leaf.parts if isinstance(leaf, Stacked) else (leaf,)):
+            name = f"{i}.{k}" if isinstance(leaf, Stacked) else str(i)
+            np.testing.assert_array_equal(read["params"][name], part)
+
+
+@pytest.mark.parametrize("num_bytes", [4, 12, 100])
+def test_checkpoints_with_orbax_own_chunks_are_still_read(num_bytes, monkeypatch, tmp_path):
+    """Until chunks were cut here, Orbax cut leaves that were larger than a file along their longest axes."""
+    saved = large(num_bytes)
+    handlers = ocp.type_handlers
+    plain_ones = handlers.create_type_handler_registry((np.ndarray, handlers.NumpyHandler()))
+    with (
+        mock.patch.object(arrays, "_FILE_BYTES", num_bytes),
+        mock.patch.object(arrays, "_by_pieces", lambda: plain_ones),
+    ):
+        checkpoint.save(saved, tmp_path / "saved")
+    assert tuple(stored(tmp_path, "params.4").chunk_layout.read_chunk.shape) != chunks.chunk_shape((3, 5, 7), 4)
+    monkeypatch.setattr(leaves, "PIECE_BYTES", 4)
+    assert plain(checkpoint.load(tmp_path / "saved")) == plain(saved)
+
+
+def stored(folder, name):
+    return arrays.open_one(folder / "saved/arrays", name)
+
+
+@pytest.mark.parametrize("shape", [(20, 1024, 512), (3 * 10243, 512), (2, 20 * MIB), (21 * MIB,)])
+def test_a_new_checkpoint_has_chunks_of_a_few_mib(shape, tmp_path):
+    """Also where the first axis has few divisors: a vocabulary of 32,001 words made chunks of 3 rows."""
+    leaf = np.zeros(shape, np.int8)
+    saved = dataclasses.replace(content(), params={"['x']": leaf}, dtypes=["int8"], dictionary_paths=[["x"]])
+    checkpoint.save(saved, tmp_path / "saved")
+    num_bytes = math.prod(stored(tmp_path, "params.0").chunk_layout.read_chunk.shape)
+    assert MIB < num_bytes <= 4 * MIB
+    np.testing.assert_array_equal(checkpoint.load(tmp_path / "saved").params["['x']"], leaf)
+
+
+PEAKS = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, optax, jaxferry
+
+def memory(name):
+    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+class Drawn:
+    shape, dtype = tuple(map(int, sys.argv[3:])), np.dtype(np.float32)
+
+    def read_into(self, made, span=None):
+        rng, flat = np.random.default_rng(0), made.reshape(-1)
+        for first in range(0, flat.size, 2**20):
+            flat[first : first + 2**20] = rng.standard_normal(flat[first : first + 2**20].size, np.float32)
+
+def loss(params, x):
+    return jnp.mean(params["l"] * x)
+
+path, way = sys.argv[1:3]
+step = jaxferry.train_step(loss, optax.sgd(1e-4))
+small = jaxferry.train_step(loss, optax.sgd(1e-4))
+small.save(small.init({"l": np.ones((8, 8), np.float32)}), path + "-small")
+small.restore(path + "-small")  # what JAX and TensorStore take themselves
+kept = 0
+if way == "save":
+    state = step.init({"l": Drawn()})
+open("/proc/self/clear_refs", "w").write("5")  # the peak is that from now on
+before = memory("VmRSS")
+if way == "save":
+    step.save(state, path)
+else:
+    kept = sum(master.nbytes for master in step.restore(path).masters())
+print(memory("VmHWM") - before - kept)
+"""
+
+
+@pytest.mark.parametrize("shape", [(8192, 8192), (2, 4096, 8192), (64 * MIB,)])
+def test_saving_and_restoring_a_large_leaf_takes_no_more_than_a_piece(shape, tmp_path):
+    """256 MiB of numbers that do not get smaller when encoded; a piece is at most 64 MiB."""
+    for way in ("save", "restore"):
+        command = [sys.executable, "-c", PEAKS, str(tmp_path / "saved"), way, *map(str, shape)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert int(done.stdout) <= 96 * MIB, way
