@@ -1,17 +1,60 @@
-"""Sums in host memory, in place, on all threads of the native library; by NumPy without it, or in other dtypes."""
+"""Copies and sums in host memory, in place, on all threads of the native library.
+
+NumPy does the same without the library, in other dtypes, and where arrays are not contiguous.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
+from typing import Any
+
+import jax
 import numpy as np
 
+from jaxferry.native import targets
 from jaxferry.native.library import NativeLibrary, library, status
 from jaxferry.native.targets import DTYPE_NUMBERS
+
+_LARGE_BYTES = 2**20
+"""The first write to fresh memory costs more than a copy, and threads share it; for fewer bytes it does not matter."""
+
+
+def empty(shape: tuple[int, ...], dtype: Any, where: Any) -> jax.Array | None:
+    """An array in host memory that XLA owns, of which nothing is written; None if the library cannot make it.
+
+    Args:
+      shape: its shape.
+      dtype: its dtype, of whole bytes.
+      where: its sharding: one CPU device.
+    """
+    is_large = math.prod(shape) * np.dtype(dtype).itemsize >= _LARGE_BYTES
+    return _empty(shape, np.dtype(dtype), where)() if is_large and status("cpu").is_available else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _empty(shape: tuple[int, ...], dtype: np.dtype, where: Any) -> Any:
+    made = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))
+    return jax.jit(lambda: targets.empty(made), out_shardings=where)
+
+
+def copy(target: np.ndarray, source: np.ndarray) -> None:
+    """Copies an array into another one of the same shape, cast to its dtype."""
+    if target.shape != source.shape:
+        raise ValueError(f"an array of shape {list(source.shape)} does not fit {list(target.shape)}")
+    is_plain = target.flags.c_contiguous and source.flags.c_contiguous and target.nbytes >= _LARGE_BYTES
+    if is_plain and target.dtype == source.dtype and target.nbytes % 4 == 0:
+        target, source = (array.reshape(-1).view(np.uint8).view(np.float32) for array in (target, source))
+    if is_plain and (native := _native(target, source)) is not None:
+        native.add(target, source, adds=False)
+    else:
+        target[...] = source
 
 
 def clear(target: np.ndarray) -> None:
     """Fills an array with zeros."""
-    if (native := _native(target)) is not None:
-        native.clear(target)
+    if target.flags.c_contiguous and status("cpu").is_available:
+        library("cpu").clear(target)
     else:
         target[...] = 0
 

@@ -34,7 +34,12 @@ def _scratch(slice_bytes: int, num_slices: int, limit_bytes: int) -> jax.Array:
     padding = 512
     least, most = 2 * (slice_bytes + padding), 2 * (slice_bytes * num_slices + padding)
     result = jax.ShapeDtypeStruct((max(least, min(limit_bytes, most)),), np.uint8)
-    made: jax.Array = jax.ffi.ffi_call("jaxferry_scratch", result)()
+    return empty(result)
+
+
+def empty(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Allocates an array without writing its content."""
+    made: jax.Array = jax.ffi.ffi_call("jaxferry_scratch", like)()
     return made
 
 

@@ -257,6 +257,20 @@ def trace(
     return graph_of(closed, len(leaves), jax.tree.structure(out_shape), keep_single)
 
 
+def are_zeros(atom: Atom, made_by: Mapping[int, Equation]) -> bool:
+    """Whether an atom is an array that a constant 0 fills; `made_by` has the equation of each value."""
+    equation = made_by.get(atom) if isinstance(atom, int) else None
+    if equation is None or equation.primitive.name != "broadcast_in_dim" or isinstance(equation.inputs[0], int):
+        return False
+    return not any(np.asarray(equation.inputs[0].val).tobytes())
+
+
+def zeros_of(graph: Graph) -> list[int]:
+    """The numbers of the outputs that are arrays of zeros, whatever the inputs."""
+    made_by = {value: equation for equation in graph.equations for value in equation.outputs}
+    return [number for number, atom in enumerate(graph.outputs) if are_zeros(atom, made_by)]
+
+
 def known_jaxpr(
     function: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[core.ClosedJaxpr, jax.tree_util.PyTreeDef]:

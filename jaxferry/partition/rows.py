@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.partition.graph import Equation, Graph, evaluate, live_equations, trace
+from jaxferry.partition.graph import Equation, Graph, are_zeros, evaluate, live_equations, trace
 from jaxferry.partition.layout import Span
 
 
@@ -131,11 +131,7 @@ def _scatter_of_zeros(graph: Graph, output: int) -> Equation | None:
     if equation is None or equation.primitive.name != "scatter-add" or len(equation.inputs) != 3:
         return None
     table, _, rows = equation.inputs
-    zeros = made_by.get(table) if isinstance(table, int) else None
-    if zeros is None or zeros.primitive.name != "broadcast_in_dim" or not isinstance(rows, int):
-        return None
-    filled = zeros.inputs[0]
-    if isinstance(filled, int) or np.any(np.asarray(filled.val)):
+    if not isinstance(rows, int) or not are_zeros(table, made_by):
         return None
     made, added, dims = graph.avals[equation.outputs[0]], graph.avals[rows], equation.params["dimension_numbers"]
     if made.ndim != 2 or added.size >= made.size or added.shape[-1:] != made.shape[1:] or dims.operand_batching_dims:

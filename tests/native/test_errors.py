@@ -143,11 +143,6 @@ REFUSED = [
         {},
         "ferry_wait: there must be a result for each argument, got 0 for 1",
     ),
-    (
-        lambda: call("scratch", [], [jax.ShapeDtypeStruct((4,), F32)]),
-        {},
-        "scratch: the result must be uint8, got float",
-    ),
 ]
 
 

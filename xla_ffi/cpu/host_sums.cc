@@ -26,9 +26,14 @@ struct VectorSum {
   bool adds;
 };
 
+// Copies of so many elements bypass the caches, which saves reading what they overwrite.
+constexpr int64_t kCopyChunk = 1 << 21;
+
+int64_t ChunkOf(const VectorSum& sum) { return sum.adds || sum.from != sum.to ? kChunk : kCopyChunk; }
+
 void RunVectorChunk(const void* data, int64_t chunk) {
   const VectorSum& sum = *static_cast<const VectorSum*>(data);
-  const int64_t start = chunk * kChunk, size = std::min(kChunk, sum.size - start);
+  const int64_t start = chunk * ChunkOf(sum), size = std::min(ChunkOf(sum), sum.size - start);
   const void* source = Skip(sum.from, sum.source, start);
   void* destination = Skip(sum.to, sum.destination, start);
   if (!sum.adds) return Cast(sum.from, source, sum.to, destination, size);
@@ -36,7 +41,9 @@ void RunVectorChunk(const void* data, int64_t chunk) {
   Add(sum.from, source, sum.to, destination, size);
 }
 
-void Run(const VectorSum& sum) { HostThreads::Get().Run(RunVectorChunk, &sum, (sum.size + kChunk - 1) / kChunk); }
+void Run(const VectorSum& sum) {
+  HostThreads::Get().Run(RunVectorChunk, &sum, (sum.size + ChunkOf(sum) - 1) / ChunkOf(sum));
+}
 
 struct Clearing {
   char* destination;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,14 @@ import numpy as np
 
 from jaxferry.engine.host.on_devices import OnDevices
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Key, Parts, Pieces, cut, on_host
-from jaxferry.engine.host.pinned import Vectors, from_shares, on_cpu, to_pinned
+from jaxferry.engine.host.pieces import Key, Parts, Pieces, cut, filled, on_host
+from jaxferry.engine.host.pinned import Vectors, from_shares, on_cpu, to_pinned, writes_in_place
 from jaxferry.engine.host.streamed import masters_of, replace_state, state_of, stream, subgroups_of
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.host.whole_copies import WholeCopies
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES
+from jaxferry.native import host_sums
 from jaxferry.partition import Layer, Leaf
 
 
@@ -53,6 +55,7 @@ class HostArrays:
         self._frozen: dict[Key, jax.Array] = {}
         self._stale: set[int] = set()
         self._on_devices: dict[tuple[int, ...], OnDevices] = {}
+        self._packings: dict[Any, Callable[[Sequence[jax.Array]], Vectors]] = {}
         pieces = self._masters_from(masters)
         known = None if state is None else self._state_from(state)
         # The caller's references are removed, so that arrays that are cut do not exist twice.
@@ -104,7 +107,7 @@ class HostArrays:
     def to_stream(self, unit: UpdateGroup, count: int) -> None:
         """Moves them into flat vectors in pinned memory, in so many subgroups."""
         self.to_host(unit)
-        stream(unit, subgroups_of(self._optimizer, unit, self.layers, count), self._placement, self._packing)
+        stream(unit, subgroups_of(self._optimizer, unit, self.layers, count), self._placement, self._packed)
 
     def to_host(self, unit: UpdateGroup) -> None:
         """Moves them to ordinary host memory."""
@@ -135,7 +138,7 @@ class HostArrays:
             layer, old = self.layers[group], self.vectors[group]
             own = layer.trained
             arrays = [self._master_of(own, leaf, trained) for leaf in own.leaves]
-            made = to_pinned(self._packing(own)(arrays), self._placement, own)
+            made = self._packed(own, arrays)
             self.vectors[group] = (*made, *old[len(made) :])
             ORPHANED_COPIES.drop(self._placement, old)
         self._stale = self._stale - groups
@@ -279,11 +282,9 @@ class HostArrays:
     def fill(self) -> None:
         """Makes the `vectors` that do not exist."""
         trained = self._trained()
-        owned = list(map(self._placement.ownership.of, self.layers))
-        programs = {own.layout: self._packing(own) for own in owned}
-        for layer, own in list(zip(self.layers, owned, strict=True))[len(self.vectors) :]:
+        for layer in self.layers[len(self.vectors) :]:
             leaves = [self._master_of(layer, leaf, trained) for leaf in layer.leaves]
-            self.vectors.append(to_pinned(programs[own.layout](leaves), self._placement, layer))
+            self.vectors.append(self._packed(layer, leaves))
             for leaf in layer.leaves:
                 if not leaf.is_trained and leaf.dtype == leaf.master_dtype:
                     del self._frozen[self._key(layer, leaf)]
@@ -336,11 +337,30 @@ class HostArrays:
         shapes = {name: tuple(aval.shape) for name, aval in self._optimizer.state_shapes().items()}
         return Pieces(arrays, self._placement, shapes)
 
+    def _packed(self, layer: Layer, arrays: Sequence[jax.Array]) -> Vectors:
+        """A layer's arrays in host memory, or what this process holds of them, in new vectors in pinned memory."""
+        place, own = self._placement, self._placement.ownership.of(layer)
+        if not (place.is_cpu or writes_in_place(place)):
+            return to_pinned(self._packing(own)(arrays), place, layer)
+        pairs = list(zip(own.leaves, arrays, strict=True))
+
+        def write(made: np.ndarray, number: int) -> None:
+            for leaf, array in pairs:
+                if leaf.vector == number:
+                    host_sums.copy(made[leaf.offset : leaf.offset + leaf.size], np.asarray(array).reshape(-1))
+
+        return tuple(
+            filled(v.shape, v.dtype, place, functools.partial(write, number=number), is_pinned=True)
+            for number, v in enumerate(own.vectors)
+        )
+
     def _packing(self, layer: Layer) -> Callable[[Sequence[jax.Array]], Vectors]:
         def pack(masters: Any) -> Vectors:
             return layer.pack(jax.device_put(masters, jax.memory.Space.Device))
 
-        return jax.jit(pack, out_shardings=self._placement.update_output)
+        if layer.layout not in self._packings:
+            self._packings[layer.layout] = jax.jit(pack, out_shardings=self._placement.update_output)
+        return self._packings[layer.layout]
 
 
 def _add(found: dict[Any, dict[Any, jax.Array]], arrays: Iterable[tuple[Key, jax.Array]]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxferry.engine.host.pieces import Parts, filled
 from jaxferry.engine.placement import Placement
+from jaxferry.native import host_sums
 from jaxferry.partition import Layer, Span
 from jaxferry.partition.graph import Atom, Graph, evaluate, live_equations, trace
 from jaxferry.partition.packed import is_stored_as_bytes, stored_struct, to_bytes
@@ -51,7 +52,7 @@ def host_array(leaf: Any, placement: Placement, dtype: np.dtype, span: Span | No
             to_bytes(leaf, made)
         else:
             array = to_bytes(leaf) if is_packed else np.asarray(leaf)
-            made[...] = array if span is None else span.of(array)
+            host_sums.copy(made, array if span is None else span.of(array))
 
     shape = stored_struct(leaf).shape if is_packed else np.shape(leaf)
     return filled(shape if span is None else (span.size,), dtype, placement, fill)

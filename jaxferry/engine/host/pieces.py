@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from jaxferry.engine.host.pinned import as_numpy
 from jaxferry.engine.placement import Placement
+from jaxferry.native import host_sums
 from jaxferry.partition import Part, Span
 from jaxferry.partition.graph import bits_of
 
@@ -151,7 +152,8 @@ def on_host(array: Any, placement: Placement, dtype: np.dtype | None = None) -> 
     if is_key(array):
         return jax.device_put(jnp.copy(array), placement.host, may_alias=False)
     source = np.asarray(array)
-    return filled(source.shape, source.dtype if dtype is None else dtype, placement, lambda made: _copy(source, made))
+    wanted = source.dtype if dtype is None else dtype
+    return filled(source.shape, wanted, placement, lambda made: host_sums.copy(made, source))
 
 
 def is_key(array: Any) -> bool:
@@ -159,12 +161,12 @@ def is_key(array: Any) -> bool:
     return bool(jax.dtypes.issubdtype(getattr(array, "dtype", np.float32), jax.dtypes.prng_key))
 
 
-def _copy(source: np.ndarray, made: np.ndarray) -> None:
-    made[...] = source
-
-
 def filled(
-    shape: tuple[int, ...], dtype: np.dtype, placement: Placement, fill: Callable[[np.ndarray], None]
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    placement: Placement,
+    fill: Callable[[np.ndarray], None],
+    is_pinned: bool = False,
 ) -> jax.Array:
     """Returns a new array in host memory; no other one of its size exists meanwhile.
 
@@ -173,14 +175,18 @@ def filled(
       dtype: its dtype.
       placement: where arrays live.
       fill: writes the content into a NumPy view of the array.
+      is_pinned: whether it is in pinned memory, which the CPU must be able to write.
     """
+    where = placement.pinned if is_pinned else placement.host
     if bits_of(dtype) < 8:
         # JAX stores several elements in a byte, and NumPy does not.
         source = np.empty(shape, dtype)
         fill(source)
-        return jax.device_put(source, placement.host)
+        return jax.device_put(source, where)
     # Of memory that JAX owns, since it would alias aligned NumPy memory, which updates cannot overwrite.
-    made = jax.device_put(_copied_zeros(shape, np.dtype(dtype)), placement.host)
+    made = host_sums.empty(tuple(shape), dtype, where) if placement.is_cpu or not is_pinned else None
+    if made is None:
+        made = jax.device_put(_copied_zeros(shape, np.dtype(dtype)), where)
     fill(as_numpy(made))
     return made
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.host.pieces import Key, copied, stored_key
-from jaxferry.engine.host.pinned import on_cpu, to_pinned
+from jaxferry.engine.host.pinned import on_cpu
 from jaxferry.engine.host.update_group import Subgroup, UpdateGroup
 from jaxferry.engine.placement import Placement
 from jaxferry.partition import Layer, Leaf, Span, make_layer
@@ -64,14 +64,16 @@ def _held(leaf: Leaf, span: Span | None, vectors: Sequence[int]) -> Leaf:
     return leaf if span is None else dataclasses.replace(leaf, shape=(span.size,), offset=leaf.offset + span.start)
 
 
-def stream(unit: UpdateGroup, subgroups: list[Subgroup], placement: Placement, pack: Callable[[Layer], Any]) -> None:
+def stream(
+    unit: UpdateGroup, subgroups: list[Subgroup], placement: Placement, pack: Callable[[Layer, list[Any]], Any]
+) -> None:
     """Moves a unit's masters and state from host memory into the vectors of its subgroups.
 
     Args:
       unit: the unit; holds shapes afterwards.
       subgroups: of the unit, as made by `subgroups_of`.
       placement: where arrays live.
-      pack: returns the program that packs arrays in host memory into the vectors of a layer.
+      pack: returns new vectors of a layer in pinned memory, with the content of arrays in host memory.
     """
     masters = dict(zip(unit.keys, unit.masters, strict=True))
     state = dict(zip(unit.state_keys, unit.state, strict=True))
@@ -79,8 +81,7 @@ def stream(unit: UpdateGroup, subgroups: list[Subgroup], placement: Placement, p
         arrays = [_piece(masters, key) for key in each.unit.keys]
         arrays += [_piece(state, key) for key in each.unit.state_keys]
         if each.streamed.leaves:
-            packed = pack(each.streamed)([arrays[i] for i in each.moved])
-            each.vectors = to_pinned(packed, placement, each.streamed)
+            each.vectors = pack(each.streamed, [arrays[i] for i in each.moved])
         moved, num = set(each.moved), len(each.unit.masters)
         each.unit.state = [
             leaf if num + i in moved else copied(arrays[num + i], placement.device)

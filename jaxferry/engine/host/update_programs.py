@@ -19,6 +19,7 @@ import optax
 
 from jaxferry.engine.host.fused import clip_factor, fused_rule, fused_update
 from jaxferry.engine.host.optimized_tree import OptimizedTree
+from jaxferry.engine.host.pieces import filled
 from jaxferry.engine.host.pinned import writes_in_place
 from jaxferry.engine.host.separable import init_content
 from jaxferry.engine.host.stacked_update import Held
@@ -26,10 +27,41 @@ from jaxferry.engine.host.subtree import path_names, subtree
 from jaxferry.engine.host.update_group import UpdateGroup, by_leaf, packed, put_together, taken_apart
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.shared_programs import compile_shared
+from jaxferry.native import host_sums
 from jaxferry.native.donation import check_donated
 from jaxferry.optimizers import FusedTransformation, HostRule
 from jaxferry.partition import Layer
-from jaxferry.partition.graph import result_shapes
+from jaxferry.partition.graph import bits_of, result_shapes, trace, zeros_of
+
+
+class _InitialState:
+    """Makes initial states: zeros, the most of them, are written by all threads, and a program makes the others.
+
+    Args:
+      init: returns the leaves of the state of masters.
+      masters: some that it takes.
+      placement: where arrays live.
+    """
+
+    def __init__(
+        self, init: Callable[[Any], list[jax.Array]], masters: Sequence[jax.Array], placement: Placement
+    ) -> None:
+        self._placement = placement
+        graph = trace(init, [jax.ShapeDtypeStruct(master.shape, master.dtype) for master in masters], (), {})
+        avals: list[Any] = [graph.avals[atom] if isinstance(atom, int) else atom.aval for atom in graph.outputs]
+        self._zeros = {i: avals[i] for i in zeros_of(graph) if bits_of(avals[i].dtype) >= 8}
+
+        def others(masters: Any) -> list[jax.Array]:
+            return [leaf for i, leaf in enumerate(init(masters)) if i not in self._zeros]
+
+        self._others = jax.jit(others, out_shardings=placement.host)
+
+    def __call__(self, masters: Sequence[jax.Array]) -> list[jax.Array]:
+        """The leaves of the state."""
+        made = self._others(masters)
+        for number, aval in sorted(self._zeros.items()):
+            made.insert(number, filled(aval.shape, aval.dtype, self._placement, host_sums.clear))
+        return list(made)
 
 
 class UpdatePrograms:
@@ -69,7 +101,7 @@ class UpdatePrograms:
                 init_content(self._tree.optimizer, self._tree.tree, self._tree.avals, leaves, self._tree.prunes) or key
             )
         if key not in self._programs:
-            self._programs[key] = jax.jit(init, out_shardings=self._placement.host)
+            self._programs[key] = _InitialState(init, masters, self._placement)
         state: list[jax.Array] = self._programs[key](masters)
         return state
 
