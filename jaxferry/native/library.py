@@ -29,7 +29,7 @@ from jaxferry.errors import InputError, NativeError
 from jaxferry.native.elf import check_is_whole
 from jaxferry.native.paths import FILE_NAMES, REMEDY, describe_missing, library_directories
 
-ABI = 4
+ABI = 5
 
 TARGETS = (
     "jaxferry_scratch",
@@ -42,6 +42,7 @@ TARGETS = (
     "jaxferry_ferry_load",
     "jaxferry_ferry_store",
     "jaxferry_ferry_wait",
+    "jaxferry_ferry_vacate",
     "jaxferry_mark",
 )
 
