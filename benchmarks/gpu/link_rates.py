@@ -37,7 +37,9 @@ class Bench:
         return jax.jit(lambda: jnp.ones(shape, dtype), out_shardings=self.operations.memories[kind])()
 
     def _plain_load(self):
-        load = self.operations.compile("ferry_load", tuple(self.loaded), aliases={1: 0}, vectors=[0], offsets=[0])
+        load = self.operations.compile(
+            "ferry_load", tuple(self.loaded), aliases={1: 0}, vectors=[0], offsets=[0], vacant=0
+        )
         wait = self.operations.compile("ferry_wait", tuple(self.loaded), aliases={0: 0})
         return lambda array: wait(*load(self.weight, array))
 

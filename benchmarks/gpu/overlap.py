@@ -43,7 +43,7 @@ def _measure(name, bench, start, finish, is_first):
 def of_ferry(bench):
     """Queues a load, issues products, then waits for the load."""
     like = tuple(bench.loaded)
-    load = bench.operations.compile("ferry_load", like, aliases={1: 0}, vectors=[0], offsets=[0])
+    load = bench.operations.compile("ferry_load", like, aliases={1: 0}, vectors=[0], offsets=[0], vacant=0)
     wait = bench.operations.compile("ferry_wait", like, aliases={0: 0})
     held = [bench.make(like[0].shape, "device")]
 

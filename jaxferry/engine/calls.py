@@ -45,7 +45,8 @@ class Call:
     """An instruction as the executor follows it.
 
     Attributes:
-      operation, index, task, segment, group, key, values, offloads_awaited, frees, drops: those of the instruction.
+      operation, index, task, segment, group, key, values, offloads_awaited, frees, drops, vacates: those of the
+        instruction.
       number: the index of the use that it belongs to; of a program's last one.
       uses: the parameter groups of a program, in the order of its segment.
       written: those whose gradient it writes to host memory.
@@ -70,6 +71,7 @@ class Call:
     offloads_awaited: tuple[int, ...]
     frees: tuple[int, ...]
     drops: tuple[Drop, ...]
+    vacates: tuple[int, ...]
     number: int
     uses: tuple[CalledUse, ...]
     written: tuple[CalledUse, ...]
@@ -110,6 +112,7 @@ def _call(step: StepProgram, programs: Programs, made: Instruction) -> Call:
         offloads_awaited=made.offloads_awaited,
         frees=made.frees,
         drops=made.drops,
+        vacates=made.vacates,
         number=made.task.segment,
         uses=uses,
         written=tuple(use for use in uses if use.writes_host),

@@ -269,9 +269,12 @@ def _end_program(step: StepContext, call: Call, ended: Any) -> None:
     if call.writes_host:
         for use in call.written:
             step.gradients.note_arrival(use.group)
-    _end_offloads(step)
+    # Before the device waits for anything else.
     for drop in call.drops:
         step.copies.drop(drop.load, drop.is_reused)
+    for group in call.vacates if step.is_last else ():
+        step.runnable.resources.transport.vacate(step.state.resident[group])
+    _end_offloads(step)
     for value in call.frees:
         step.values.pop(value).delete()
 

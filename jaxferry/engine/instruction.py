@@ -86,6 +86,7 @@ class Instruction:
       offloads_awaited: OFFLOAD instructions that must have ended on the device before the program may allocate memory.
       frees: values that no later program reads.
       drops: device copies that no later instruction reads.
+      vacates: groups whose RESIDENT copy no later program reads before it is refreshed.
     """
 
     operation: Operation
@@ -100,6 +101,7 @@ class Instruction:
     offloads_awaited: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
     drops: tuple[Drop, ...] = ()
+    vacates: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -85,6 +85,7 @@ class _Lowering:
         self._offloaded = offloaded
         self._places = self._places_of_tasks()
         self._drops = self._drops_of_tasks()
+        self._vacates = self._vacated_at()
         self._first_readers = self._first_readers_of_copies()
 
     def instructions(self) -> tuple[Instruction, ...]:
@@ -120,6 +121,7 @@ class _Lowering:
             offloads_awaited=tuple(i for i in self._waits_of(made.index) if self._tasks[i].kind is Kind.OFFLOAD),
             frees=tuple(self._frees.get(place, ())),
             drops=tuple(self._drops.get(made.index, ())),
+            vacates=tuple(self._vacates.get(place, ())),
         )
 
     def _joined(self, key: ProgramKey, made: Instruction) -> ProgramKey:
@@ -196,6 +198,19 @@ class _Lowering:
         for load, index in last_use.items():
             drops.setdefault(index, []).append(Drop(load, (index, self._layout(load)) in taken))
         return drops
+
+    def _vacated_at(self) -> dict[int, list[int]]:
+        """The groups to refresh, by the place of the last program that is given their parameters."""
+        last_place: dict[int, int] = {}
+        for index, place in self._places.items():
+            for group in self._partition.segments[self._partition.uses[self._tasks[index].segment].segment].groups:
+                last_place[group] = max(place, last_place.get(group, -1))
+        vacated: dict[int, list[int]] = {}
+        for task in self._tasks:
+            if task.kind is Kind.REFRESH:
+                group = self._partition.uses[task.segment].group
+                vacated.setdefault(last_place[group], []).append(group)
+        return vacated
 
     def _taken_over(self) -> set[tuple[int, Any]]:
         """The programs at whose end a later load starts, each with the layout of that load, which reuses the buffers.

@@ -43,6 +43,7 @@ TARGETS = (
     "jaxferry_ferry_load",
     "jaxferry_ferry_store",
     "jaxferry_ferry_wait",
+    "jaxferry_ferry_vacate",
     "jaxferry_mark",
 )
 

@@ -136,12 +136,21 @@ def row_store(destination: jax.Array, indices: jax.Array, rows: jax.Array, shape
 
 
 def ferry_load(
-    vectors: Sequence[jax.Array], into: Sequence[jax.Array], numbers: Sequence[int], offsets: Sequence[int]
+    vectors: Sequence[jax.Array],
+    into: Sequence[jax.Array],
+    numbers: Sequence[int],
+    offsets: Sequence[int],
+    is_vacant: bool = False,
 ) -> list[jax.Array]:
-    """Queues copies from the host vectors to the arrays `into`, and returns these with the copies in flight."""
+    """Queues copies from the host vectors to the arrays `into`, and returns these with the copies in flight.
+
+    The copies wait for all work of the device so far, or for `ferry_vacate` of these arrays alone if they are vacant;
+    then the vectors must be ready.
+    """
     aliases = {len(vectors) + i: i for i in range(len(into))}
     call = jax.ffi.ffi_call("jaxferry_ferry_load", [_struct(a) for a in into], input_output_aliases=aliases)
-    return list(call(*vectors, *into, vectors=np.asarray(numbers, np.int64), offsets=np.asarray(offsets, np.int64)))
+    places = {"vectors": np.asarray(numbers, np.int64), "offsets": np.asarray(offsets, np.int64)}
+    return list(call(*vectors, *into, **places, vacant=np.int64(is_vacant)))
 
 
 def ferry_store(
@@ -158,9 +167,17 @@ def ferry_store(
 
 def ferry_wait(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Waits until every copy to or from the arrays has finished, and returns the arrays."""
+    return _in_place("jaxferry_ferry_wait", arrays)
+
+
+def ferry_vacate(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Notes that no later work uses the arrays until they are loaded again, and returns them."""
+    return _in_place("jaxferry_ferry_vacate", arrays)
+
+
+def _in_place(target: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     aliases = {i: i for i in range(len(arrays))}
-    call = jax.ffi.ffi_call("jaxferry_ferry_wait", [_struct(a) for a in arrays], input_output_aliases=aliases)
-    return list(call(*arrays))
+    return list(jax.ffi.ffi_call(target, [_struct(a) for a in arrays], input_output_aliases=aliases)(*arrays))
 
 
 def mark(token: jax.Array, after: Sequence[jax.Array], queue: str) -> jax.Array:

@@ -127,6 +127,21 @@ def test_every_loaded_copy_is_dropped_once_behind_its_last_reader(parts, derivat
             assert not readers or instruction.index >= max(readers)
 
 
+def test_every_resident_copy_is_vacant_from_its_last_reader_until_its_refresh(parts, derivatives):
+    draw, num_shared = random.Random(1), 0
+    for _ in range(40):
+        modes = [draw.choice(list(Mode)) for _ in parts.segments]
+        program = program_of(parts, derivatives, modes, [draw.choice(list(GradientPlace)) for _ in parts.segments])
+        refreshed = [i.group for i in program.instructions if i.operation is Operation.REFRESH]
+        vacated = {group: i for i in program.programs for group in i.vacates}
+        assert sorted(vacated) == sorted(refreshed) == sorted(g for i in program.programs for g in i.vacates)
+        for group, instruction in vacated.items():
+            readers = [i for i in program.programs if group in parts.segments[i.segment].groups]
+            assert instruction.place == max(i.place for i in readers)
+            num_shared += len(readers) > 2
+    assert num_shared
+
+
 def test_every_value_is_freed_once_behind_its_last_reader(parts, derivatives):
     program = program_of(parts, derivatives, [Mode.GFGB])
     freed = collections.Counter(value for i in program.instructions for value in i.frees)

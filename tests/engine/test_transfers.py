@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax._src.array import ArrayImpl
 
 import jaxferry
 import models
@@ -162,6 +163,72 @@ def test_small_gradients_leave_as_one_transfer():
         (vector,) = transport.gather(0, total)
         assert all(gradient.is_deleted() for gradient in gradients)
     assert_same_bits(layer.unpack([jnp.asarray(vector)]), [gradient + gradient for gradient in made])
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The programs that move parameters, in the order in which they are called."""
+    called, program = [], Ferry.program
+
+    def noted(self, name, layer, is_sum=False):
+        made = program(self, name, layer, is_sum)
+        return lambda *args: called.append(name) or made(*args)
+
+    monkeypatch.setattr(Ferry, "program", noted)
+    return called
+
+
+def _pinned(placement, layer, start=0):
+    return tuple(
+        jax.device_put(np.arange(start, start + v.size, dtype=v.dtype), placement.pinned) for v in layer.vectors
+    )
+
+
+def test_a_load_waits_for_its_buffers_alone_once_nothing_else_writes_what_it_reads(placement, calls, monkeypatch):
+    layer = _mixed()
+    transport, ready = Ferry(placement, [layer]), True
+    monkeypatch.setattr(ArrayImpl, "is_ready", lambda array: ready)
+    loads = []
+    for start, ready in enumerate((True, True, False, True)):
+        vectors = _pinned(placement, layer, start)
+        held = transport.load(0, vectors)
+        loads.append(calls[-1])
+        assert_same_bits(held.parameters(), layer.unpack([jnp.asarray(v) for v in vectors]))
+        transport.drop(held)
+    vacant = "load onto" if placement.is_cpu else "load vacant"
+    assert loads == ["load", vacant, "load onto", vacant]
+    assert calls.count("vacate") == (0 if placement.is_cpu else 4)
+
+
+def test_buffers_are_vacant_from_the_last_reader_on_that_asks_for_them(calls, monkeypatch):
+    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    layer, placement = _mixed(), make_placement()
+    transport, vectors = Ferry(placement, [layer]), _pinned(placement, layer)
+
+    def vacated(*readers_after):
+        held = transport.load(0, vectors)
+        del calls[:]
+        transport.vacate(held)
+        for _ in readers_after:
+            assert_same_bits(held.parameters(), layer.unpack([jnp.asarray(v) for v in vectors]))
+        transport.drop(held)
+        return calls.count("vacate")
+
+    # One that comes late would be overwritten while it reads, so the buffers are vacant behind it only.
+    assert [vacated(), vacated("late"), vacated("late", "later"), vacated()] == [1, 2, 2, 1]
+
+
+def test_the_buffers_that_were_dropped_first_are_loaded_first(calls):
+    layer, placement = _mixed(), make_placement()
+    transport, vectors = Ferry(placement, [layer]), _pinned(placement, layer)
+    held = [transport.load(0, vectors) for _ in range(3)]
+    addresses = [each.parameters()[0].unsafe_buffer_pointer() for each in held]
+    for each in held:
+        transport.drop(each)
+    again = [transport.load(0, vectors) for _ in held]
+    assert [each.parameters()[0].unsafe_buffer_pointer() for each in again] == addresses
+    for each in again:
+        transport.drop(each, is_reused=False)
 
 
 @pytest.fixture

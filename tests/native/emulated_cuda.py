@@ -29,6 +29,7 @@ TARGETS = (
     "ferry_load",
     "ferry_store",
     "ferry_wait",
+    "ferry_vacate",
     "mark",
 )
 

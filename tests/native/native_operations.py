@@ -90,9 +90,10 @@ class Operations:
         run = self.compile("dha_matmul_gradient", destination, "pinned_host", {0: 0}, **attributes)
         return run(destination, x, dy, self.scratch(scratch_bytes))
 
-    def load(self, host_vectors, arrays, vectors, offsets):
+    def load(self, host_vectors, arrays, vectors, offsets, is_vacant=False):
         aliases = {len(host_vectors) + i: i for i in range(len(arrays))}
-        run = self.compile("ferry_load", tuple(arrays), aliases=aliases, vectors=vectors, offsets=offsets)
+        places = {"vectors": vectors, "offsets": offsets, "vacant": int(is_vacant)}
+        run = self.compile("ferry_load", tuple(arrays), aliases=aliases, **places)
         return run(*host_vectors, *arrays)
 
     def ferry_store(self, arrays, vector, offsets, accumulate=False):
@@ -103,6 +104,9 @@ class Operations:
     def wait(self, *arrays):
         where = tuple(array.sharding.memory_kind for array in arrays)
         return self.compile("ferry_wait", tuple(arrays), where, {i: i for i in range(len(arrays))})(*arrays)
+
+    def vacate(self, *arrays):
+        return self.compile("ferry_vacate", tuple(arrays), aliases={i: i for i in range(len(arrays))})(*arrays)
 
     def mark(self, token, *after, queue=0):
         result = jax.ShapeDtypeStruct((1,), np.uint8)

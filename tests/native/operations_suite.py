@@ -203,6 +203,20 @@ class FerrySuite:
         check_same(found[2], first[3:10])
         assert [array.unsafe_buffer_pointer() for array in found] == addresses
 
+    def test_loads_into_vacant_arrays_follow_each_other(self, operations):
+        values = [numbers(20 + i, 500) for i in range(6)]
+        vectors = [operations.host(value) for value in values]
+        arrays = [operations.device(np.zeros(shape, np.float32)) for shape in ((10, 20), (300,))]
+        addresses = [array.unsafe_buffer_pointer() for array in arrays]
+        for value, vector in zip(values, vectors):
+            vacant = operations.vacate(*arrays)
+            arrays = operations.wait(
+                *operations.load([vector], vacant, vectors=[0, 0], offsets=[0, 200], is_vacant=True)
+            )
+            check_same(arrays[0], value[:200].reshape(10, 20))
+            check_same(arrays[1], value[200:])
+            assert [array.unsafe_buffer_pointer() for array in arrays] == addresses
+
     @pytest.mark.parametrize("accumulate", [False, True])
     @ALL
     def test_a_store_is_there_by_the_time_that_a_wait_is_over(self, operations, dtype, accumulate):

@@ -121,8 +121,9 @@ ffi::Error Load(const Sized& dtype, int64_t vector, int64_t offset, int64_t elem
   const size_t array = call.Add(dtype, elements);
   call.Add(dtype, elements, /*is_result=*/true, static_cast<int>(array));
   const int64_t vectors[] = {0}, offsets[] = {offset};
-  const ffi::Error error =
-      CheckFerryLoad(call.Arguments(), call.Results(), Integers(vectors, 1), Integers(offsets, 1), copies);
+  bool is_vacant;
+  const ffi::Error error = CheckFerryLoad(call.Arguments(), call.Results(), Integers(vectors, 1), Integers(offsets, 1),
+                                          0, copies, &is_vacant);
   if (error.success()) {
     const Copy& copy = (*copies)[0];
     // Ends the process under the address sanitizer if either end lies outside.
@@ -186,13 +187,17 @@ void TestAResultOfOtherMemoryIsRefused() {
     const int64_t zero[] = {0};
     Copies copies;
     const Integers zeros(zero, 1);
-    EXPECT(Names(CheckFerryLoad(load.Arguments(), load.Results(), zeros, zeros, &copies), "must alias it"));
+    bool is_vacant;
+    EXPECT(
+        Names(CheckFerryLoad(load.Arguments(), load.Results(), zeros, zeros, 0, &copies, &is_vacant), "must alias it"));
+    EXPECT(Names(CheckFerryLoad(load.Arguments(), load.Results(), zeros, zeros, 2, &copies, &is_vacant),
+                 "ferry_load: vacant must be 0 or 1, got 2"));
     EXPECT(copies.empty());
     Call wait;
     wait.Add(dtype, 8);
     wait.Add(dtype, 8, /*is_result=*/true);
     Ranges ranges;
-    EXPECT(Names(CheckFerryWait(wait.Arguments(), wait.Results(), &ranges), "must alias it"));
+    EXPECT(Names(CheckInPlace("ferry_wait", wait.Arguments(), wait.Results(), &ranges), "must alias it"));
     EXPECT(ranges.empty());
   }
   Call store;
@@ -215,7 +220,7 @@ void TestWaitsCoverTheBytesOfTheirDtype() {
     const size_t array = call.Add(dtype, 21);
     call.Add(dtype, 21, /*is_result=*/true, static_cast<int>(array));
     Ranges ranges;
-    EXPECT(CheckFerryWait(call.Arguments(), call.Results(), &ranges).success());
+    EXPECT(CheckInPlace("ferry_wait", call.Arguments(), call.Results(), &ranges).success());
     EXPECT(ranges[0].bytes == (21 * dtype.bits + 7) / 8);
   }
 }

@@ -155,7 +155,7 @@ class TestProgramsForAnH200:
     def test_a_load_fills_the_device_arrays_that_it_is_given(self):
         def load(vector, *arrays):
             types = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays)
-            return call("ferry_load", types, {1: 0, 2: 1}, vectors=[0, 0], offsets=[0, 4096])(vector, *arrays)
+            return call("ferry_load", types, {1: 0, 2: 1}, vectors=[0, 0], offsets=[0, 4096], vacant=0)(vector, *arrays)
 
         arrays = [struct((64, 64), DEVICE), struct((904,), DEVICE)]
         executable = compile_for_gpu(
@@ -181,7 +181,9 @@ class TestProgramsForAnH200:
     def test_a_mark_follows_what_it_marks_and_moves_nothing(self):
         def load(token, vector, *arrays):
             types = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays)
-            loaded = call("ferry_load", types, {1: 0, 2: 1}, vectors=[0, 0], offsets=[0, 4096])(vector, *arrays)
+            loaded = call("ferry_load", types, {1: 0, 2: 1}, vectors=[0, 0], offsets=[0, 4096], vacant=0)(
+                vector, *arrays
+            )
             return *loaded, call("mark", MARKED, queue=1)(token, *loaded)
 
         def store(token, array, vector):

@@ -178,6 +178,64 @@ class TestFerry(FerrySuite):
         native.wait_for([vector.unsafe_buffer_pointer()], [vector.nbytes])
         np.testing.assert_array_equal(vector, numbers(5, 1000))
 
+    @pytest.fixture
+    def lagging(self, library):
+        """A program's stream that lags behind, as on a GPU, until the function that this gives is called."""
+        library.emulation_lag(1)
+        yield lambda: library.emulation_lag(0)
+        library.emulation_lag(0)
+
+    @staticmethod
+    def load_between(operations, library, seed, lagging, is_vacant):
+        """What is loaded behind the array's last use, while later work of the device writes the vector."""
+        library.emulation_lag(1)
+        library.emulation_seed(seed)
+        array, vector = operations.device(np.zeros(100, np.float32)), operations.host(np.zeros(100, np.float32))
+        fill_later(library, array, 1)
+        vacant = operations.vacate(array)
+        fill_later(library, vector, 2)
+        loaded = operations.load([vector], vacant, vectors=[0], offsets=[0], is_vacant=is_vacant)
+        lagging()
+        (found,) = operations.wait(*loaded)
+        (byte,) = set(np.asarray(found).view(np.uint8).reshape(-1).tolist())
+        return byte
+
+    def test_a_load_into_a_vacant_array_waits_for_its_last_use_and_not_for_later_work(
+        self, operations, library, lagging
+    ):
+        found = {self.load_between(operations, library, seed, lagging, is_vacant=True) for seed in range(40)}
+        # Never what the array's last use has written.
+        assert found == {0, 2}
+
+    def test_a_load_that_is_not_told_so_waits_for_all_earlier_work(self, operations, library, lagging):
+        found = {self.load_between(operations, library, seed, lagging, is_vacant=False) for seed in range(20)}
+        assert found == {2}
+
+    def test_an_array_is_vacant_for_one_load(self, operations, library, lagging):
+        for seed in range(20):
+            library.emulation_lag(0)
+            library.emulation_seed(seed)
+            array, vector = operations.device(np.zeros(100, np.float32)), operations.host(np.zeros(100, np.float32))
+            [array] = operations.load([vector], operations.vacate(array), vectors=[0], offsets=[0], is_vacant=True)
+            array.block_until_ready()
+            library.emulation_lag(1)
+            fill_later(library, array, 1)
+            loaded = operations.load([vector], [array], vectors=[0], offsets=[0], is_vacant=True)
+            lagging()
+            np.testing.assert_array_equal(operations.wait(*loaded)[0], 0)
+
+    def test_events_of_vacant_arrays_come_back(self, operations, library):
+        arrays = [operations.device(np.zeros(100, np.float32)) for _ in range(3)]
+        vector, counts = operations.host(numbers(1, 100)), []
+        for _ in range(30):
+            vacant = operations.vacate(*arrays)
+            arrays = operations.load([vector], vacant, vectors=[0] * 3, offsets=[0] * 3, is_vacant=True)
+            arrays = jax.block_until_ready(operations.wait(*arrays))
+            counts.append(library.emulation_num_events())
+        assert counts[10] == counts[-1]
+        for array in arrays:
+            np.testing.assert_array_equal(array, vector)
+
     def test_copies_are_queued_and_return_at_once(self, operations, library):
         library.emulation_seed(3)
         vector = operations.host(numbers(4, 1000))
@@ -270,7 +328,7 @@ class TestMarks(MarkSuite):
         plan = Plan("any", 1.0, tuple(LayerPlan(n, m, GradientPlace.DEVICE) for n, m in zip("abc", modes, strict=True)))
         expected = train(12, 3)[1:]
         ffi_call = jax.ffi.ffi_call
-        names = {f"jaxferry_{name}" for name in ("ferry_load", "ferry_store", "ferry_wait", "mark")}
+        names = {f"jaxferry_{name}" for name in ("ferry_load", "ferry_store", "ferry_wait", "ferry_vacate", "mark")}
 
         def emulated(name, *args, **kwargs):
             return ffi_call(name.replace("jaxferry_", "emulated_") if name in names else name, *args, **kwargs)

@@ -50,7 +50,7 @@ def gradient_store(destination=(10,), gradient=(4,), dtype=F32, gradient_dtype=F
 
 def load_unaliased():
     arguments = [zeros((4,)), zeros((4,))]
-    return call("ferry_load", arguments, arguments[1:], vectors=[0], offsets=[0])
+    return call("ferry_load", arguments, arguments[1:], vectors=[0], offsets=[0], vacant=0)
 
 
 def store_unaliased():

@@ -102,7 +102,7 @@ def test_a_library_for_another_platform_is_refused(fake):
 
 
 def test_a_library_that_lacks_operations_is_refused(fake):
-    assert "lacks jaxferry_ferry_wait, jaxferry_mark" in refusal(fake(targets=TARGETS[:-2]))
+    assert f"lacks {TARGETS[-2]}, {TARGETS[-1]}" in refusal(fake(targets=TARGETS[:-2]))
 
 
 @pytest.mark.parametrize("info", ["no JSON", "[]"])

@@ -22,12 +22,13 @@ def scratch(num_bytes):
     return call("scratch", [], [jax.ShapeDtypeStruct((num_bytes,), jnp.uint8)])[0]
 
 
-def ferry_load(vectors, arrays, where=None, offsets=None):
+def ferry_load(vectors, arrays, where=None, offsets=None, is_vacant=False):
     """Queues copies into the arrays; each from its own vector, from the start on, unless said otherwise."""
     where = range(len(arrays)) if where is None else where
     offsets = [0] * len(arrays) if offsets is None else offsets
     aliases = {len(vectors) + i: i for i in range(len(arrays))}
-    return call("ferry_load", [*vectors, *arrays], arrays, aliases, vectors=list(where), offsets=list(offsets))
+    places = {"vectors": list(where), "offsets": list(offsets), "vacant": is_vacant}
+    return call("ferry_load", [*vectors, *arrays], arrays, aliases, **places)
 
 
 def ferry_store(arrays, vector, offsets=None, accumulate=False):
@@ -37,6 +38,10 @@ def ferry_store(arrays, vector, offsets=None, accumulate=False):
 
 def ferry_wait(arrays):
     return call("ferry_wait", arrays, arrays, {i: i for i in range(len(arrays))})
+
+
+def ferry_vacate(arrays):
+    return call("ferry_vacate", arrays, arrays, {i: i for i in range(len(arrays))})
 
 
 def wait_and_count(arrays):

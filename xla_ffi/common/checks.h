@@ -50,12 +50,14 @@ ffi::Error CheckRowStore(ffi::AnyBuffer destination, ffi::AnyBuffer indices, ffi
                          ffi::AnyBuffer result, int64_t offset, int64_t rows, int64_t columns, RowStore* call);
 
 ffi::Error CheckFerryLoad(ffi::RemainingArgs arguments, ffi::RemainingRets results, Integers vectors, Integers offsets,
-                          Copies* copies);
+                          int64_t vacant, Copies* copies, bool* is_vacant);
 
 ffi::Error CheckFerryStore(ffi::RemainingArgs arguments, ffi::AnyBuffer result, Integers offsets, int64_t accumulate,
                            Copies* copies);
 
-ffi::Error CheckFerryWait(ffi::RemainingArgs arguments, ffi::RemainingRets results, Ranges* ranges);
+// Checks that each result is the memory of the argument of the same number, and stores where these lie.
+ffi::Error CheckInPlace(const char* operation, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                        Ranges* ranges);
 
 ffi::Error CheckMark(ffi::RemainingArgs arguments, int64_t queue, const void** token, MarkQueue* which);
 

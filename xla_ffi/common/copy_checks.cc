@@ -43,8 +43,9 @@ ffi::Error CheckRead(ffi::AnyBuffer vector, ffi::RemainingRets results, Integers
 }
 
 ffi::Error CheckFerryLoad(ffi::RemainingArgs arguments, ffi::RemainingRets results, Integers vectors, Integers offsets,
-                          Copies* copies) {
+                          int64_t vacant, Copies* copies, bool* is_vacant) {
   const char* operation = "ferry_load";
+  JAXFERRY_RETURN_IF_ERROR(CheckFlag(operation, "vacant", vacant, is_vacant));
   const size_t num_arrays = results.size();
   if (num_arrays > arguments.size()) {
     return Invalid(operation, "there must be an argument for each of the " + std::to_string(num_arrays) +
@@ -87,8 +88,8 @@ ffi::Error CheckFerryStore(ffi::RemainingArgs arguments, ffi::AnyBuffer result, 
   return ffi::Error::Success();
 }
 
-ffi::Error CheckFerryWait(ffi::RemainingArgs arguments, ffi::RemainingRets results, Ranges* ranges) {
-  const char* operation = "ferry_wait";
+ffi::Error CheckInPlace(const char* operation, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                        Ranges* ranges) {
   if (arguments.size() != results.size()) {
     return Invalid(operation, "there must be a result for each argument, got " + std::to_string(results.size()) +
                                   " for " + std::to_string(arguments.size()));

@@ -23,6 +23,7 @@ XLA_FFI_Error* jaxferry_row_store(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_ferry_load(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_ferry_store(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_ferry_wait(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxferry_ferry_vacate(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_mark(XLA_FFI_CallFrame*);
 
 // The CPU's library alone.

@@ -1,4 +1,4 @@
-// Handlers that queue copies, and one that waits for the copies of its arguments.
+// Handlers that queue copies, one that waits for the copies of its arguments, and one that has nothing to note here.
 #include <utility>
 
 #include "common/checks.h"
@@ -14,10 +14,12 @@ static ffi::Error Push(const char* operation, Direction direction, Copies copies
 }
 
 static ffi::Error FerryLoad(ffi::RemainingArgs arguments, ffi::RemainingRets results, Integers vectors,
-                            Integers offsets) {
+                            Integers offsets, int64_t vacant) {
   return Guarded("ferry_load", [&] {
     Copies copies;
-    JAXFERRY_RETURN_IF_ERROR(CheckFerryLoad(arguments, results, vectors, offsets, &copies));
+    // XLA calls this once its arguments are free and filled, so there is nothing else to wait for.
+    bool is_vacant;
+    JAXFERRY_RETURN_IF_ERROR(CheckFerryLoad(arguments, results, vectors, offsets, vacant, &copies, &is_vacant));
     return Push("ferry_load", kLoad, std::move(copies));
   });
 }
@@ -36,7 +38,7 @@ static ffi::Future FerryWait(ffi::RemainingArgs arguments, ffi::RemainingRets re
   ffi::Future future(promise);
   const ffi::Error error = Guarded("ferry_wait", [&] {
     Ranges ranges;
-    JAXFERRY_RETURN_IF_ERROR(CheckFerryWait(arguments, results, &ranges));
+    JAXFERRY_RETURN_IF_ERROR(CheckInPlace("ferry_wait", arguments, results, &ranges));
     Ferry::Get().CallWhenDone(ranges, [promise]() mutable {
       Marks::Get().NoteEndOfWait();
       NoteEnded();
@@ -48,12 +50,20 @@ static ffi::Future FerryWait(ffi::RemainingArgs arguments, ffi::RemainingRets re
   return future;
 }
 
+static ffi::Error FerryVacate(ffi::RemainingArgs arguments, ffi::RemainingRets results) {
+  return Guarded("ferry_vacate", [&] {
+    Ranges ranges;
+    return CheckInPlace("ferry_vacate", arguments, results, &ranges);
+  });
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_ferry_load, FerryLoad,
                               ffi::Ffi::Bind()
                                   .RemainingArgs()  // host vectors, then device arrays
                                   .RemainingRets()  // device arrays
                                   .Attr<Integers>("vectors")
-                                  .Attr<Integers>("offsets"));
+                                  .Attr<Integers>("offsets")
+                                  .Attr<int64_t>("vacant"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_ferry_store, FerryStore,
                               ffi::Ffi::Bind()
@@ -63,6 +73,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_ferry_store, FerryStore,
                                   .Attr<int64_t>("accumulate"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_ferry_wait, FerryWait,
+                              ffi::Ffi::Bind()
+                                  .RemainingArgs()    // arrays
+                                  .RemainingRets());  // the same
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_ferry_vacate, FerryVacate,
                               ffi::Ffi::Bind()
                                   .RemainingArgs()    // arrays
                                   .RemainingRets());  // the same

@@ -9,6 +9,7 @@
 #include "cuda/marks.h"
 #include "cuda/owners.h"
 #include "cuda/product.h"
+#include "cuda/vacancies.h"
 
 namespace jaxferry::cuda {
 
@@ -26,6 +27,7 @@ class Device {
   // The ferry's queues. Panels have separate streams, so that they do not wait behind loads of whole layers.
   Stream loads, stores, panels_in, panels_out;
   FerryTable<SharedEvent> ferry;
+  Vacancies<SharedEvent> vacancies;
   DeviceMarks marks;
   Multiplier multiplier;
 };

@@ -1,4 +1,8 @@
 // Copies on separate streams, one per direction, FIFO.
+#include <optional>
+#include <utility>
+#include <vector>
+
 #include "cuda/kernels.h"
 #include "cuda/operations.h"
 
@@ -19,13 +23,18 @@ void Enqueue(const Copy& copy, cudaMemcpyKind kind, cudaStream_t queue) {
   Check(cudaMemcpyAsync(copy.destination, copy.source, copy.bytes, kind, queue), "queueing a copy");
 }
 
-// Queues copies that start once the stream's work so far has run.
-void RunQueue(Device& device, const Copies& copies, cudaMemcpyKind kind, cudaStream_t queue, cudaStream_t stream) {
+// Queues copies that start once these events have run, or the stream's work so far if there are none.
+void RunQueue(Device& device, const Copies& copies, cudaMemcpyKind kind, cudaStream_t queue, cudaStream_t stream,
+              const std::optional<std::vector<SharedEvent>>& vacated = std::nullopt) {
   const MarkQueue marked = kind == cudaMemcpyHostToDevice ? MarkQueue::kLoads : MarkQueue::kStores;
   Forget(device);
   EventPool::Lease event = device.events.Lend();
-  event->Record(stream);
-  event->Hold(queue);
+  if (vacated) {
+    for (const SharedEvent& each : *vacated) each->Hold(queue);
+  } else {
+    event->Record(stream);
+    event->Hold(queue);
+  }
   device.marks.NoteStart(marked, queue);
   DrainOnFailure drain(queue);
   for (const Copy& copy : copies) Enqueue(copy, kind, queue);
@@ -37,8 +46,13 @@ void RunQueue(Device& device, const Copies& copies, cudaMemcpyKind kind, cudaStr
 
 }  // namespace
 
-void RunFerryLoad(Device& device, const Copies& copies, cudaStream_t stream) {
-  RunQueue(device, copies, cudaMemcpyHostToDevice, device.loads.get(), stream);
+void RunFerryLoad(Device& device, const Copies& copies, bool is_vacant, cudaStream_t stream) {
+  Ranges targets;
+  for (const Copy& copy : copies) targets.push_back({copy.destination, copy.bytes});
+  // Others may lie where vacant arrays have been freed meanwhile, so what is known of these is forgotten either way.
+  std::optional<std::vector<SharedEvent>> vacated = device.vacancies.Take(targets);
+  if (!is_vacant) vacated.reset();
+  RunQueue(device, copies, cudaMemcpyHostToDevice, device.loads.get(), stream, vacated);
 }
 
 void RunFerryStore(Device& device, const Copies& copies, cudaStream_t stream) {
@@ -49,6 +63,12 @@ void RunFerryWait(Device& device, const Ranges& ranges, cudaStream_t stream) {
   Forget(device);
   device.ferry.ForEachIn(ranges, [&](const SharedEvent& ended) { ended->Hold(stream); });
   device.marks.NoteWait(stream);
+}
+
+void RunFerryVacate(Device& device, const Ranges& ranges, cudaStream_t stream) {
+  EventPool::Lease event = device.events.Lend();
+  event->Record(stream);
+  device.vacancies.Add(ranges, std::move(event));
 }
 
 void SynchronizeFerry() {

@@ -1,4 +1,5 @@
-// Handlers that queue copies, and one that makes the stream wait for the copies of its arguments.
+// Handlers that queue copies, one that makes the stream wait for the copies of its arguments, and one that notes that
+// nothing reads its arguments any more.
 #include "cuda/handler.h"
 #include "cuda/location.h"
 #include "cuda/operations.h"
@@ -6,13 +7,14 @@
 namespace jaxferry {
 
 static ffi::Error FerryLoad(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs arguments,
-                            ffi::RemainingRets results, Integers vectors, Integers offsets) {
+                            ffi::RemainingRets results, Integers vectors, Integers offsets, int64_t vacant) {
   return Guarded("ferry_load", [&] {
     Copies copies;
-    JAXFERRY_RETURN_IF_ERROR(CheckFerryLoad(arguments, results, vectors, offsets, &copies));
+    bool is_vacant;
+    JAXFERRY_RETURN_IF_ERROR(CheckFerryLoad(arguments, results, vectors, offsets, vacant, &copies, &is_vacant));
     return cuda::RunOn("ferry_load", ordinal, {}, [&](cuda::Device& device) {
       cuda::CheckLoads(copies);
-      cuda::RunFerryLoad(device, copies, stream);
+      cuda::RunFerryLoad(device, copies, is_vacant, stream);
     });
   });
 }
@@ -33,9 +35,19 @@ static ffi::Error FerryWait(cudaStream_t stream, int32_t ordinal, ffi::Remaining
                             ffi::RemainingRets results) {
   return Guarded("ferry_wait", [&] {
     Ranges ranges;
-    JAXFERRY_RETURN_IF_ERROR(CheckFerryWait(arguments, results, &ranges));
+    JAXFERRY_RETURN_IF_ERROR(CheckInPlace("ferry_wait", arguments, results, &ranges));
     return cuda::RunOn("ferry_wait", ordinal, {},
                        [&](cuda::Device& device) { cuda::RunFerryWait(device, ranges, stream); });
+  });
+}
+
+static ffi::Error FerryVacate(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs arguments,
+                              ffi::RemainingRets results) {
+  return Guarded("ferry_vacate", [&] {
+    Ranges ranges;
+    JAXFERRY_RETURN_IF_ERROR(CheckInPlace("ferry_vacate", arguments, results, &ranges));
+    return cuda::RunOn("ferry_vacate", ordinal, {},
+                       [&](cuda::Device& device) { cuda::RunFerryVacate(device, ranges, stream); });
   });
 }
 
@@ -44,7 +56,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_ferry_load, FerryLoad,
                                   .RemainingArgs()  // host vectors, then device arrays
                                   .RemainingRets()  // device arrays
                                   .Attr<Integers>("vectors")
-                                  .Attr<Integers>("offsets"));
+                                  .Attr<Integers>("offsets")
+                                  .Attr<int64_t>("vacant"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_ferry_store, FerryStore,
                               JAXFERRY_BIND()
@@ -54,6 +67,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_ferry_store, FerryStore,
                                   .Attr<int64_t>("accumulate"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_ferry_wait, FerryWait,
+                              JAXFERRY_BIND()
+                                  .RemainingArgs()    // arrays
+                                  .RemainingRets());  // the same
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_ferry_vacate, FerryVacate,
                               JAXFERRY_BIND()
                                   .RemainingArgs()    // arrays
                                   .RemainingRets());  // the same

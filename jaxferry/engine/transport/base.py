@@ -34,7 +34,7 @@ from jaxferry.engine.transport.held import CopyInFlight, DeviceLayer, HeldBytes,
 from jaxferry.native import NativeLibrary, host_sums
 from jaxferry.partition import Gradient, Layer, RowGradient
 
-_OF_LOADS = frozenset({"unpack", "load", "load onto", "arrived"})
+_OF_LOADS = frozenset({"unpack", "load", "load onto", "load vacant", "arrived", "vacate"})
 """Programs that move parameters; all others move gradients."""
 
 
@@ -88,6 +88,13 @@ class Transport:
         except BaseException:
             self.held.add(-size)
             raise
+
+    def vacate(self, held: DeviceLayer) -> None:
+        """Notes that all programs that read a device copy have been issued, for the load that will replace it.
+
+        That load waits for these programs, and not for others. If a program reads the copy after all, it waits for all
+        that are issued before the copy is dropped.
+        """
 
     def drop(self, held: DeviceLayer, is_reused: bool = True) -> None:
         """Frees a device copy once the programs that read it have run; does nothing if it is freed already.

@@ -3,7 +3,8 @@
 One program enqueues a copy and another waits for it, so the copy overlaps everything that the device runs between the
 two. A parameter is copied directly into a buffer of its own shape, and a large gradient from one. All small gradients
 of a vector leave as one transfer, since a transfer of each would be mostly latency: their program has joined them. The
-next layer of the same layout reuses the buffers of a dropped layer.
+next layer of the same layout reuses the buffers of a dropped layer. Its load waits for their last reader, and for
+nothing that the device runs after that: a program which is issued behind the last reader tells the library.
 """
 
 from __future__ import annotations
@@ -111,8 +112,9 @@ class Ferry(Transport):
         free = self._free[self._layouts[layer]]
         if not free:
             self.release()
-        load, wait = self.program("load onto" if free else "load", layer), self.program("arrived", layer)
-        given = (vectors, free.pop()) if free else (vectors,)
+        load, wait = self.program(self._load_program(layer, vectors), layer), self.program("arrived", layer)
+        # Those that have been free for longest.
+        given = (vectors, free.pop(0)) if free else (vectors,)
 
         def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
             arrived: Sequence[jax.Array] = wait(arrays, vectors)
@@ -125,13 +127,28 @@ class Ferry(Transport):
             self.in_flight[id(held)] = (held, vectors)
         return held
 
+    def _load_program(self, layer: int, vectors: Vectors) -> str:
+        if not self._free[self._layouts[layer]]:
+            return "load"
+        # What writes the vectors may be a program behind the last reader of the buffers.
+        is_vacant = not self._placement.is_cpu and _are_ready(vectors)
+        return "load vacant" if is_vacant else "load onto"
+
+    def vacate(self, held: DeviceLayer) -> None:
+        """See `Transport.vacate`. On a CPU, a load runs when its buffers are free."""
+        if not self._placement.is_cpu:
+            # Waits for the copy, which may still be writing.
+            arrays = held.parameters()
+            with deferred_interrupts():
+                held.arrays, held.is_vacant = self.program("vacate", held.layer)(arrays), True
+
     def _drop(self, held: DeviceLayer, is_reused: bool) -> None:
-        # Waits for the copy, which may still be writing.
-        arrays = held.parameters()
         if is_reused:
-            self._free[self._layouts[held.layer]].append(arrays)
+            if not held.is_vacant:
+                self.vacate(held)
+            self._free[self._layouts[held.layer]].append(held.parameters())
         else:
-            for array in arrays:
+            for array in held.parameters():
                 array.delete()
 
     def release(self) -> None:
@@ -150,12 +167,12 @@ def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[],
     """Makes the programs that move parameters, by name."""
     numbers, offsets = [leaf.vector for leaf in layer.leaves], [leaf.offset for leaf in layer.leaves]
 
-    def load_onto(vectors: Vectors, into: Sequence[jax.Array], *token: jax.Array) -> Any:
-        arrays = targets.ferry_load(vectors, into, numbers, offsets)
+    def load_onto(is_vacant: bool, vectors: Vectors, into: Sequence[jax.Array], *token: jax.Array) -> Any:
+        arrays = targets.ferry_load(vectors, into, numbers, offsets, is_vacant)
         return arrays, [targets.mark(each, arrays, "load") for each in token]
 
     def load(vectors: Vectors, *token: jax.Array) -> Any:
-        return load_onto(vectors, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in layer.leaves], *token)
+        return load_onto(False, vectors, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in layer.leaves], *token)
 
     def arrived(arrays: Sequence[jax.Array], vectors: Vectors) -> list[jax.Array]:
         return targets.ferry_wait(arrays)
@@ -163,9 +180,11 @@ def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[],
     jitted = functools.partial(jax.jit, out_shardings=placement.device)
     return {
         "load": lambda: jitted(load),
-        "load onto": lambda: jitted(load_onto, donate_argnums=1),
+        "load onto": lambda: jitted(functools.partial(load_onto, False), donate_argnums=1),
+        "load vacant": lambda: jitted(functools.partial(load_onto, True), donate_argnums=1),
         # The copy's source vectors are an argument so that their memory is not reused before it has ended.
         "arrived": lambda: jitted(arrived, donate_argnums=0, keep_unused=True),
+        "vacate": lambda: jitted(targets.ferry_vacate, donate_argnums=0),
     }
 
 
@@ -184,6 +203,10 @@ def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[]
         "store": lambda: jitted_store(False),
         "accumulate": lambda: jitted_store(True),
     }
+
+
+def _are_ready(arrays: Sequence[Any]) -> bool:
+    return all(array.is_ready() for array in arrays)
 
 
 def landed_program(placement: Placement) -> Any:

@@ -24,6 +24,7 @@ class DeviceLayer:
       arrays: the arrays that hold it now.
       arrive: converts `arrays` to the parameters when the first program needs them; None afterwards.
       forget: notes that a program waits for the load in place of `arrive`.
+      is_vacant: whether nothing has asked for its parameters since `Transport.vacate`.
       is_dropped: whether it has been freed.
     """
 
@@ -32,6 +33,7 @@ class DeviceLayer:
     arrays: Sequence[jax.Array]
     arrive: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
     forget: Callable[[], object] | None = None
+    is_vacant: bool = False
     is_dropped: bool = False
 
     def parameters(self) -> list[jax.Array]:
@@ -39,6 +41,7 @@ class DeviceLayer:
         if self.arrive is not None:
             arrive, self.arrive = self.arrive, None
             self.arrays = arrive(self.arrays)
+        self.is_vacant = False
         return list(self.arrays)
 
     def arrived_in(self, arrays: Sequence[jax.Array]) -> None:

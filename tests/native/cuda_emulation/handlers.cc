@@ -1,5 +1,5 @@
 // The CUDA library's handlers for programs on the CPU: each returns when the program's stream would have come past it,
-// which is when XLA lets the program go on. Other streams may lag behind.
+// which is when XLA lets the program go on. Other streams may lag behind; the program's too if a test says so.
 #include <cstring>
 #include <mutex>
 
@@ -11,11 +11,13 @@ namespace emulation {
 std::unique_lock<std::mutex> Lock();
 void DrainProgram();
 
+static bool program_lags = false;
+
 static XLA_FFI_Error* Call(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), XLA_FFI_CallFrame* frame) {
   const auto lock = Lock();
   XLA_FFI_Error* error = handler(frame);
   // XLA asks each handler what it is, without results, before it calls it: nothing runs then.
-  if (frame->rets.size > 0) DrainProgram();
+  if (frame->rets.size > 0 && !program_lags) DrainProgram();
   return error;
 }
 
@@ -36,6 +38,7 @@ EMULATE(row_store)
 EMULATE(ferry_load)
 EMULATE(ferry_store)
 EMULATE(ferry_wait)
+EMULATE(ferry_vacate)
 EMULATE(mark)
 
 extern "C" __attribute__((visibility("default"))) void emulation_synchronize() {
@@ -54,6 +57,13 @@ extern "C" __attribute__((visibility("default"))) void emulation_marks_read(int6
                                                                             double* ends_s) {
   const auto lock = emulation::Lock();
   jaxferry_marks_read(count, tokens, numbers, starts_s, ends_s);
+}
+
+// Whether the program's stream may lag behind the handlers, as on a GPU. Before a program on the CPU uses what it
+// makes, it must be told not to.
+extern "C" __attribute__((visibility("default"))) void emulation_lag(int lags) {
+  const auto lock = emulation::Lock();
+  emulation::program_lags = lags != 0;
 }
 
 // Something that the program has yet to do when the next operation is called.
