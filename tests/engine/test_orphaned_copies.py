@@ -2,6 +2,13 @@
 
 import subprocess
 import sys
+import threading
+import weakref
+
+import jax
+
+from jaxferry.engine.placement import Placement, make_placement
+from jaxferry.engine.transport.orphaned_copies import OrphanedCopies
 
 SCRIPT = """
 import gc
@@ -39,3 +46,30 @@ print("all hold")
 def test_the_collector_takes_transports_whose_copies_are_under_way_wherever_it_runs():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "all hold\n"), done.stderr[-2000:]
+
+
+class Pending:
+    """An array that is not ready until the test says so."""
+
+    def __init__(self):
+        self.is_awaited, self.may_go = threading.Event(), threading.Event()
+
+    def block_until_ready(self):
+        self.is_awaited.set()
+        assert self.may_go.wait(60)
+
+
+def test_what_others_drop_goes_while_a_dropped_state_waits_for_the_device(monkeypatch):
+    """Else another state's steps would need memory that no budget counts."""
+    pending, others = Pending(), [Pending() for _ in range(3)]
+    arrays, references = [pending, *others], list(map(weakref.ref, others))
+    monkeypatch.setattr(jax, "live_arrays", lambda: arrays)
+    monkeypatch.setattr(Placement, "is_cpu", False)
+    copies = OrphanedCopies()
+    copies.drop(make_placement(jax.devices("cpu")[1]), ())
+    assert pending.is_awaited.wait(60)
+    others.clear()
+    arrays.clear()
+    assert [reference() for reference in references] == [None] * 3
+    pending.may_go.set()
+    copies._end()

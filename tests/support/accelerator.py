@@ -40,6 +40,8 @@ _FOR_COPIES_OF_THE_RUNTIME = {("held.py", "wait"), ("device_put.py", "arrive")}
 """Where `device_put` waits until copies of the runtime have ended, so that memory which they read is free at once."""
 _PUT, _JIT, _BLOCK = jax.device_put, jax.jit, jax.block_until_ready
 _DELETE, _BLOCK_ONE, _CALL = ArrayImpl.delete, ArrayImpl.block_until_ready, jax.stages.Compiled.__call__
+COUNTING = threading.Lock()
+"""Held by whoever lists all arrays: the list keeps them alive, and another one who counts would see them."""
 _WAIT_FOR, _SYNCHRONIZE = NativeLibrary.wait_for, NativeLibrary.synchronize
 
 
@@ -231,10 +233,14 @@ def _pinned_memory():
     """Start and end of each live array in pinned memory that programs have made.
 
     JAX waits for an array before it tells the address, and holds the lock that the callback of a program may need.
+    A list of all arrays would keep alive what the step drops meanwhile.
     """
-    for array in jax.live_arrays():
+    with COUNTING:
+        references = [weakref.ref(array) for array in jax.live_arrays()]
+    for reference in references:
+        array = reference()
         with contextlib.suppress(RuntimeError):  # another thread has deleted it
-            if array.sharding.memory_kind == "pinned_host" and array.is_ready():
+            if array is not None and array.sharding.memory_kind == "pinned_host" and array.is_ready():
                 start = array.unsafe_buffer_pointer()
                 yield start, start + array.nbytes
 

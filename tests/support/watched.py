@@ -11,6 +11,7 @@ import jax
 import optax
 
 import jaxferry
+from accelerator import COUNTING
 from jaxferry.engine.gradients import StepGradients
 from jaxferry.engine.streamed_updates import StreamingStep
 from jaxferry.engine.transport.held import DeviceLayer
@@ -18,9 +19,6 @@ from steps import transport_of
 
 SCALARS_BYTES = 256
 """What losses, norms and flags take, which live for a moment longer or shorter from run to run."""
-
-
-_counting = threading.Lock()
 
 
 def device_arrays():
@@ -32,7 +30,7 @@ def device_bytes(known, size=lambda array: array.nbytes):
 
     Threads that count take turns: the list of one would keep alive what the step has dropped, and another would see it.
     """
-    with _counting:
+    with COUNTING:
         return sum(size(array) for array in device_arrays() if id(array) not in known)
 
 

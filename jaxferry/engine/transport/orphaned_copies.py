@@ -102,11 +102,13 @@ def _wait_for_device(placement: Placement) -> None:
     """Returns when the device has run everything that was issued before."""
     with contextlib.suppress(Exception):  # what has failed reads nothing any more
         _probe(placement)().block_until_ready()
-    # Where programs may overtake each other, the probe alone says little.
-    arrays = jax.live_arrays()
-    while arrays:
-        with contextlib.suppress(Exception):
-            arrays.pop().block_until_ready()
+    # Copies, and programs of several CPU devices, may overtake the probe. What others drop meanwhile must go, so there
+    # is never a reference to more than one array.
+    for reference in list(map(weakref.ref, jax.live_arrays())):
+        if (array := reference()) is not None:
+            with contextlib.suppress(Exception):
+                array.block_until_ready()
+        del array
 
 
 @functools.cache
