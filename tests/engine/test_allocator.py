@@ -4,6 +4,8 @@ import dataclasses
 import warnings
 
 import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from hypothesis import given
@@ -131,12 +133,13 @@ def test_the_buffers_of_a_step_add_up_to_what_is_counted(modes, options):
 @pytest.mark.parametrize("budget", ["200MiB", "2GiB"])
 def test_a_policy_measures_only_within_its_budget(budget, monkeypatch):
     monkeypatch.setattr(Placement, "allocator", Allocator.PREALLOCATED)
-    gpt = models.gpt()
-    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), policy="auto", memory_budget=budget)
-    step.declare(gpt.params)
+    step = jaxferry.train_step(
+        lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) ** 2), optax.sgd(1e-3), policy="auto", memory_budget=budget
+    )
+    step.declare({"w": np.ones((8, 8), np.float32)})
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        step.prepare(gpt.batch)
+        step.prepare(np.ones((2, 8), np.float32))
     told = [str(warning.message) for warning in found if "measuring takes" in str(warning.message)]
     assert len(told) == (budget == "200MiB")
     assert all("planning with an estimated profile" in text and "memory_budget is 200.0 MiB" in text for text in told)

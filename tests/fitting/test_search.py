@@ -16,7 +16,7 @@ from jaxferry.fitting.search import Sizes, find_fit
 from jaxferry.fitting.traced import trace
 from jaxferry.profiling.machines import find_machine
 from jaxferry.schedule import needed_bytes
-from jaxferry.units import format_bytes
+from jaxferry.units import format_apart
 
 MACHINE = find_machine("a100-pcie4")
 WIDTH, DEPTH = 64, 3
@@ -187,5 +187,6 @@ def test_saved_activations_bound_the_batch_by_host_memory_and_are_stated():
         assert [row.batch_size for row in fit.rows] == ([4, rows] if rows > 4 else [rows])
     fit = find_fit(offloading, 4, budget_bytes=budget, host_memory_bytes=1000 + one - 1, **sizes)
     assert (fit.fits, fit.rows, fit.smallest_batch_size) == (False, (), 1)
-    assert f"training needs {format_bytes(1000 + one)} of host memory" in fit.problem
+    needed, available = format_apart(1000 + one, 1000 + one - 1)
+    assert f"training needs {needed} of host memory, and there are {available}" in fit.problem
     assert find_fit(offloading, 4, budget_bytes=budget, **sizes).largest_batch_size >= 64

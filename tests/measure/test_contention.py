@@ -34,12 +34,17 @@ class Resource:
 def test_lanes_that_use_the_same_resource_take_each_other_s_time():
     resource = Resource()
     work = {HOST: resource.user(0, 0.004), UP: resource.user(0, 0.004), DOWN: lambda: time.sleep(0.004)}
-    speeds = speeds_in_pairs(work)
-    assert set(speeds) == {(one, other) for one in work for other in work if one != other}
-    assert 0.75 < speeds[HOST, UP] + speeds[UP, HOST] < 1.15  # together the speed of one
-    assert all(speeds[pair] > 0.7 for pair in speeds if DOWN in pair)
-    contention = Contention.between(speeds)
-    assert contention.shares[HOST][UP] > 0.7 < contention.shares[UP][HOST]
+    # A busy machine may measure wrong several times, but a wrong measure is never right.
+    for _ in range(8):
+        speeds = speeds_in_pairs(work)
+        assert set(speeds) == {(one, other) for one in work for other in work if one != other}
+        shares = Contention.between(speeds).shares
+        are_right = 0.75 < speeds[HOST, UP] + speeds[UP, HOST] < 1.15  # together the speed of one
+        are_right &= all(speeds[pair] > 0.7 for pair in speeds if DOWN in pair)
+        if are_right and shares[HOST][UP] > 0.7 < shares[UP][HOST]:
+            break
+    else:
+        raise AssertionError(f"speeds beside each other: {speeds}, shares {shares}")
 
 
 def test_a_lane_that_works_longer_than_the_window_has_its_speed():

@@ -319,7 +319,7 @@ def test_progress_tells_how_much_there_is_and_never_goes_back():
         assert total_next != total or done <= done_next <= done + 1
 
 
-@pytest.mark.parametrize("kind", ["ferry", "device_put"])
+@pytest.mark.parametrize("kind", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def test_the_way_of_accelerators_measures_as_well(kind, monkeypatch):
     """It works on a CPU, with more copies."""
     emulate(monkeypatch)
@@ -375,7 +375,14 @@ def test_a_policy_that_plans_with_times_measures_them_once(tmp_path, monkeypatch
     assert capfd.readouterr().err == ""  # no terminal, no bar
 
 
-@pytest.mark.parametrize("policy", [None, "zero-offload", "native-offload", "native-overlapped", "l2l"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        None,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("zero-offload", "native-offload", "l2l")),
+        "native-overlapped",
+    ],
+)
 def test_policies_that_plan_without_times_measure_nothing_unless_told_to(tmp_path, monkeypatch, count, policy):
     setting = {"a": {"kernel": np.ones((8, 8), np.float32)}, "b": {"kernel": np.ones((8, 8), np.float32)}}
     batch = np.ones((4, 8), np.float32)

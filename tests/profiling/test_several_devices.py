@@ -207,7 +207,7 @@ def test_a_measured_profile_has_the_work_of_one_device_and_the_exchanges_of_all(
     assert prepared(2, policy="auto", profile=found).profile.layers == found.layers
 
 
-@pytest.mark.parametrize("is_scaled", [True, False])
+@pytest.mark.parametrize("is_scaled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_running_statistics_as_long_as_the_batch_are_whole_on_each_device(monkeypatch, tmp_path, is_scaled):
     """They are told from rows by a parameter of their shape, or since a share of them cannot be traced."""
     monkeypatch.setenv("JAXFERRY_CACHE_DIR", str(tmp_path))
