@@ -284,6 +284,18 @@ def test_a_transport_that_fails_before_any_update_costs_no_bit(name, monkeypatch
     assert_same_bits(state.params, expected)
 
 
+def loss_of_what_the_host_returns(on_host):
+    """The loss of a perceptron whose batch a function on the host returns first."""
+
+    def loss_fn(params, x):
+        x = jax.pure_callback(on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        for name in sorted(params):
+            x = jnp.tanh(x @ params[name])
+        return jnp.mean(x**2)
+
+    return loss_fn
+
+
 ON_A_CPU = pytest.mark.cpu_device
 """An accelerator tells of an evaluation's failure when its results are read."""
 
@@ -298,11 +310,7 @@ def test_a_failure_in_what_depends_on_the_batch_alone_says_so_and_leaves_the_sta
             raise ValueError("no such token")
         return x
 
-    def loss_fn(params, x):
-        x = jax.pure_callback(on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-        for name in sorted(params):
-            x = jnp.tanh(x @ params[name])
-        return jnp.mean(x**2)
+    loss_fn = loss_of_what_the_host_returns(on_host)
 
     def made():
         step = jaxferry.train_step(loss_fn, optax.adam(1e-2))
@@ -342,11 +350,7 @@ def test_a_failure_within_a_layer_names_it_and_leaves_the_state(entry, transport
             raise ValueError("no such token")
         return x
 
-    def loss_fn(params, x):
-        x = jax.pure_callback(on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-        for name in sorted(params):
-            x = jnp.tanh(x @ params[name])
-        return jnp.mean(x**2)
+    loss_fn = loss_of_what_the_host_returns(on_host)
 
     step = jaxferry.train_step(loss_fn, optax.adam(1e-2), transport=transport)
     state = step.init({f"w{i}": np.full((256, 256), 0.01, np.float32) for i in range(3)})

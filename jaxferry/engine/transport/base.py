@@ -30,7 +30,15 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import NO_JOINS, Joins
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
-from jaxferry.engine.transport.held import CopyInFlight, DeviceLayer, HeldBytes, HostGradient, PutCopy, delete_all
+from jaxferry.engine.transport.held import (
+    Addend,
+    CopyInFlight,
+    DeviceLayer,
+    HeldBytes,
+    HostGradient,
+    PutCopy,
+    delete_all,
+)
 from jaxferry.native import NativeLibrary, host_sums
 from jaxferry.partition import Gradient, Layer, RowGradient
 
@@ -193,7 +201,11 @@ class Transport:
             self.recycle(layer, more)
 
         total = self._begun_on_host(layer) if onto is None else onto
-        total.add_later(add, more.copy)
+        return self._add_later(layer, total, add, more.copy)
+
+    def _add_later(self, layer: int, total: HostGradient, add: Addend, copy: CopyInFlight | None) -> HostGradient:
+        """Lets the host add something to a gradient; a CPU adds at once, since its programs write there too."""
+        total.add_later(add, copy)
         if self._placement.is_cpu:
             self.gather(layer, total)
         return total
@@ -332,9 +344,8 @@ class Transport:
             split_up = split(self._gradients[layer], there)
             add_gradients(self._here[2][layer], targets, split_up, self._placement)
 
-        total.add_later(add, copy)
+        self._add_later(layer, total, add, copy)
         if self._placement.is_cpu:
-            self.gather(layer, total)
             delete_all(jax.tree.leaves(gradients))
         return total
 
@@ -388,11 +399,6 @@ def add_gradients(
         if gradient.is_clipped:
             indices = np.clip(indices, 0, num_rows - 1)
         host_sums.add_rows(target, gradient.rows.reshape(-1, num_columns), indices, start)
-
-
-def computable(host: Any) -> Any:
-    """Makes host arrays operands within a jitted function; on a CPU this placement copies nothing."""
-    return jax.device_put(host, jax.memory.Space.Device)
 
 
 def split(layer: Layer, gradients: Sequence[Gradient]) -> list[Gradient]:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxferry.engine.host.pinned import Vectors, as_numpy, can_view
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.trace.marks import TaskMark
-from jaxferry.engine.transport.base import Transport, computable, split
+from jaxferry.engine.transport.base import Transport, split
 from jaxferry.engine.transport.held import DeviceLayer, HostGradient, PutCopy, delete_all
 from jaxferry.partition import Gradient, Layer, RowGradient
 
@@ -118,6 +118,11 @@ class DevicePut(Transport):
             "pack": lambda: jax.jit(pack, out_shardings=self._placement.shares_of(layer)),
         }
         return made[name]() if name in made else super()._jitted(name, layer)
+
+
+def computable(host: Any) -> Any:
+    """Makes host arrays operands within a jitted function; on a CPU this placement copies nothing."""
+    return jax.device_put(host, jax.memory.Space.Device)
 
 
 class _PartCopy:
