@@ -111,6 +111,7 @@ class Ferry:
         )
         start_s = time.perf_counter()
         self.state = self.step.init(params)
+        self.init_s = time.perf_counter() - start_s
         self.prepared = self.step.prepare(batch)
         self.step.compile_updates(self.state, batch)
         self.compile_s = time.perf_counter() - start_s
@@ -130,6 +131,7 @@ class Ferry:
         predicted_s, bound_s = machine.steady_step_s(schedule), max(work_s.values())
         return {
             "profile": self.profile_kind,
+            "init_s": self.init_s,
             "predicted_s": predicted_s,
             "bound_s": bound_s,
             "measured_over_predicted": step_s / predicted_s,
@@ -230,7 +232,7 @@ def run(arguments):
     if arguments.contender == settings.PROFILE:
         return measure_profile(arguments, config)
     contender = make(arguments, config)
-    losses, before_s = timing.warm_up(contender), thread_cpu_s()
+    (losses, first_step_s), before_s = timing.warm_up(contender), thread_cpu_s()
     more, seconds, mean_s = timing.timed_steps(contender, arguments.steps, end_s)
     cpu_s = {name: (now - before_s[name]) / len(seconds) for name, now in thread_cpu_s().items()}
     times = timing.summary(seconds, mean_s, arguments.batch * arguments.seq)
@@ -240,6 +242,7 @@ def run(arguments):
         "thread_cpu_s": cpu_s,
         "peak_device_bytes": stats.get("peak_bytes_in_use"),
         "compile_s": contender.compile_s,
+        "first_step_s": first_step_s,
         "memory_budget_bytes": arguments.memory_budget,
         "losses": losses + more,
         "machine": measure.machine() | {"host_threads": os.environ.get("JAXFERRY_HOST_THREADS", "default")},

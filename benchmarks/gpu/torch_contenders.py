@@ -68,13 +68,14 @@ def run(arguments):
     setup_s, setup_memory = time.perf_counter() - start_s, device_memory(device)
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()  # what only the setup needs is not held against it
-    losses = timing.warm_up(contender)
+    losses, first_step_s = timing.warm_up(contender)
     more, seconds, mean_s = timing.timed_steps(contender, arguments.steps, end_s)
     name = "cpu" if device == "cpu" else torch.cuda.get_device_name()
     return {
         **timing.summary(seconds, mean_s, arguments.batch * arguments.seq),
         **device_memory(device),
         "setup_s": setup_s,
+        "first_step_s": first_step_s,
         "setup_peak_device_bytes": setup_memory["peak_device_bytes"],
         "is_compiled": arguments.compile,
         "losses": losses + more,

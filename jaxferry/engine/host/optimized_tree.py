@@ -43,6 +43,7 @@ class OptimizedTree:
         self.prunes = False
         self._contents: dict[tuple[tuple[int, ...], bool], Any] = {}
         self._taken: dict[Any, bool] = {}
+        self._states: dict[tuple[tuple[int, ...], bool], Any] = {}
 
     @functools.cached_property
     def by_part(self) -> PartOptimizer:
@@ -59,7 +60,10 @@ class OptimizedTree:
 
     def state(self, leaves: Sequence[int]) -> Any:
         """Shapes of the Optax state of these leaves."""
-        return result_shapes(self.optimizer.init, self.subtree(select(self.avals, leaves)))
+        key = tuple(leaves), self.prunes
+        if key not in self._states:
+            self._states[key] = result_shapes(self.optimizer.init, self.subtree(select(self.avals, leaves)))
+        return self._states[key]
 
     def takes_parts(self, parts: Sequence[Sequence[int]]) -> bool:
         """Whether each of these parts is updated alone exactly as within the whole tree; sets `prunes` if so.
