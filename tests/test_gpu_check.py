@@ -10,9 +10,11 @@ import sys
 import tarfile
 import time
 
+import jax
+import numpy as np
 import pytest
 
-from benchmarks.gpu import build, check, link_rates, overlap, stages, steps
+from benchmarks.gpu import build, check, link_rates, models, overlap, settings, stages, steps
 from benchmarks.gpu.rates import Overlap, Rate
 from jaxferry.plan.registry import policies
 
@@ -76,6 +78,59 @@ def test_every_policy_and_every_class_of_tests_has_a_stage():
     assert {policy for policy, _, _ in check.smoke_cases()} == {*policies(), *check.UPDATE_PLACES}
     names = [name for name, _ in check.test_groups(ROOT / "tests/gpu/test_operations.py")]
     assert names == ["TestCopies", "TestProducts", "TestFerry", "TestMarks", "functions"]
+
+
+def test_the_check_ends_with_a_table_of_all_steps(tmp_path):
+    (tmp_path / "steps").mkdir()
+    rows = [
+        {
+            "contender": "plain",
+            "outcome": "measured",
+            "step_s": 0.5,
+            "model_flops_per_s": 4e14,
+            "peak_device_bytes": 2**36,
+        },
+        {
+            "contender": "exact",
+            "outcome": "measured",
+            "step_s": 0.6,
+            "model_flops_per_s": 3e14,
+            "peak_device_bytes": 2**35,
+        }
+        | {"measured_over_predicted": 1.02},
+        {"contender": "l2l", "outcome": "timed out after 9 s"},
+    ]
+    model = {"name": "GPT-2 medium", "batch": 32, "sequence": 1024}
+    (tmp_path / "steps" / "steps_medium.json").write_text(json.dumps({"model": model, "rows": rows}))
+    title, plain, exact, l2l = [" ".join(line.split()) for line in check.summary(tmp_path)]
+    assert title.startswith("GPT-2 medium, 32 x 1024 step [ms] / plain JAX memory [GiB] TFLOP/s")
+    assert plain == "plain 500.0 1.000 64.0 400.0 -"
+    assert exact == "exact 600.0 1.200 32.0 300.0 1.020"
+    assert l2l == "l2l timed out after 9 s"
+
+
+def test_what_tells_most_is_done_first_and_everything_some_time():
+    assert set(check.FIRST) <= {"_".join(case) for case in check.smoke_cases()}
+    assert [size for size, _, _ in check.STEPS["gpu"]][:2] == ["medium", "llama-3b"]
+    assert {name for _, contenders, _ in check.STEPS["gpu"] for name in contenders} <= set(settings.CONTENDERS)
+
+
+def test_model_operations_are_those_of_the_products_and_of_causal_attention():
+    # GPT-2: 12 C^2 and 13 C a block, the head's table, the last norm; attention of 3 * 2 * T * C a token and layer.
+    made, width, layers, length = models.of_size("124m"), 768, 12, 1024
+    num = layers * (12 * width**2 + 13 * width) + 50257 * width + 2 * width
+    assert made.flops(2, length) == 2 * length * (6 * num + 6 * layers * width * length)
+    llama = models.of_size("llama-tiny")
+    assert llama.flops(1, 1) == 6 * (sum(leaf.size for leaf in jax.tree.leaves(llama.shapes)) - 256 * 64 + 2 * 64)
+
+
+def test_a_recomputed_llama_has_the_loss_and_the_gradients_of_the_other():
+    made = models.of_size("llama-tiny")
+    batch = {"tokens": np.arange(34, dtype=np.int32).reshape(2, 17)}
+    found = [jax.jit(jax.value_and_grad(fn))(made.make_params(), batch) for fn in (made.loss_fn, made.plain_loss_fn)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *found)
+    jaxprs = [str(jax.make_jaxpr(fn)(made.make_params(), batch)) for fn in (made.loss_fn, made.plain_loss_fn)]
+    assert ["remat" in jaxpr or "checkpoint" in jaxpr for jaxpr in jaxprs] == [False, True]
 
 
 def rows_of(out):

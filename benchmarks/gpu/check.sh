@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ten minutes on a machine with a GPU: see check.py.
+# Eight minutes on a machine with a GPU: see check.py.
 #
 #   benchmarks/gpu/check.sh OUT [OPTIONS]         PYTHON=python3: a Python with JAX for CUDA, pytest and hypothesis
 set -uo pipefail

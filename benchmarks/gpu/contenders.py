@@ -18,12 +18,10 @@ import numpy as np
 import optax
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" / "gpt2"))
 
 import jaxferry
-import model
 from benchmarks import measure
-from benchmarks.gpu import inputs, settings, timing
+from benchmarks.gpu import inputs, models, settings, timing
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Lane
@@ -34,16 +32,8 @@ THREADS = {"issuing": "jaxferry H2D", "host": "jaxferry host"}
 """Beginnings of the names of JaxFerry's threads."""
 
 
-def make_params(config):
-    """Returns the parameters as NumPy arrays, so that they do not count in the device's peak."""
-    drawn = inputs.draw()
-    shapes = jax.eval_shape(model.make_init(config), jax.random.key(0))
-
-    return jax.tree_util.tree_map_with_path(lambda path, like: inputs.leaf(drawn, path[-1].key, like.shape), shapes)
-
-
-def make_batch(arguments, config):
-    return {"tokens": inputs.tokens(arguments.batch, arguments.seq, config.vocab_size)}
+def make_batch(arguments, model):
+    return {"tokens": inputs.tokens(arguments.batch, arguments.seq, model.vocab_size)}
 
 
 class OneJit:
@@ -96,12 +86,13 @@ class OneJit:
 class Ferry:
     """A policy of JaxFerry."""
 
-    def __init__(self, loss_fn, params, batch, policy, profile, memory_budget, plan=None):
+    def __init__(self, model, params, batch, policy, profile, memory_budget, plan=None):
         self.batch = jax.device_put(batch)
         self.profile_kind = profile if isinstance(profile, str) else "measured"
         self.step = jaxferry.train_step(
-            loss_fn,
+            model.loss_fn,
             jaxferry.adamw(settings.LEARNING_RATE),
+            remat=model.remat,
             policy=policy,
             plan=plan,
             profile=profile,
@@ -197,30 +188,33 @@ def profile_path(arguments):
     return arguments.output / f"profile_{arguments.size}.json"
 
 
-def make(arguments, config):
-    loss_fn, params, batch = model.make_loss(config), make_params(config), make_batch(arguments, config)
+def make(arguments, model):
+    params, batch = model.make_params(), make_batch(arguments, model)
     name = arguments.contender
     if name in (settings.PLAIN, settings.RECIPE):
-        return OneJit(loss_fn, params, batch, name == settings.RECIPE)
+        return OneJit(model.plain_loss_fn, params, batch, name == settings.RECIPE)
     path = profile_path(arguments)
     # Steps can be timed without a measured profile.
     profile = Profile.load(path) if path.is_file() else "estimate"
     if name == settings.STREAMED:
-        overlapped = Ferry(loss_fn, params, batch, "native-overlapped", profile, arguments.memory_budget)
+        overlapped = Ferry(model, params, batch, "native-overlapped", profile, arguments.memory_budget)
         plan, profile = streamed_plan(overlapped.prepared), overlapped.prepared.profile
         del overlapped
-        return Ferry(loss_fn, params, batch, None, profile, arguments.memory_budget, plan)
+        return Ferry(model, params, batch, None, profile, arguments.memory_budget, plan)
     policy = "auto" if name == settings.ALL_MEMORY else name
-    return Ferry(loss_fn, params, batch, policy, profile, arguments.memory_budget)
+    return Ferry(model, params, batch, policy, profile, arguments.memory_budget)
 
 
-def measure_profile(arguments, config):
+def measure_profile(arguments, model):
     """Measures the profile that the policies plan with, and saves it for their processes."""
     step = jaxferry.train_step(
-        model.make_loss(config), jaxferry.adamw(settings.LEARNING_RATE), profile="measure", compute_dtype=COMPUTE_DTYPE
+        model.loss_fn,
+        jaxferry.adamw(settings.LEARNING_RATE),
+        profile="measure",
+        remat=model.remat,
+        compute_dtype=COMPUTE_DTYPE,
     )
-    shapes = jax.eval_shape(model.make_init(config), jax.random.key(0))
-    profile = step.measure(shapes, make_batch(arguments, config))
+    profile = step.measure(model.shapes, make_batch(arguments, model))
     profile.save(profile_path(arguments))
     return {"machine": measure.machine(), "layers": len(profile.layers)}
 
@@ -228,10 +222,10 @@ def measure_profile(arguments, config):
 def run(arguments):
     """Runs the contender and returns its result as JSON values."""
     end_s = time.monotonic() + arguments.limit / 2
-    config = model.SIZES[arguments.size]
+    model = models.of_size(arguments.size)
     if arguments.contender == settings.PROFILE:
-        return measure_profile(arguments, config)
-    contender = make(arguments, config)
+        return measure_profile(arguments, model)
+    contender = make(arguments, model)
     (losses, first_step_s), before_s = timing.warm_up(contender), thread_cpu_s()
     more, seconds, mean_s = timing.timed_steps(contender, arguments.steps, end_s)
     cpu_s = {name: (now - before_s[name]) / len(seconds) for name, now in thread_cpu_s().items()}
@@ -239,6 +233,7 @@ def run(arguments):
     stats = jax.devices()[0].memory_stats() or {}
     return {
         **times,
+        "model_flops_per_s": model.flops(arguments.batch, arguments.seq) / times["step_s"],
         "thread_cpu_s": cpu_s,
         "peak_device_bytes": stats.get("peak_bytes_in_use"),
         "compile_s": contender.compile_s,

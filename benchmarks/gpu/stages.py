@@ -22,7 +22,7 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -306,10 +306,10 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
         os.killpg(process.pid, number)
 
 
-def main_with(check: Check, run: Any) -> int:
+def main_with(check: Check, run: Any, summary: Callable[[], Sequence[str]] = list) -> int:
     """Runs `run(check)`; a signal that ends a process ends its stages. Returns the exit status.
 
-    That is 0 if everything that had time has passed.
+    That is 0 if everything that had time has passed. The lines of `summary()` are printed last.
     """
 
     def end(number: int, _: Any) -> None:
@@ -321,5 +321,5 @@ def main_with(check: Check, run: Any) -> int:
     run(check)
     with contextlib.suppress(OSError):
         passed = "all that had time passed" if check.has_passed else "NOT all passed"
-        print(passed, f"- results in {check.out}", flush=True)
+        print("\n".join([f"{passed} - results in {check.out}", *summary()]), flush=True)
     return 0 if check.has_passed else 1

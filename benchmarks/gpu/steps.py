@@ -1,11 +1,15 @@
-"""Measures time and device memory of whole GPT-2 training steps. Usage: steps.py OUTPUT_DIR [--size medium]
+"""Measures time and device memory of whole training steps of GPT-2 or of a Llama.
 
-Computes in bfloat16, keeps masters and AdamW's state in float32, and repeats one batch of random tokens. Contenders:
+    python benchmarks/gpu/steps.py OUTPUT_DIR [--size medium] [--only plain auto]
+
+Computes in bfloat16, keeps masters and AdamW's state in float32, and repeats one batch of random tokens. Blocks of a
+Llama are recomputed, by plain JAX as well. Contenders, in the order in which they are named:
 
 - `plain`: one jitted step with everything on the device: the cost of training a model that fits.
 - `recipe`: JAX's own offloading, from its notebook "JAX Memories and Host Offloading": one jitted step whose
   parameters and optimizer state live in `pinned_host` and are copied to the device inside the step.
-- every policy of JaxFerry, with `jaxferry.adamw`. `auto` gets the peak that the engine counts for `l2l` as its budget.
+- every policy of JaxFerry, with `jaxferry.adamw`. `auto` gets the peak that the engine counts for `l2l` as its budget,
+  or what `settings.BUDGETS` says.
 - `auto-all-memory`: `auto` with all of the device's memory, so that updates run on the device as far as that is faster.
 - `streamed`: `native-overlapped` with all updates streamed through the GPU, which a slow host would make the fastest.
 
@@ -47,7 +51,7 @@ import time
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.settings import ALL_MEMORY, BATCHES, CONTENDERS, PLAIN, RECIPE
+from benchmarks.gpu.settings import ALL_MEMORY, BATCHES, BUDGETS, CONTENDERS, PLAIN, RECIPE, model_name
 from benchmarks.gpu.stages import GRACE_S
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -173,7 +177,7 @@ def document(arguments, rows):
     return {
         "benchmark": "steps",
         "machine": machines[0] if machines else None,
-        "model": {"name": f"GPT-2 {arguments.size}", "batch": arguments.batch, "sequence": arguments.seq},
+        "model": {"name": model_name(arguments.size), "batch": arguments.batch, "sequence": arguments.seq},
         "compute_dtype": "bfloat16",
         "order": "one after another, each in a process of its own",
         "expected": {
@@ -215,8 +219,21 @@ def _cell(value, pattern, scale=1.0):
 
 def table(rows):
     """Returns lines of text, one per contender."""
-    heads = ("step [ms]", "tokens/s", "peak [GiB]", "GPU", "H2D", "D2H", "host", "/ predicted", "/ bound", "last loss")
+    heads = (
+        "step [ms]",
+        "/ plain",
+        "peak [GiB]",
+        "TFLOP/s",
+        "GPU",
+        "H2D",
+        "D2H",
+        "host",
+        "/ predicted",
+        "/ bound",
+        "last loss",
+    )
     lines = [f"{'':18}" + "".join(f"{head:>12}" for head in heads)]
+    plain_s = next((row.result.get("step_s") for row in rows if row.contender == PLAIN), None)
     for row in rows:
         found = row.result
         if row.outcome != "measured" or "step_s" not in found:
@@ -225,8 +242,9 @@ def table(rows):
         busy = found.get("recorded") or found.get("busy") or {}
         cells = [
             _cell(found["step_s"], "{:.1f}", 1e3),
-            _cell(found["tokens_per_s"], "{:.0f}"),
+            _cell(plain_s and found["step_s"] / plain_s, "{:.3f}"),
             _cell(found["peak_device_bytes"], "{:.2f}", 2.0**-30),
+            _cell(found.get("model_flops_per_s"), "{:.1f}", 1e-12),
             *(_cell(busy.get(lane), "{:.2f}") for lane in ("GPU", "H2D", "D2H", "host")),
             _cell(found.get("measured_over_predicted"), "{:.3f}"),
             _cell(found.get("measured_over_bound"), "{:.3f}"),
@@ -238,7 +256,7 @@ def table(rows):
 
 def run_all(arguments, names, path):
     """Runs the contenders within the limit and writes the results after each."""
-    rows, budget_bytes = [], None
+    rows, budget_bytes = [], BUDGETS.get(arguments.size)
     end_s = time.monotonic() + arguments.limit
     with tempfile.TemporaryDirectory(prefix="jaxferry-steps-") as scratch:
         folder = pathlib.Path(scratch)
@@ -252,7 +270,7 @@ def run_all(arguments, names, path):
                 row = run_contender(name, command, env, limit_s)
                 if row.outcome.startswith("timed out") and limit_s < arguments.each:
                     row = dataclasses.replace(row, outcome="left out")  # it had less than its own limit
-            if name == "l2l":
+            if name == "l2l" and arguments.size not in BUDGETS:
                 budget_bytes = row.result.get("counted_bytes")
             rows.append(row)
             path.write_text(json.dumps(document(arguments, rows), indent=2) + "\n")
@@ -266,7 +284,7 @@ def make_parser(description, devices, results):
     parser.add_argument("output", type=pathlib.Path, help=f"folder for {results}")
     parser.add_argument("--size", default="medium", choices=BATCHES)
     parser.add_argument("--device", default="gpu", choices=devices)
-    parser.add_argument("--batch", type=int, help="rows; default 8, or 4 for xl")
+    parser.add_argument("--batch", type=int, help="rows; default: those of the size")
     parser.add_argument("--seq", type=int, help="tokens per row; default 1024")
     parser.add_argument("--steps", type=int, default=12, help="timed steps")
     return parser
@@ -297,9 +315,8 @@ def main():
     arguments = parse()
     arguments.output.mkdir(parents=True, exist_ok=True)
     end_with_sigterm()
-    names = [name for name in CONTENDERS if name in arguments.only]
-    rows = run_all(arguments, names, arguments.output / f"steps_{arguments.size}.json")
-    print(f"GPT-2 {arguments.size}, batch {arguments.batch}, sequence {arguments.seq}, bfloat16")
+    rows = run_all(arguments, list(dict.fromkeys(arguments.only)), arguments.output / f"steps_{arguments.size}.json")
+    print(f"{model_name(arguments.size)}, batch {arguments.batch}, sequence {arguments.seq}, bfloat16")
     print("\n".join(table(rows)))
     said = {None: "not compared", True: "bit-identical", False: "DIFFERENT"}[same_losses(rows)]
     print(f"losses of the policies that only move data: {said}")
