@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" / "gpt2"))
 
 import jaxferry
 from benchmarks import measure

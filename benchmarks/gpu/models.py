@@ -9,8 +9,8 @@ from unittest import mock
 import jax
 from flax import nnx
 
+import model as gpt2
 from benchmarks.gpu import inputs
-from examples.gpt2 import model as gpt2
 from examples.llama import model as llama
 
 LLAMAS = {"llama-3b": (28, 24, 8, 3072, 8192, 4096, 32_000), "llama-tiny": (2, 4, 2, 64, 160, 64, 256)}
