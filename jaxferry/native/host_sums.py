@@ -78,7 +78,7 @@ def add(target: np.ndarray, source: np.ndarray, adds: bool = True) -> None:
 
 
 def add_rows(target: np.ndarray, rows: np.ndarray, indices: np.ndarray, start: int = 0) -> None:
-    """Adds rows to a table, one after another; each in fp32 at least, rounded to the table's dtype.
+    """Adds rows to a table, one after another, in fp32 at least; each row of the table is rounded once.
 
     Args:
       target: flat and contiguous: consecutive elements of the table; changed in place.
@@ -98,11 +98,15 @@ def add_rows(target: np.ndarray, rows: np.ndarray, indices: np.ndarray, start: i
     if (native := _native(target, rows)) is not None:
         native.add_rows(target, np.ascontiguousarray(rows), places, start)
         return
-    for place, row in zip(places[is_in].tolist(), rows[is_in], strict=True):
+    wide = np.promote_types(target.dtype, np.float32)
+    for place in np.unique(places[is_in]).tolist():
         first = place * columns
         begin, end = max(first, start), min(first + columns, stop)
         if begin < end:
-            target[begin - start : end - start] += row[begin - first : end - first].astype(target.dtype)
+            total = target[begin - start : end - start].astype(wide)
+            for row in rows[places == place]:
+                total += row[begin - first : end - first].astype(wide)
+            target[begin - start : end - start] = total.astype(target.dtype)
 
 
 def _native(*arrays: np.ndarray) -> NativeLibrary | None:

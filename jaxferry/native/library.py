@@ -240,7 +240,7 @@ class NativeLibrary:
         self._functions.jaxferry_host_add(numbers[0], _data(source), numbers[1], _data(target), size, int(adds))
 
     def add_rows(self, target: np.ndarray, rows: np.ndarray, indices: np.ndarray, start: int = 0) -> None:
-        """Adds rows to a table, one after another, in fp32; on the threads of host steps.
+        """Adds rows to a table, one after another, in fp32, and rounds once; on the threads of host steps.
 
         Args:
           target: consecutive elements of the table, contiguous, of a dtype as for `add`; changed in place.

@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxferry
@@ -130,3 +131,16 @@ def test_the_uses_of_a_layer_may_differ_in_gradient_place(monkeypatch, device, a
     for losses, params in found[1:]:
         assert losses == found[0][0]
         assert_same_bits(params, found[0][1])
+
+
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_of_a_token_that_is_looked_up_often_no_row_is_lost(transport):
+    def loss_fn(params, tokens):
+        return jnp.sum((params["table"]["w"][tokens] @ params["head"]["w"]).astype(jnp.float32))
+
+    step = jaxferry.train_step(loss_fn, optax.sgd(1.0), compute_dtype=jnp.bfloat16, transport=transport)
+    params = {"table": {"w": np.zeros((4096, 4), np.float32)}, "head": {"w": np.eye(4, dtype=np.float32)}}
+    state, _ = step(step.init(params), np.full(2000, 3))
+    # Added one by one in bfloat16, ones come no further than 256.
+    expected = np.where(np.arange(4096)[:, None] == 3, -2000, 0) * np.ones(4)
+    np.testing.assert_array_equal(state.params["table"]["w"], expected)

@@ -27,7 +27,8 @@ struct RowSum {
   int64_t stop;
 };
 
-// Adds the rows one after another, as they follow each other, whatever the number of threads.
+// Adds the rows to each row of the table as they follow each other, in fp32, and rounds once; whatever the number of
+// threads. `num_rows` is below 2^32.
 void AddRowsOnHost(const RowSum& sum);
 
 }  // namespace jaxferry
