@@ -16,11 +16,17 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from jaxferry.control_groups import groups, read_lines
-from jaxferry.errors import HostMemoryError
+from jaxferry.errors import HostMemoryError, InputError
 from jaxferry.units import format_apart, format_bytes, parse_bytes
 
 VARIABLE = "JAXFERRY_HOST_MEMORY"
 """The environment variable that names the host memory that training may take, or `off` for no check."""
+
+PINNED_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""XLA's environment variable for the most pinned host memory that a process may take on GPUs."""
+_DEFAULT_PINNED_GB = 64
+PINNED = ("compute copy", "gradients", "sums of gradients", "copies to read in place", "saved activations")
+"""What of a training step's host memory is pinned, for any plan."""
 
 _ROOT = pathlib.Path("/")
 _LESS_STATE = "freeze parameters (trainable=), or take an optimizer with less state"
@@ -118,6 +124,49 @@ def check(needed: Mapping[str, int], what: str = "training", remedy: str = _LESS
         f"are available ({known[0].source}): free or add memory, raise the limit, {remedy}; "
         f"{VARIABLE}=off checks nothing"
     )
+
+
+def pinned_limit() -> Limit:
+    """XLA's limit of pinned host memory on GPUs.
+
+    Raises:
+      InputError: if the environment's limit is not a whole number.
+    """
+    text = os.environ.get(PINNED_VARIABLE)
+    try:
+        num_gb = _DEFAULT_PINNED_GB if text is None else int(text)
+    except ValueError as error:
+        raise InputError(f"{PINNED_VARIABLE} must be a whole number of GiB, got {text!r}") from error
+    return Limit(num_gb << 30, "default" if text is None else PINNED_VARIABLE)
+
+
+def pinned_problem(needed: Mapping[str, int], streamed_bytes: int = 0) -> str:
+    """Why XLA's pool of pinned memory is too small for a training step, with the remedy; empty if it is not.
+
+    Args:
+      needed: bytes of host memory by what they are for.
+      streamed_bytes: those of masters and optimizer state that stream through the GPU, and so are pinned too.
+    """
+    total, limit = sum(needed.get(name, 0) for name in PINNED) + streamed_bytes, pinned_limit()
+    if total <= limit.num_bytes:
+        return ""
+    needs, there = format_apart(total, limit.num_bytes)
+    return (
+        f"{needs} of host memory must be pinned, and XLA pins up to {there} ({limit.source}): "
+        f"set {PINNED_VARIABLE}={-(-total // 2**30)} or more before the process starts"
+    )
+
+
+def check_pinned(needed: Mapping[str, int], streamed_bytes: int = 0) -> None:
+    """Checks that XLA will pin what a training step on a GPU needs; arguments as for `pinned_problem`.
+
+    Raises:
+      HostMemoryError: if not.
+      InputError: if the environment's limit is not a whole number.
+    """
+    problem = pinned_problem(needed, streamed_bytes)
+    if problem and os.environ.get(VARIABLE) != "off":
+        raise HostMemoryError(f"{problem}; {VARIABLE}=off checks nothing")
 
 
 def _given(text: str, held_bytes: int) -> Limit:

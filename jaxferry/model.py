@@ -126,11 +126,23 @@ class Model:
         Raises:
           HostMemoryError: if it cannot.
         """
-        host_memory.check(self.host_bytes())
+        found = self.host_bytes()
+        host_memory.check(found)
+        self._check_pinned(found)
         host_memory.return_freed_blocks()
 
+    def _check_pinned(self, found: Mapping[str, int], streamed_bytes: int = 0) -> None:
+        if not self._placement.is_cpu:
+            host_memory.check_pinned(found, streamed_bytes)
+
     def check_step(
-        self, layers: Sequence[Layer], read: Collection[int], saved_bytes: int, is_first: bool, kept_bytes: int
+        self,
+        layers: Sequence[Layer],
+        read: Collection[int],
+        saved_bytes: int,
+        is_first: bool,
+        kept_bytes: int,
+        streamed_bytes: int = 0,
     ) -> None:
         """Checks that host memory can hold what a prepared step keeps there beside the state.
 
@@ -140,11 +152,13 @@ class Model:
           saved_bytes: likewise.
           is_first: whether no step has been prepared yet: then gradients and compute copy do not exist either.
           kept_bytes: of `saved_bytes`, what earlier steps have taken and the device's client keeps.
+          streamed_bytes: masters and optimizer state that stream through the GPU.
 
         Raises:
           HostMemoryError: if it cannot.
         """
         found = self.host_bytes(layers, read, saved_bytes)
+        self._check_pinned(found, streamed_bytes)
         needed = {name: found[name] for name in (_COPIES, _SAVED) if name in found}
         if not needed:
             return

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+import accelerator
 import jaxferry
 from control_groups import real_group, write
 from jaxferry import host_memory
@@ -222,6 +223,34 @@ def test_too_little_is_an_error_with_the_number_before_anything_is_allocated(way
             step.init(params)
         else:
             step.init_from(lambda rng: {"a": jax.random.normal(rng, (1000, 1000))}, jax.random.key(0))
+
+
+def test_a_model_for_which_xla_pins_too_little_is_refused_on_a_gpu_with_the_variable_that_helps(monkeypatch):
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "0")
+    params = {"a": np.zeros((1000, 1000), np.float32)}
+
+    def init():
+        return jaxferry.train_step(lambda p, x: jnp.mean(x @ p["a"]), optax.sgd(1e-3)).init(params)
+
+    init()  # a CPU has no such pool
+    accelerator.emulate(monkeypatch)
+    with pytest.raises(
+        jaxferry.HostMemoryError,
+        match=r"7\.63 MiB of host memory must be pinned, and XLA pins up to 0 B \(XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB\): "
+        "set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=1 or more before the process starts",
+    ):
+        init()
+    monkeypatch.setenv(host_memory.VARIABLE, "off")
+    init()
+
+
+def test_what_is_pinned_is_the_compute_copy_gradients_saved_activations_and_what_streams(monkeypatch):
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
+    needed = {"master parameters": 99 * GIB, "compute copy": 30 * GIB, "gradients": 30 * GIB}
+    assert not host_memory.pinned_problem(needed)
+    assert not host_memory.pinned_problem(needed | {"saved activations": 4 * GIB})
+    problem = host_memory.pinned_problem(needed | {"saved activations": 4 * GIB}, streamed_bytes=GIB)
+    assert "XLA pins up to 64.0 GiB (default): set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=65 or more" in problem
 
 
 def test_sums_of_16_bit_gradients_in_fp32_count_too(monkeypatch):

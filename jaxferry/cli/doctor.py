@@ -17,14 +17,12 @@ from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report
 from jaxferry.control_groups import read_lines
 from jaxferry.errors import InputError, NativeError
+from jaxferry.host_memory import PINNED_VARIABLE
 from jaxferry.native import run_self_test, status
 from jaxferry.native.library import ffi_version
 from jaxferry.native.self_test import shortest_s
 from jaxferry.units import format_bytes, parse_bytes
 
-PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-
-_DEFAULT_PINNED_LIMIT_GB = 64
 _XLA_THREADS = "tf_XLAEigen"
 _BLAS_FUNCTIONS = ("scipy_openblas_get_num_threads", "scipy_openblas_get_num_threads64_", "openblas_get_num_threads")
 _BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
@@ -67,7 +65,7 @@ def examine(link_bytes: int) -> dict[str, Any]:
       InputError: if JAX has no device, for example because JAX_PLATFORMS names a platform that the machine lacks; if
         the environment's limit of pinned memory is not a number.
     """
-    pinned_limit = _pinned_limit()
+    pinned = host_memory.pinned_limit()
     try:
         devices = jax.devices()
     except RuntimeError as error:
@@ -81,7 +79,7 @@ def examine(link_bytes: int) -> dict[str, Any]:
         "libraries": [_library(name) for name in ("cpu", "cuda")],
         "link": _measure_link(devices[0], link_bytes),
         "self_test": _self_test(devices[0], link_bytes),
-        "pinned_limit": pinned_limit,
+        "pinned_limit": {"bytes": pinned.num_bytes, "source": pinned.source},
         "cpus": _cpus(),
         "host_memory": [dataclasses.asdict(limit) for limit in host_memory.limits()],
     }
@@ -149,17 +147,6 @@ def _self_test(device: jax.Device, num_bytes: int) -> dict[str, Any]:
     return found | {"checks": [dataclasses.asdict(result) | {"passed": result.passed} for result in results]}
 
 
-def _pinned_limit() -> dict[str, Any]:
-    """Returns XLA's limit of pinned host memory on a GPU, in bytes, and its source."""
-    text = os.environ.get(PINNED_LIMIT_VARIABLE)
-    if text is None:
-        return {"bytes": _DEFAULT_PINNED_LIMIT_GB * 2**30, "source": "default"}
-    try:
-        return {"bytes": int(text) * 2**30, "source": PINNED_LIMIT_VARIABLE}
-    except ValueError as error:
-        raise InputError(f"{PINNED_LIMIT_VARIABLE} must be a whole number of GiB, got {text!r}") from error
-
-
 def _cpus() -> dict[str, Any]:
     """Returns how many CPUs the process may use and why, its NUMA nodes, and the sizes of thread pools."""
     threads, source = cpus.num_host_threads()
@@ -205,7 +192,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"link       load {_speed(link['load_bytes_per_s'])}, store {_speed(link['store_bytes_per_s'])}"
         f" (device_put of {format_bytes(link['bytes'])}, device 0)",
         *(f"self-test  {line}" for line in _self_test_lines(found["self_test"])),
-        f"pinned     up to {format_bytes(limit['bytes'])} on a GPU ({limit['source']}; set {PINNED_LIMIT_VARIABLE})",
+        f"pinned     up to {format_bytes(limit['bytes'])} on a GPU ({limit['source']}; set {PINNED_VARIABLE})",
         *(f"cpus       {line}" for line in _cpu_lines(found["cpus"])),
         *(f"host       {format_bytes(each['num_bytes'])} left: {each['source']}" for each in found["host_memory"]),
     ]
