@@ -1,7 +1,8 @@
 """The layout of a layer's leaves in its flat vectors.
 
 Large leaves come first in a vector, then all small ones (`SMALL_BYTES`), each in tree order. So the small ones are side
-by side and one transfer can move them, and a small leaf of odd size does not misalign a matrix.
+by side and one transfer can move them. A matrix that is read in place starts at a multiple of `ALIGNED_BYTES`: leaves
+of an odd size come after the other large ones, and each further matrix that would be misaligned has its own vector.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ import numpy as np
 
 SMALL_BYTES = 128 * 1024
 """A transfer of fewer bytes is mostly latency: 6 us (`Machine.link_latency_s`) at 25 GB/s are 150 KB."""
+ALIGNED_BYTES = 128
+"""A GPU reads host memory in pieces of so many bytes."""
+MATRIX_BYTES = 2**20
+"""Leaves of so many bytes are aligned, and what is read from them in pieces is worth it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,20 +268,46 @@ def make_layer(
       origins: `(Leaf.source, Leaf.part)` of every leaf; None if no parameter is stacked.
       block: as for `Layer`.
     """
-    numbers: dict[tuple[bool, np.dtype], int] = {}
-    for index in sorted(indices, key=lambda index: index in frozen):
-        numbers.setdefault((index in frozen, np.dtype(avals[index].dtype)), len(numbers))
-    filled: dict[int, int] = {}
-    leaves: dict[int, Leaf] = {}
-    for index in sorted(indices, key=lambda index: _is_small(avals[index].shape, avals[index].dtype)):
-        dtype, shape, is_trained = np.dtype(avals[index].dtype), tuple(avals[index].shape), index not in frozen
-        vector = numbers[not is_trained, dtype]
-        offset = filled.get(vector, 0)
+    places = _places(indices, avals, frozen)
+    # Vectors of trained leaves come first.
+    vectors = list(dict.fromkeys((index in frozen, *places[index][0]) for index in indices))
+    numbers = {key: number for number, key in enumerate(sorted(vectors, key=lambda key: (key[0], key[2] > 0)))}
+    leaves = []
+    for index in indices:
+        (dtype, nth), offset = places[index]
         source, part = (index, None) if origins is None else origins[index]
-        place = (vector, offset, source, part, is_trained, _is_small(shape, dtype))
-        leaves[index] = Leaf(index, paths[index], shape, dtype, master_dtypes[index], *place)
-        filled[vector] = offset + leaves[index].size
-    return Layer(name, tuple(leaves[index] for index in indices), block=block)
+        is_frozen, shape = index in frozen, tuple(avals[index].shape)
+        place = (numbers[is_frozen, dtype, nth], offset, source, part, not is_frozen, _is_small(shape, dtype))
+        leaves.append(Leaf(index, paths[index], shape, dtype, master_dtypes[index], *place))
+    return Layer(name, tuple(leaves), block=block)
+
+
+def _places(
+    indices: Sequence[int], avals: Sequence[Any], frozen: Collection[int]
+) -> dict[int, tuple[tuple[np.dtype, int], int]]:
+    """For each leaf its vector, by dtype and number among those of the dtype, and its first element there."""
+
+    def order(index: int) -> tuple[bool, bool, bool]:
+        num_bytes = _num_bytes(avals[index])
+        return num_bytes < SMALL_BYTES, num_bytes % ALIGNED_BYTES != 0, num_bytes < MATRIX_BYTES
+
+    found: dict[int, tuple[tuple[np.dtype, int], int]] = {}
+    ends: dict[tuple[bool, np.dtype], list[int]] = {}
+    for index in sorted(indices, key=order):
+        dtype = np.dtype(avals[index].dtype)
+        of_kind = ends.setdefault((index in frozen, dtype), [0])
+        is_misaligned = of_kind[0] * dtype.itemsize % ALIGNED_BYTES != 0
+        nth = 0
+        if is_misaligned and _num_bytes(avals[index]) >= MATRIX_BYTES:
+            nth = len(of_kind)
+            of_kind.append(0)
+        found[index] = (dtype, nth), of_kind[nth]
+        of_kind[nth] += math.prod(avals[index].shape)
+    return found
+
+
+def _num_bytes(aval: Any) -> int:
+    return math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
 
 
 def _is_small(shape: Sequence[int], dtype: Any) -> bool:

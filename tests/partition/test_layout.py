@@ -1,0 +1,79 @@
+"""How the leaves of a layer lie in its flat vectors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from jaxferry.partition import layout, make_layer
+from planned import assert_same_bits
+
+ODD = (1023, 1025)  # of 2.1 MB in bfloat16, no multiple of 128 bytes
+
+
+def layer_of(shapes, dtypes=(jnp.bfloat16,), frozen=()):
+    avals = [jax.ShapeDtypeStruct(shape, dtypes[i % len(dtypes)]) for i, shape in enumerate(shapes)]
+    paths = [str(i) for i in range(len(shapes))]
+    return make_layer("layer", range(len(shapes)), paths, avals, [np.dtype(np.float32)] * len(shapes), frozen)
+
+
+@pytest.mark.parametrize("dtypes", [(jnp.bfloat16,), (jnp.bfloat16, np.float32)], ids=len)
+@pytest.mark.parametrize("frozen", [(), {0, 3}], ids=["trained", "frozen"])
+def test_matrices_are_aligned_without_gaps_and_trained_vectors_come_first(dtypes, frozen):
+    shapes = [ODD, (7,), (1024, 1024), ODD, (301, 300), (768,), (2048, 513), ODD, (0, 3)]
+    layer = layer_of(shapes, dtypes, frozen)
+    in_vector = {}
+    for leaf in layer.leaves:
+        in_vector.setdefault(leaf.vector, []).append(leaf)
+        if leaf.size * leaf.dtype.itemsize >= layout.MATRIX_BYTES:
+            assert leaf.offset * leaf.dtype.itemsize % layout.ALIGNED_BYTES == 0
+    for number, leaves in in_vector.items():
+        leaves.sort(key=lambda leaf: (leaf.offset, leaf.size))
+        assert [leaf.offset for leaf in leaves] == [0, *np.cumsum([leaf.size for leaf in leaves])[:-1]]
+        assert {leaf.dtype for leaf in leaves} == {layer.vectors[number].dtype}
+        assert len({leaf.is_trained for leaf in leaves}) == 1
+    assert sorted(in_vector) == list(range(len(layer.vectors)))
+    own = len(layer.trained.vectors)
+    assert all(leaf.is_trained == (leaf.vector < own) for leaf in layer.leaves)
+
+
+def test_of_matrices_that_are_aligned_anyway_there_is_one_vector():
+    layer = layer_of([(1024, 1024), (1024,), ODD, (4096, 1024), (3,)])
+    assert len(layer.vectors) == 1
+    assert [leaf.offset for leaf in layer.leaves] == [
+        0,
+        5242880 + 1023 * 1025,
+        5242880,
+        1048576,
+        5242880 + 1023 * 1025 + 1024,
+    ]
+
+
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_several_vectors_of_one_dtype_change_no_bit(transport, monkeypatch):
+    rng = np.random.default_rng(0)
+    params = {name: {str(i): rng.normal(0, 0.3, (33, 33)).astype(np.float32) for i in range(3)} for name in ("a", "b")}
+
+    def trained():
+        # A new function each time: partitions live as long as theirs.
+        def loss_fn(params, x):
+            for name in sorted(params):
+                for w in params[name].values():
+                    x = jnp.tanh(x @ w)
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        step = jaxferry.train_step(
+            loss_fn, optax.adamw(1e-2), transport=transport, compute_dtype=jnp.bfloat16, accumulate=2
+        )
+        state = step.init(params)
+        for i in range(4):
+            state, _ = step(state, np.random.default_rng(i).normal(size=(4, 33)).astype(np.float32))
+        assert len(state.host.layers[0].vectors) == (3 if layout.MATRIX_BYTES < 4096 else 1)
+        return state.params
+
+    expected = trained()
+    monkeypatch.setattr(layout, "SMALL_BYTES", 64)
+    monkeypatch.setattr(layout, "MATRIX_BYTES", 1024)
+    assert_same_bits(trained(), expected)
