@@ -1,7 +1,69 @@
 """Layers that the models share, in addition to Flax's own."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
+
+ATTENTION = ("xla", "cudnn")
+"""Implementations of attention; None in a model's configuration stands for the device's own."""
+
+_FIRST_CAPABILITY = 8.0  # Ampere: cuDNN's flash attention takes no older GPU
+
+
+def attention(q, k, v, *, is_causal=False, lengths=None, implementation=None):
+    """Returns the attention of queries to keys and values: softmax(q k / sqrt(D)) v.
+
+    The device's own implementation is chosen when the model is traced: cuDNN's flash attention, which stores no
+    [T, S] scores, if the model computes on CUDA (Ampere or later) in 16 bits, else XLA's, which also traces `init` in
+    float32. The device is `jax.default_device`, which JaxFerry sets to that of the training step, or JAX's first.
+    XLA's replaces cuDNN's, with a warning, where cuDNN is missing or does not take the shape.
+
+    Args:
+      q: [B, T, N, D].
+      k, v: [B, S, K, D], where K divides N.
+      is_causal: whether position t attends to positions up to t only.
+      lengths: int32 [B], at least 1: the keys of each row; the rest of the row is padding. None for no padding.
+      implementation: one of `ATTENTION`, or None for the device's own.
+
+    Returns:
+      An array like q.
+    """
+    if implementation is None and q.dtype in (jnp.bfloat16, jnp.float16) and _computes_on_cuda():
+        try:
+            return _by_cudnn(q, k, v, is_causal, lengths)
+        except RuntimeError as error:
+            warnings.warn(f"attention by XLA, which takes more memory and time than cuDNN's: {error}", stacklevel=2)
+    if implementation == "cudnn":
+        return _by_cudnn(q, k, v, is_causal, lengths)
+    mask = None if lengths is None else (jnp.arange(k.shape[1]) < lengths[:, None])[:, None, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=is_causal, implementation="xla")
+
+
+def _by_cudnn(q, k, v, is_causal, lengths):
+    """JAX differentiates it for even numbers of queries and keys only; odd ones are padded."""
+    T, S = q.shape[1], k.shape[1]
+    if S % 2:
+        k, v = (jnp.pad(z, ((0, 0), (0, 1), (0, 0), (0, 0))) for z in (k, v))
+        lengths = jnp.full(len(k), S, jnp.int32) if lengths is None else lengths
+    if T % 2:
+        q = jnp.pad(q, ((0, 0), (0, 1), (0, 0), (0, 0)))
+    options = {"is_causal": is_causal, "key_value_seq_lengths": lengths, "implementation": "cudnn"}
+    return jax.nn.dot_product_attention(q, k, v, **options)[:, :T]
+
+
+def _computes_on_cuda():
+    """Whether the trace is for a CUDA device that cuDNN's attention takes."""
+    device = jax.config.jax_default_device or jax.default_backend()
+    if isinstance(device, str):
+        if device != "gpu":
+            return False
+        try:
+            device = jax.local_devices(backend=device)[0]
+        except RuntimeError:  # a plan for a GPU is made on a machine that has none
+            return True
+    is_cuda = device.platform == "gpu" and "cuda" in device.client.platform_version
+    return is_cuda and float(device.compute_capability) >= _FIRST_CAPABILITY
 
 
 def dropout(x, rate, key):

@@ -17,9 +17,17 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxferry.profiling.costs import VIEWS, atom_bytes, inner_jaxprs, is_heavy
+from jaxferry.profiling.costs import ATTENTION, VIEWS, atom_bytes, inner_jaxprs, is_heavy
 
-_READ_FROM_MEMORY = frozenset({"conv_general_dilated", "dot_general", "fft", "ffi_call", "ragged_dot", "sort", "top_k"})
+_READ_FROM_MEMORY = ATTENTION | {
+    "conv_general_dilated",
+    "dot_general",
+    "fft",
+    "ffi_call",
+    "ragged_dot",
+    "sort",
+    "top_k",
+}
 """Operations whose operands are not computed while they are read."""
 
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
@@ -97,7 +105,7 @@ class _Memory:
                 made = self._write([widened.get(each, atom_bytes(each)) for each in eqn.outvars], operands)
                 self._inner_bytes[self._time] = max(map(_peak_bytes, inner), default=0)
             elif eqn.primitive.name in VIEWS:
-                made = operands[:1]
+                made = operands[: len(eqn.outvars)]  # a barrier has several
             else:
                 values = frozenset[int]().union(*(operand.values for operand in operands))
                 made = [_Operand(values, False) for _ in eqn.outvars]
@@ -163,7 +171,8 @@ def _widened_bytes(jaxpr: core.Jaxpr) -> dict[Any, int]:
         made = eqn.outvars[0] if eqn.primitive.name in _PRODUCTS else None
         reader = made
         while len(readers.get(reader, ())) == 1 and readers[reader][0].primitive.name in VIEWS:
-            [reader] = readers[reader][0].outvars
+            view = readers[reader][0]
+            reader = view.outvars[view.invars.index(reader)]
         if made is not None and len(readers.get(reader, ())) == 1 and readers[reader][0].primitive.name == _CONVERT:
             found[made] = max(atom_bytes(made), atom_bytes(readers[reader][0].outvars[0]))
     return found
