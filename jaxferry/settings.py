@@ -21,7 +21,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -29,6 +29,8 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 from jax.sharding import AxisType, Mesh
 
 from jaxferry.errors import InputError
+
+Made = TypeVar("Made")
 
 _WANTED: dict[str, Any] = {
     "debug_nans": False,
@@ -157,9 +159,14 @@ def for_platform(platform: str) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def for_planned_gpu() -> Iterator[None]:
-    """Likewise for a GPU that this machine may lack: cuDNN, whose version JAX asks for, counts as installed."""
+def for_planned_gpu(make: Callable[[], Made]) -> Made:
+    """Calls a function that traces a function of the user's for a GPU, which this machine may lack, as may cuDNN.
+
+    A user's function that computes anything while it is traced needs the device: it is then traced for this machine's.
+
+    Args:
+      make: the function; it may be called twice.
+    """
     installed = cudnn_attention.check_cudnn_version
 
     def version() -> int:
@@ -171,7 +178,9 @@ def for_planned_gpu() -> Iterator[None]:
     cudnn_attention.check_cudnn_version = version
     try:
         with for_platform("gpu"):
-            yield
+            return make()
+    except RuntimeError:
+        return make()
     finally:
         cudnn_attention.check_cudnn_version = installed
 

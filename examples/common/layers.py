@@ -5,37 +5,38 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-ATTENTION = ("xla", "cudnn")
-"""Implementations of attention; None in a model's configuration stands for the device's own."""
-
 _FIRST_CAPABILITY = 8.0  # Ampere: cuDNN's flash attention takes no older GPU
 
 
 def attention(q, k, v, *, is_causal=False, lengths=None, implementation=None):
     """Returns the attention of queries to keys and values: softmax(q k / sqrt(D)) v.
 
-    The device's own implementation is chosen when the model is traced: cuDNN's flash attention, which stores no
-    [T, S] scores, if the model computes on CUDA (Ampere or later) in 16 bits, else XLA's, which also traces `init` in
-    float32. The device is `jax.default_device`, which JaxFerry sets to that of the training step, or JAX's first.
-    XLA's replaces cuDNN's, with a warning, where cuDNN is missing or does not take the shape.
+    cuDNN's flash attention computes no [T, S] scores in memory, but takes 16 bits only: in float32, as where `init` is
+    traced, XLA's attention computes. The device's own implementation is cuDNN's if the model is traced for CUDA (Ampere
+    or later), else XLA's; also, with a warning, where cuDNN is missing or does not take the shape. The device is
+    `jax.default_device`, which JaxFerry sets to that of the training step, or JAX's first.
+
+    Gradients by cuDNN may differ in their last bits from run to run unless XLA_FLAGS has
+    --xla_gpu_exclude_nondeterministic_ops.
 
     Args:
       q: [B, T, N, D].
       k, v: [B, S, K, D], where K divides N.
       is_causal: whether position t attends to positions up to t only.
       lengths: int32 [B], at least 1: the keys of each row; the rest of the row is padding. None for no padding.
-      implementation: one of `ATTENTION`, or None for the device's own.
+      implementation: "xla", "cudnn", or None for the device's own.
 
     Returns:
       An array like q.
     """
-    if implementation is None and q.dtype in (jnp.bfloat16, jnp.float16) and _computes_on_cuda():
+    is_narrow = q.dtype in (jnp.bfloat16, jnp.float16)
+    if is_narrow and implementation == "cudnn":
+        return _by_cudnn(q, k, v, is_causal, lengths)
+    if is_narrow and implementation is None and _computes_on_cuda():
         try:
             return _by_cudnn(q, k, v, is_causal, lengths)
         except RuntimeError as error:
             warnings.warn(f"attention by XLA, which takes more memory and time than cuDNN's: {error}", stacklevel=2)
-    if implementation == "cudnn":
-        return _by_cudnn(q, k, v, is_causal, lengths)
     mask = None if lengths is None else (jnp.arange(k.shape[1]) < lengths[:, None])[:, None, None]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=is_causal, implementation="xla")
 

@@ -123,9 +123,9 @@ def estimate_model(
         known = call_model(model)
         given = (known.loss_fn, known.shapes(), (known.batch_of(0),))
         merge = functools.partial(merges_of_small, machine=figures) if granularity == BLOCK else None
-        settings = {"compute_dtype": dtype, "merge": merge, "granularity": granularity}
-        with for_planned_gpu():
-            parts = partition(*given, **settings, num_devices=devices, num_processes=processes)
+        settings: dict[str, Any] = {"compute_dtype": dtype, "merge": merge, "granularity": granularity}
+        settings |= {"num_devices": devices, "num_processes": processes}
+        parts = for_planned_gpu(lambda: partition(*given, **settings))
         _check_batch(parts, devices)
     sizes = Model(known.shapes(), OPTIMIZERS["adamw"](1e-3), Options(compute_dtype=dtype), make_placement(), None)
     host_bytes = {name: -(-size // processes) for name, size in sizes.host_bytes().items()}
