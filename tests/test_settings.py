@@ -63,6 +63,19 @@ def train(context, options, is_around_the_first_step):
     return losses, float(evaluated), params, state.params
 
 
+def test_the_loss_function_is_traced_for_the_device_of_the_step():
+    seen = []
+
+    def looking(params, x):
+        seen.append(jax.config.jax_default_device)
+        return loss_fn(params, x)
+
+    step = jaxferry.train_step(looking, optax.sgd(1e-2), device=jax.devices("cpu")[0])
+    state, _ = step(step.init(make_params()), X)
+    step.evaluate(state, X)
+    assert set(seen) == {"cpu"}
+
+
 @pytest.fixture(scope="module", params=list(OPTIONS.values()), ids=list(OPTIONS))
 def options(request):
     return request.param

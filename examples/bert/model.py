@@ -60,17 +60,17 @@ Dense = functools.partial(nn.Dense, kernel_init=normal)
 class Block(nn.Module):
     """One encoder block: maps x [B, T, C] and the dropout key, or None, to the same.
 
-    `lengths`, int32 [B], are the tokens of each row; the rest of the row is padding.
+    `is_token`, bool [B, T], is False at padding, which ends a row.
     """
 
     config: Config
 
     @nn.compact
-    def __call__(self, x, lengths, key=None):
+    def __call__(self, x, is_token, key=None):
         cfg = self.config
         B, T, C = x.shape
         q, k, v = (Dense(C, name=name)(x).reshape(B, T, cfg.num_heads, -1) for name in ("query", "key", "value"))
-        y = attention(q, k, v, lengths=lengths, implementation=cfg.attention).reshape(B, T, C)
+        y = attention(q, k, v, is_token=is_token, implementation=cfg.attention).reshape(B, T, C)
         y, key = dropout(Dense(C, name="proj")(y), cfg.dropout, key)
         x = nn.LayerNorm(cfg.epsilon, name="ln_1")(x + y)
 
@@ -96,9 +96,8 @@ class Bert(nn.Module):
         x = table(tokens) + places(cfg.first_position + jnp.arange(T))
         x = x + nn.Embed(cfg.num_types, cfg.channels, embedding_init=normal, name="types")(types)
         x, key = dropout(nn.LayerNorm(cfg.epsilon, name="ln")(x), cfg.dropout, key)
-        lengths = jnp.maximum(1, (tokens != cfg.pad).sum(1, dtype=jnp.int32))
         for i in range(cfg.num_layers):
-            x, key = Block(cfg, name=f"block_{i}")(x, lengths, key)
+            x, key = Block(cfg, name=f"block_{i}")(x, tokens != cfg.pad, key)
 
         follows = None
         if cfg.predicts_next:

@@ -5,10 +5,12 @@ import warnings
 import jax
 import jax.numpy as jnp
 
+from jaxferry.errors import InputError
+
 _FIRST_CAPABILITY = 8.0  # Ampere: cuDNN's flash attention takes no older GPU
 
 
-def attention(q, k, v, *, is_causal=False, lengths=None, implementation=None):
+def attention(q, k, v, *, is_causal=False, is_token=None, implementation=None):
     """Returns the attention of queries to keys and values: softmax(q k / sqrt(D)) v.
 
     cuDNN's flash attention computes no [T, S] scores in memory, but takes 16 bits only: in float32, as where `init` is
@@ -23,34 +25,44 @@ def attention(q, k, v, *, is_causal=False, lengths=None, implementation=None):
       q: [B, T, N, D].
       k, v: [B, S, K, D], where K divides N.
       is_causal: whether position t attends to positions up to t only.
-      lengths: int32 [B], at least 1: the keys of each row; the rest of the row is padding. None for no padding.
+      is_token: bool [B, S], False at keys that are padding, at the end of a row; None for no padding.
       implementation: "xla", "cudnn", or None for the device's own.
 
     Returns:
       An array like q.
+
+    Raises:
+      InputError: if `implementation` is anything else.
     """
+    if implementation not in (None, "xla", "cudnn"):
+        raise InputError(f'attention must be "xla", "cudnn", or None for the device\'s own, got {implementation!r}')
     is_narrow = q.dtype in (jnp.bfloat16, jnp.float16)
     if is_narrow and implementation == "cudnn":
-        return _by_cudnn(q, k, v, is_causal, lengths)
+        return _by_cudnn(q, k, v, is_causal, is_token)
     if is_narrow and implementation is None and _computes_on_cuda():
         try:
-            return _by_cudnn(q, k, v, is_causal, lengths)
+            return _by_cudnn(q, k, v, is_causal, is_token)
         except RuntimeError as error:
             warnings.warn(f"attention by XLA, which takes more memory and time than cuDNN's: {error}", stacklevel=2)
-    mask = None if lengths is None else (jnp.arange(k.shape[1]) < lengths[:, None])[:, None, None]
+    mask = None if is_token is None else is_token[:, None, None]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=is_causal, implementation="xla")
 
 
-def _by_cudnn(q, k, v, is_causal, lengths):
+def _by_cudnn(q, k, v, is_causal, is_token):
     """JAX differentiates it for even numbers of queries and keys only; odd ones are padded."""
     T, S = q.shape[1], k.shape[1]
-    if S % 2:
-        k, v = (jnp.pad(z, ((0, 0), (0, 1), (0, 0), (0, 0))) for z in (k, v))
-        lengths = jnp.full(len(k), S, jnp.int32) if lengths is None else lengths
-    if T % 2:
-        q = jnp.pad(q, ((0, 0), (0, 1), (0, 0), (0, 0)))
+    lengths = None
+    if is_token is not None:
+        lengths = jnp.maximum(1, is_token.sum(1, dtype=jnp.int32))  # a softmax of nothing is no number
+    elif S % 2:
+        lengths = jnp.full(len(k), S, jnp.int32)
+    q, k, v = (_padded(z) if z.shape[1] % 2 else z for z in (q, k, v))
     options = {"is_causal": is_causal, "key_value_seq_lengths": lengths, "implementation": "cudnn"}
     return jax.nn.dot_product_attention(q, k, v, **options)[:, :T]
+
+
+def _padded(z):
+    return jnp.pad(z, ((0, 0), (0, 1), (0, 0), (0, 0)))
 
 
 def _computes_on_cuda():

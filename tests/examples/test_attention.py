@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from examples.common.layers import attention
+from jaxferry.errors import InputError
 from jaxferry.fitting.traced import trace
 from jaxferry.modes import MODULE
 from jaxferry.partition import differentiate, partition
@@ -56,6 +57,11 @@ def test_heads_too_wide_for_cudnn_are_told_and_use_xlas():
         assert FORWARD not in for_planned_gpu(lambda: traced(wide, wide))
 
 
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(InputError, match='attention must be "xla", "cudnn", or None for .*, got \'flash\''):
+        traced(heads(8), heads(8), implementation="flash")
+
+
 def by_numpy(q, k, v, is_causal, lengths):
     """Softmax of the products of each query with the keys that it sees."""
     out = np.zeros(q.shape)
@@ -80,7 +86,7 @@ def test_padding_for_cudnn_changes_no_value(monkeypatch, T, S, is_causal, length
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(like.shape) for like in (heads(T), heads(S, 2), heads(S, 2))]
     narrow = [array.astype(jnp.bfloat16) for array in arrays]
-    options = {"is_causal": is_causal, "lengths": lengths and jnp.array(lengths, jnp.int32)}
+    options = {"is_causal": is_causal, "is_token": lengths and jnp.arange(S) < jnp.array(lengths)[:, None]}
     found = jax.jit(lambda *given: attention(*given, **options, implementation="cudnn"))(*narrow)
     assert seen == [("cudnn", 0, 0)]
     expected = by_numpy(*(array.astype(np.float64) for array in narrow), is_causal, lengths or (S, S))
