@@ -58,7 +58,7 @@ def test_heads_too_wide_for_cudnn_are_told_and_use_xlas():
 
 
 def test_an_unknown_implementation_is_refused():
-    with pytest.raises(InputError, match='attention must be "xla", "cudnn", or None for .*, got \'flash\''):
+    with pytest.raises(InputError, match=r"attention must be .*, got 'flash'"):
         traced(heads(8), heads(8), implementation="flash")
 
 
