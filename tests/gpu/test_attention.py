@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import jaxferry
+import model
 from examples.common.layers import attention
-from examples.gpt2 import model
 
 CONFIG = model.Config(num_layers=2, num_heads=4, channels=256, max_length=256, vocab_size=1024)
 ROUNDING = 2.0**-8
