@@ -6,8 +6,8 @@ the last operation has read it, or has read what is computed from it. The estima
 the order of the jaxpr. A value may take the memory of one of the same size that is read for the last time.
 
 For GPT-2 and Llama with XLA's attention this is 0.74 to 1.16 times what XLA reports for an H200
-(`benchmarks/compiled_for_gpu.py`). With cuDNN's, whose calls leave little else, it was 0.5 to 2.1 times for single blocks
-of GPT-2, Llama and BERT, without the workspace that cuDNN asks for on the device.
+(`benchmarks/compiled_for_gpu.py`). With cuDNN's, whose calls leave little else, it was 0.5 to 2.1 times for blocks of
+GPT-2, Llama and BERT, without the workspace that cuDNN asks for on the device.
 """
 
 from __future__ import annotations
