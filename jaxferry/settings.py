@@ -21,13 +21,16 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 from jax.sharding import AxisType, Mesh
 
 from jaxferry.errors import InputError
+
+Made = TypeVar("Made")
 
 _WANTED: dict[str, Any] = {
     "debug_nans": False,
@@ -52,6 +55,12 @@ _GUARDS = tuple(f"jax_transfer_guard_{way}" for way in ("host_to_device", "devic
 
 _OF_USERS_FUNCTIONS = tuple(name for name in _OWN if name not in ("disable_jit", "no_tracing", "thread_guard"))
 """Those that hold again while a function of the user's is traced."""
+
+_PLATFORMS = ("cpu", "gpu", "tpu")
+"""Those that JAX takes as a default device by name."""
+
+_PLANNED_CUDNN = 91000
+"""The version 9.10, which has all that JAX asks for."""
 
 _OF_TRACES = (
     *(f"jax_{name}" for name in _OF_USERS_FUNCTIONS),
@@ -135,6 +144,45 @@ def users_settings() -> Iterator[None]:
             yield
         finally:
             _LEFT.reset(token)
+
+
+@contextlib.contextmanager
+def for_platform(platform: str) -> Iterator[None]:
+    """Runs the body, traces of functions of the user's, with a platform's first device as JAX's default.
+
+    Models may choose what they compute by the default device, such as the implementation of attention.
+
+    Args:
+      platform: of the device for which they are traced: `cpu`, `gpu`, ...
+    """
+    with jax.default_device(platform) if platform in _PLATFORMS else contextlib.nullcontext():
+        yield
+
+
+def for_planned_gpu(make: Callable[[], Made]) -> Made:
+    """Calls a function that traces a function of the user's for a GPU, which this machine may lack, as may cuDNN.
+
+    A user's function that computes anything while it is traced needs the device: it is then traced for this machine's.
+
+    Args:
+      make: the function; it may be called twice.
+    """
+    installed = cudnn_attention.check_cudnn_version
+
+    def version() -> int:
+        try:
+            return int(installed())
+        except RuntimeError:
+            return _PLANNED_CUDNN
+
+    cudnn_attention.check_cudnn_version = version
+    try:
+        with for_platform("gpu"):
+            return make()
+    except RuntimeError:
+        return make()
+    finally:
+        cudnn_attention.check_cudnn_version = installed
 
 
 def traced_settings() -> tuple[Any, ...]:

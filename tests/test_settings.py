@@ -63,6 +63,33 @@ def train(context, options, is_around_the_first_step):
     return losses, float(evaluated), params, state.params
 
 
+def test_the_loss_function_is_traced_for_the_device_of_the_step():
+    seen = []
+
+    def looking(params, x):
+        seen.append(jax.config.jax_default_device)
+        return loss_fn(params, x)
+
+    step = jaxferry.train_step(looking, optax.sgd(1e-2), device=jax.devices("cpu")[0])
+    state, _ = step(step.init(make_params()), X)
+    step.evaluate(state, X)
+    assert set(seen) == {"cpu"}
+
+
+def test_a_function_that_computes_while_it_is_traced_is_planned_by_the_device_at_hand():
+    seen = []
+
+    def computing(x):
+        seen.append(jax.config.jax_default_device)
+        with jax.ensure_compile_time_eval():
+            ones = jnp.arange(8) * 0 + 1
+        return x * ones
+
+    jaxpr = settings.for_planned_gpu(lambda: jax.make_jaxpr(computing)(X))
+    assert jaxpr.out_avals[0].shape == X.shape
+    assert seen[0] == "gpu" and (len(seen) == 1 or seen[1] is None)
+
+
 @pytest.fixture(scope="module", params=list(OPTIONS.values()), ids=list(OPTIONS))
 def options(request):
     return request.param

@@ -12,11 +12,10 @@ import dataclasses
 import functools
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import optax
 
-from examples.common.layers import dropout
+from examples.common.layers import attention, dropout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +27,10 @@ class Config:
       num_types: number of segment types, each with an embedding.
       first_position: the position-table row of a row's first token.
       predicts_next: whether the model has the second head and its pooler.
-      pad: the padding token, which no token attends to.
+      pad: the padding token, at the end of a row, which no token attends to.
       epsilon: epsilon of all LayerNorms.
       dropout: acts on the embeddings and on the outputs of attention and feed-forward.
+      attention: the implementation, "xla" or "cudnn"; None for the device's own.
     """
 
     num_layers: int = 12
@@ -44,6 +44,7 @@ class Config:
     pad: int = 0
     epsilon: float = 1e-12
     dropout: float = 0.0
+    attention: str | None = None
 
 
 SIZES = {
@@ -59,7 +60,7 @@ Dense = functools.partial(nn.Dense, kernel_init=normal)
 class Block(nn.Module):
     """One encoder block: maps x [B, T, C] and the dropout key, or None, to the same.
 
-    `is_token`, bool [B, T], is False at padding.
+    `is_token`, bool [B, T], is False at padding, which ends a row.
     """
 
     config: Config
@@ -69,7 +70,7 @@ class Block(nn.Module):
         cfg = self.config
         B, T, C = x.shape
         q, k, v = (Dense(C, name=name)(x).reshape(B, T, cfg.num_heads, -1) for name in ("query", "key", "value"))
-        y = jax.nn.dot_product_attention(q, k, v, mask=is_token[:, None, None]).reshape(B, T, C)
+        y = attention(q, k, v, is_token=is_token, implementation=cfg.attention).reshape(B, T, C)
         y, key = dropout(Dense(C, name="proj")(y), cfg.dropout, key)
         x = nn.LayerNorm(cfg.epsilon, name="ln_1")(x + y)
 

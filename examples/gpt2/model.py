@@ -15,12 +15,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.common.layers import dropout
+from examples.common.layers import attention, dropout
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The shape of a GPT-2; `dropout` acts on the embeddings and on each block's additions to the residual stream."""
+    """The shape of a GPT-2.
+
+    `dropout` acts on the embeddings and on each block's additions to the residual stream. `attention` is the
+    implementation, "xla" or "cudnn"; None for the device's own.
+    """
 
     num_layers: int
     num_heads: int
@@ -29,6 +33,7 @@ class Config:
     vocab_size: int = 50257
     dropout: float = 0.0
     epsilon: float = 1e-5
+    attention: str | None = None
 
 
 SIZES = {
@@ -56,7 +61,7 @@ class Block(nn.Module):
         y = nn.LayerNorm(epsilon=cfg.epsilon, name="ln_1")(x)
         q, k, v = jnp.split(nn.Dense(3 * C, kernel_init=into, name="qkv")(y), 3, axis=-1)
         q, k, v = (z.reshape(B, T, cfg.num_heads, C // cfg.num_heads) for z in (q, k, v))
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(B, T, C)
+        y = attention(q, k, v, is_causal=True, implementation=cfg.attention).reshape(B, T, C)
         y, key = dropout(nn.Dense(C, kernel_init=onto_residual, name="proj")(y), cfg.dropout, key)
         x = x + y
 

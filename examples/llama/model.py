@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from examples.common.layers import attention
+
 INIT = nnx.initializers.normal(0.02)
 
 
@@ -32,7 +34,11 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The shape of a Llama. `lora_rank` is the rank of all linear layers' adapters; 0 for no adapters."""
+    """The shape of a Llama.
+
+    `lora_rank` is the rank of all linear layers' adapters; 0 for no adapters. `attention` is the implementation without
+    caches, "xla" or "cudnn"; None for the device's own.
+    """
 
     num_layers: int
     num_heads: int
@@ -47,6 +53,7 @@ class Config:
     epsilon: float = 1e-5
     lora_rank: int = 0
     lora_alpha: float = 16.0
+    attention: str | None = None
 
 
 SIZES = {
@@ -102,7 +109,7 @@ class Attention(nnx.Module):
         q, k, v = (z.reshape(B, T, -1, self.width) for z in (self.q(x), self.k(x), self.v(x)))
         q, k = (rotate(z, positions, self.config) for z in (q, k))
         if cache is None:
-            y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+            y = attention(q, k, v, is_causal=True, implementation=self.config.attention)
         else:
             cache = jax.lax.dynamic_update_slice(cache, jnp.stack([k, v]).astype(cache.dtype), (0, 0, position, 0, 0))
             k, v = cache.astype(q.dtype)

@@ -7,14 +7,18 @@ have the parameters' dtype; LayerNorm, softmax and the loss always compute in fl
 import dataclasses
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import optax
+
+from examples.common.layers import attention
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The shape of a ViT for square images of `image_size`, cut into squares of `patch` pixels."""
+    """The shape of a ViT for square images of `image_size`, cut into squares of `patch` pixels.
+
+    `attention` is the implementation, "xla" or "cudnn"; None for the device's own.
+    """
 
     num_layers: int
     num_heads: int
@@ -24,6 +28,7 @@ class Config:
     num_colours: int = 3
     num_classes: int = 1000
     epsilon: float = 1e-6
+    attention: str | None = None
 
 
 SIZES = {
@@ -47,7 +52,7 @@ class Block(nn.Module):
         y = nn.LayerNorm(epsilon=cfg.epsilon, name="ln_1")(x)
         q, k, v = jnp.split(nn.Dense(3 * C, kernel_init=init, name="qkv")(y), 3, axis=-1)
         q, k, v = (z.reshape(B, N, cfg.num_heads, C // cfg.num_heads) for z in (q, k, v))
-        y = jax.nn.dot_product_attention(q, k, v).reshape(B, N, C)
+        y = attention(q, k, v, implementation=cfg.attention).reshape(B, N, C)
         x = x + nn.Dense(C, kernel_init=init, name="proj")(y)
 
         y = nn.LayerNorm(epsilon=cfg.epsilon, name="ln_2")(x)

@@ -27,6 +27,7 @@ from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES, find_machine
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
+from jaxferry.settings import for_planned_gpu
 from jaxferry.train_step import train_step
 
 
@@ -122,8 +123,9 @@ def estimate_model(
         known = call_model(model)
         given = (known.loss_fn, known.shapes(), (known.batch_of(0),))
         merge = functools.partial(merges_of_small, machine=figures) if granularity == BLOCK else None
-        settings = {"compute_dtype": dtype, "merge": merge, "granularity": granularity}
-        parts = partition(*given, **settings, num_devices=devices, num_processes=processes)
+        settings: dict[str, Any] = {"compute_dtype": dtype, "merge": merge, "granularity": granularity}
+        settings |= {"num_devices": devices, "num_processes": processes}
+        parts = for_planned_gpu(lambda: partition(*given, **settings))
         _check_batch(parts, devices)
     sizes = Model(known.shapes(), OPTIMIZERS["adamw"](1e-3), Options(compute_dtype=dtype), make_placement(), None)
     host_bytes = {name: -(-size // processes) for name, size in sizes.host_bytes().items()}

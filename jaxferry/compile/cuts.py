@@ -27,6 +27,7 @@ from jaxferry.partition import (
     with_flags,
 )
 from jaxferry.profiling.machines import Machine
+from jaxferry.settings import for_platform
 from jaxferry.structure import split_flags
 
 
@@ -112,7 +113,8 @@ class Cutter:
         model, known = self._model, self.known_layers
         given = (with_flags(self._loss_fn, flags), model.params, args, arrays)
         dtype, frozen, whole = model.compute_dtype, model.optimizer.frozen, model.optimizer.whole
-        jaxpr = traced_jaxpr(*given, dtype, frozen)
+        with for_platform(self._placement.platform):
+            jaxpr = traced_jaxpr(*given, dtype, frozen)
         cuts = _CUTS.setdefault(jaxpr, {})
         names, machine = self._merging()
         granularity = self.granularity
@@ -124,7 +126,8 @@ class Cutter:
             merge = merge_rule(names, machine) if granularity == BLOCK else None
             settings = {"compute_dtype": dtype, "layers": known, "frozen": frozen, "merge": merge}
             settings["granularity"] = granularity
-            parts = partition(*given, **settings, num_devices=num, num_processes=num_processes)
+            with for_platform(self._placement.platform):
+                parts = partition(*given, **settings, num_devices=num, num_processes=num_processes)
             cuts[key] = Cut(dataclasses.replace(parts, layers=held_whole(parts.layers, whole)), jaxpr, key)
         if known is None:
             self.known_layers = cuts[key].parts.layers
@@ -134,17 +137,18 @@ class Cutter:
         """Any function of the parameters, without derivatives."""
         arrays, flags = split_flags(kwargs)
         model = self._model
-        parts = partition_forward(
-            with_flags(function, flags),
-            model.params,
-            args,
-            arrays,
-            compute_dtype=model.compute_dtype,
-            layers=self.known_layers,
-            frozen=model.optimizer.frozen,
-            num_devices=self._placement.num_devices,
-            num_processes=self._placement.num_processes,
-        )
+        with for_platform(self._placement.platform):
+            parts = partition_forward(
+                with_flags(function, flags),
+                model.params,
+                args,
+                arrays,
+                compute_dtype=model.compute_dtype,
+                layers=self.known_layers,
+                frozen=model.optimizer.frozen,
+                num_devices=self._placement.num_devices,
+                num_processes=self._placement.num_processes,
+            )
         return dataclasses.replace(parts, layers=held_whole(parts.layers, model.optimizer.whole))
 
     def _merging(self) -> tuple[tuple[str, ...], Machine | None]:

@@ -33,6 +33,7 @@ from jaxferry.profiling.machines import Machine
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.schedule import needed_bytes
+from jaxferry.settings import for_planned_gpu
 
 _BATCH_BYTES = (
     "activation_bytes",
@@ -170,7 +171,8 @@ def trace(
     """
     remat = Remat.FULL.value if offload_activations else AUTO
     merge = functools.partial(merges_of_small, machine=machine) if granularity == BLOCK else None
-    parts = partition(loss_fn, params, (batch,), compute_dtype=compute_dtype, merge=merge, granularity=granularity)
+    settings: dict[str, Any] = {"compute_dtype": compute_dtype, "merge": merge, "granularity": granularity}
+    parts = for_planned_gpu(lambda: partition(loss_fn, params, (batch,), **settings))
     variants = RematVariants(parts, remat)
     profile = estimate_profile(partition_costs(parts, remat, temporaries=True), machine)
     profile = with_program_facts(profile, variants.base, variants.derivatives, offload_activations)

@@ -92,12 +92,13 @@ def _touched(jaxpr: core.Jaxpr, sources: dict[int, float]) -> float:
         if not read:
             continue
         name = eqn.primitive.name
-        scale = sources[id(eqn.invars[read[0]])]
         if name in VIEWS or name == "convert_element_type":
-            before, after = atom_bytes(eqn.invars[0]), atom_bytes(eqn.outvars[0])
-            sources[id(eqn.outvars[0])] = scale * before / after if after else scale
+            # A barrier has several operands and as many results.
+            for atom, result in [(eqn.invars[p], eqn.outvars[p]) for p in read]:
+                before, after = atom_bytes(atom), atom_bytes(result)
+                sources[id(result)] = sources[id(atom)] * (before / after if after else 1.0)
         elif name in ("gather", "dynamic_slice", "slice"):
-            total += scale * atom_bytes(eqn.outvars[0])
+            total += sources[id(eqn.invars[read[0]])] * atom_bytes(eqn.outvars[0])
         elif inner_jaxprs(eqn) and name != "while":
             total += _touched_inside(eqn, sources, read)
         else:
@@ -217,6 +218,22 @@ def _conv_flops(eqn: core.JaxprEqn) -> float:
     return 2.0 * _size(eqn.outvars[0]) * _size(kernel) / out_channels
 
 
+def _attention_flops(eqn: core.JaxprEqn) -> float:
+    """Counts cuDNN's attention: two products of all pairs of query and key, or five in the backward.
+
+    A causal mask halves the pairs, and a window limits those of each query: cuDNN computes no other scores.
+    """
+    query, key, value = map(_shape, eqn.invars[:3])
+    heads, length = (2, 1) if eqn.params["layout"] == 0 else (1, 2)
+    pairs = float(query[length] * key[length])
+    if eqn.params.get("use_causal_mask") or "CAUSAL" in str(eqn.params.get("mask_type")):
+        pairs /= 2
+    if window := eqn.params.get("sliding_window_length"):
+        pairs = min(pairs, float(query[length] * window))
+    forward = 2.0 * query[0] * query[heads] * pairs * (query[-1] + value[-1])
+    return forward * (2.5 if "_bwd" in eqn.primitive.name else 1.0)
+
+
 def _one_per_operand(eqn: core.JaxprEqn) -> float:
     return float(_size(eqn.invars[0]))
 
@@ -282,9 +299,12 @@ _REDUCTIONS = frozenset(
 _SCATTERS = frozenset({"scatter_add", "scatter-add", "scatter_mul", "scatter_min", "scatter_max"})
 _REDUCERS = _REDUCTIONS | _SCATTERS | {"scatter", "sort", "custom_lin"}
 """Operations whose nested program combines two elements; it counts as part of the operation."""
+ATTENTION = frozenset(f"dot_product_attention_{kind}{way}_wrapper" for kind in ("", "fp8_") for way in ("fwd", "bwd"))
+"""cuDNN's calls of `jax.nn.dot_product_attention`, which keep no scores in memory."""
 _HEAVY = (
     _REDUCTIONS
     | _SCATTERS
+    | ATTENTION
     | {
         "conv_general_dilated",
         "dot_general",
@@ -303,6 +323,7 @@ _FLOPS: dict[str, Callable[[core.JaxprEqn], float]] = {
     "conv_general_dilated": _conv_flops,
     "dot_general": _dot_flops,
     "sort": _sort_flops,
+    **dict.fromkeys(ATTENTION, _attention_flops),
     **dict.fromkeys(_REDUCTIONS, _one_per_operand),
     **dict.fromkeys(_SCATTERS, _one_per_update),
 }

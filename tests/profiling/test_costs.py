@@ -4,9 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxferry.profiling.costs import Costs, jaxpr_costs, touched_bytes
+from jaxferry.settings import for_planned_gpu
 
 
 def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -41,6 +43,46 @@ def test_a_convolution_by_hand(groups: int) -> None:
 
     counted = costs(convolve, shape(2, 4, 8, 8), shape(6, 4 // groups, 3, 3))
     assert counted.flops == 2 * (2 * 6 * 8 * 8) * (4 // groups * 3 * 3)
+
+
+B, N, K, T, S, D = 2, 6, 3, 8, 10, 16
+
+
+def attend(**options: Any) -> Any:
+    """cuDNN's attention, for the plan of a GPU."""
+    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)
+
+
+def attention_costs(function: Any, keys: int) -> Costs:
+    shapes = shape(B, T, N, D, dtype=jnp.bfloat16), *[shape(B, keys, K, D, dtype=jnp.bfloat16)] * 2
+    return for_planned_gpu(lambda: costs(function, *shapes))
+
+
+@pytest.mark.parametrize(
+    ("keys", "pairs", "options"),
+    [
+        (S, T * S, {}),
+        (T, T * T / 2, {"is_causal": True}),
+        (S, T * S / 2, {"is_causal": True, "key_value_seq_lengths": np.full(B, S, np.int32)}),
+        (T, T * 2, {"is_causal": True, "local_window_size": (1, 0)}),
+    ],
+)
+def test_attention_by_cudnn_is_two_products_of_the_pairs_that_see_each_other_and_five_backwards(
+    keys: int, pairs: float, options: Any
+) -> None:
+    forward = attend(**options)
+    product = 2 * B * N * pairs * D
+    alone = attention_costs(forward, keys)
+    assert alone.flops == 2 * product
+    assert alone.kernels == 1
+    # Queries, keys and values are read, a result like the queries is written; no scores.
+    assert alone.bytes == 2 * B * D * (2 * T * N + 2 * keys * K) + 4 * B * bool("key_value_seq_lengths" in options) * 2
+
+    def backward(q: Any, k: Any, v: Any) -> Any:
+        out, pullback = jax.vjp(forward, q, k, v)
+        return pullback(out)
+
+    assert attention_costs(backward, keys).flops == 7 * product
 
 
 def test_elementwise_operations_cost_one_each_and_move_arguments_and_result_once() -> None:
@@ -133,6 +175,15 @@ def test_a_vector_by_dha_is_read_once() -> None:
 def test_views_and_nested_programs_lead_to_the_same_bytes() -> None:
     assert touched(jax.jit(lambda w, x: x @ w.T), shape(16, 8), shape(4, 8)) == 16 * 8 * 4
     assert touched(lambda w, x: x @ w.reshape(8, 16), shape(128), shape(4, 8)) == 128 * 4
+
+
+def test_a_barrier_passes_each_operand_on() -> None:
+    def function(x: Any, w: Any) -> Any:
+        x, w = jax.lax.optimization_barrier((x, w))
+        return x @ w
+
+    assert touched(function, shape(3, 8), shape(8, 5), of=1) == 4 * 8 * 5
+    assert touched(function, shape(3, 8), shape(8, 5), of=0) == 4 * 3 * 8
 
 
 def test_weights_in_a_scan_are_read_in_every_turn() -> None:

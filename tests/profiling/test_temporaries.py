@@ -66,6 +66,14 @@ def test_a_nested_program_counts_as_if_it_were_written_out():
     assert nested == estimate(lambda a, b, c: inner(a, b) @ c, *shapes) > 0
 
 
+def test_a_barrier_passes_each_operand_on():
+    def function(a, b, c):
+        first, second = jax.lax.optimization_barrier((a @ b, a @ b + 1))
+        return first @ c, second @ c
+
+    assert estimate(function, shape(3, 4), shape(4, 5), shape(5, 2)) == 4 * 2 * 15
+
+
 def test_a_loops_body_has_temporaries():
     def function(x, w):
         return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w) @ w.T, None), x, length=3)[0]
