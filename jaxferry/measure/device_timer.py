@@ -1,0 +1,149 @@
+"""Times tasks of an accelerator by the marks that steps use (`engine/trace/marks.py`).
+
+    compute   emptied caches ... | mark | program | mark     all issued while the device still empties its caches
+    a link                         start | copy | end        marked by the transport, on its own queue
+
+A task takes as long as in a step: a call from Python and the wait for its result take up to a millisecond longer, which
+a step overlaps with other work. Without the native library only ends are known, as a thread sees them. Several copies
+in a row then take the time between the first end and the last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxferry.engine.placement import Placement
+from jaxferry.engine.trace.marks import Marks, TaskMark
+from jaxferry.measure.cold_caches import cold_caches
+from jaxferry.native import library, status
+
+MOST_REPETITIONS = 15
+"""Marks scatter little, so a median of few is exact."""
+MOST_LEAD_S = 0.02
+"""The most device time for which caches are emptied so that a program is issued before the device gets there."""
+ROW_LENGTH = 4
+"""The copies in a row where only ends are known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A transport's copy, which may be repeated.
+
+    Attributes:
+      prepare: makes what is copied.
+      begin: begins the copy of that, with a mark if there is one.
+      arrive: returns the arrays of a copy, for the caller to wait for.
+      end: frees a copy that has arrived.
+    """
+
+    prepare: Callable[[], Any]
+    begin: Callable[[Any, TaskMark | None], Any]
+    arrive: Callable[[Any], Any]
+    end: Callable[[Any], object]
+
+
+class DeviceTimer:
+    """Makes functions that each run a task of an accelerator once and return its seconds on the device.
+
+    Args:
+      placement: one device that is not a CPU.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        native = library(placement.platform) if status(placement.platform).is_available else None
+        self._marks = Marks(placement, 1, native)
+        self._empty_caches = cold_caches(placement.device)
+        self._empty_host_caches = cold_caches(placement.host_compute)
+        empty = self.program(lambda: [self._empty_caches()], lambda: ())
+        self._emptying_s = math.inf
+        self._emptying_s = min(empty() for _ in range(3))
+
+    def program(self, run: Callable[..., Any], prepare: Callable[[], Any]) -> Callable[[], float]:
+        """Times a program.
+
+        Args:
+          run: issues it.
+          prepare: makes its arguments, which it may donate.
+        """
+        lead_s = MOST_LEAD_S
+
+        def once() -> float:
+            nonlocal lead_s
+            arguments, marks = jax.block_until_ready(prepare()), self._marks.begin()
+            for _ in range(int(lead_s / self._emptying_s)):
+                self._empty_caches()
+            begin_s = time.perf_counter()
+            marks.after(0, [self._empty_caches()])
+            # Pinned memory is free as soon as its array goes, so all results stay until the program has ended.
+            made = run(*arguments)
+            marks.after(1, [_smallest(made)])
+            # The first call may compile a mark.
+            lead_s = min(lead_s, 2 * (time.perf_counter() - begin_s))
+            times = marks.times()
+            jax.block_until_ready(made)
+            return max(times[1][1] - times[0][1], 0.0)
+
+        return once
+
+    def copy(self, copy: Copy) -> Callable[[], float]:
+        """Times a copy on its link."""
+        length = 1
+
+        def once() -> float:
+            nonlocal length
+            sources = jax.block_until_ready([copy.prepare() for _ in range(length)])
+            jax.block_until_ready(self._empty_host_caches())
+            marks = self._marks.begin()
+            begun = [copy.begin(source, marks.of(number)) for number, source in enumerate(sources)]
+            times = list(marks.times().values())
+            for each in begun:
+                jax.block_until_ready(copy.arrive(each))
+                copy.end(each)
+            seconds = [end - start for start, end in times]
+            if not any(map(math.isnan, seconds)):
+                return max(sum(seconds) / length, 0.0)
+            if length == 1:  # the first repetition, which does not count
+                length = ROW_LENGTH
+                return 0.0
+            ends = [end for _, end in times]
+            return (max(ends) - min(ends)) / (length - 1)
+
+        return once
+
+    def arrival(self, copy: Copy) -> Callable[[], float]:
+        """Times what the host does with a copy that its link has brought."""
+
+        def once() -> float:
+            source = jax.block_until_ready(copy.prepare())
+            marks = self._marks.begin()
+            begun = copy.begin(source, marks.of(0))
+            marks.times()
+            jax.block_until_ready(self._empty_host_caches())
+            begin_s = time.perf_counter()
+            jax.block_until_ready(copy.arrive(begun))
+            seconds = time.perf_counter() - begin_s
+            copy.end(begun)
+            return seconds
+
+        return once
+
+
+@functools.lru_cache(maxsize=1)
+def device_timer(placement: Placement) -> DeviceTimer:
+    """The one of a device; `cache_clear()` frees what it keeps there."""
+    return DeviceTimer(placement)
+
+
+def _smallest(results: Any) -> jax.Array:
+    """Some result of a program; a mark reads it."""
+    leaves = [leaf for leaf in jax.tree.leaves(results) if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)]
+    smallest: jax.Array = min(leaves, key=lambda leaf: (leaf.size == 0, leaf.nbytes))
+    return smallest
