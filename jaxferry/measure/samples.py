@@ -33,7 +33,7 @@ def sample(struct: Any, where: Any) -> Any:
     [device] = where.device_set
     num_bytes = np.prod(struct.shape, dtype=float) * struct.dtype.itemsize
     if device.platform != "cpu" and where.memory_kind == "device" and num_bytes >= _LARGE_BYTES:
-        return _made_on_device(struct.shape, jnp.dtype(struct.dtype), where)()
+        return made_on_device(struct.shape, jnp.dtype(struct.dtype), where)()
     if jnp.issubdtype(struct.dtype, jnp.inexact):
         array = np.resize(_numbers(jnp.dtype(struct.dtype).name), struct.shape)
     else:
@@ -46,7 +46,7 @@ _NUM_NUMBERS = 65_521
 
 
 @functools.lru_cache(maxsize=64)
-def _made_on_device(shape: tuple[int, ...], dtype: np.dtype, where: Any) -> Callable[[], jax.Array]:
+def made_on_device(shape: tuple[int, ...], dtype: np.dtype, where: Any) -> Callable[[], jax.Array]:
     """The program that makes a sample on an accelerator, equal to one of the host's."""
 
     def make() -> jax.Array:
