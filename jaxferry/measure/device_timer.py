@@ -4,8 +4,8 @@
     a link                         start | copy | end        marked by the transport, on its own queue
 
 A task takes as long as in a step: a call from Python and the wait for its result take up to a millisecond longer, which
-a step overlaps with other work. Without the native library only ends are known, as a thread sees them. Several copies
-in a row then take the time between the first end and the last.
+a step overlaps with other work. Of copies of the runtime only ends are known, as a thread sees them: what each further
+one of several in a row takes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_LATE = 0.01
 MOST_RETRIES = 8
 """Further attempts for all repetitions of a program; some take longer to issue than the longest lead."""
 ROW_LENGTH = 4
-"""The copies in a row where only ends are known."""
+"""The copies in a row that are compared with one where only ends are known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,26 +109,26 @@ class DeviceTimer:
 
     def copy(self, copy: Copy) -> Callable[[], float]:
         """Times a copy on its link."""
-        length = 1
 
-        def once() -> float:
-            nonlocal length
+        def row(length: int) -> tuple[float, list[tuple[float, float]]]:
+            """Returns when the first of some copies in a row was begun, and start and end of each."""
             sources = jax.block_until_ready([copy.prepare() for _ in range(length)])
             jax.block_until_ready(self._empty_host_caches())
-            marks = self._marks.begin()
+            marks, begin_s = self._marks.begin(), time.perf_counter()
             begun = [copy.begin(source, marks.of(number)) for number, source in enumerate(sources)]
             times = list(marks.times().values())
             for each in begun:
                 jax.block_until_ready(copy.arrive(each))
                 copy.end(each)
-            seconds = [end - start for start, end in times]
-            if not any(map(math.isnan, seconds)):
-                return max(sum(seconds) / length, 0.0)
-            if length == 1:  # the first repetition, which does not count
-                length = ROW_LENGTH
-                return 0.0
-            ends = [end for _, end in times]
-            return (max(ends) - min(ends)) / (length - 1)
+            return begin_s, times
+
+        def once() -> float:
+            begin_s, [(start_s, end_s)] = row(1)
+            if not math.isnan(start_s):
+                return max(end_s - start_s, 0.0)
+            alone_s = end_s - begin_s
+            begin_s, times = row(ROW_LENGTH)
+            return max(max(end for _, end in times) - begin_s - alone_s, 0.0) / (ROW_LENGTH - 1)
 
         return once
 

@@ -30,7 +30,7 @@ def sample(struct: Any, where: Any) -> Any:
     """Makes an array of a shape and dtype, in its own memory at a sharding."""
     if jnp.issubdtype(struct.dtype, jax.dtypes.extended):
         return jax.device_put(jnp.zeros(struct.shape, struct.dtype), where)
-    [device] = where.device_set
+    device = next(iter(where.device_set))
     num_bytes = np.prod(struct.shape, dtype=float) * struct.dtype.itemsize
     if device.platform != "cpu" and where.memory_kind == "device" and num_bytes >= _LARGE_BYTES:
         return made_on_device(struct.shape, jnp.dtype(struct.dtype), where)()
