@@ -1,21 +1,22 @@
 """What tasks of an accelerator take: what they occupy their lane for, whatever the calls around them take."""
 
 import time
+import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from accelerator import emulate
-from jaxferry.engine import ProgramKey, ProgramKind, Programs, derivatives_of, make_placement
+from jaxferry.engine import make_placement
 from jaxferry.engine.transport.ferry import Ferry
 from jaxferry.measure.cold_caches import cold_caches
-from jaxferry.measure.device_timer import device_timer
-from jaxferry.measure.microbenchmarks import host_sum_subject, load_subject, offload_subject, program_subject
+from jaxferry.measure.device_timer import DeviceTimer, device_timer
+from jaxferry.measure.microbenchmarks import host_sum_subject, load_subject, offload_subject
 from jaxferry.measure.samples import made_on_device, sample
 from jaxferry.native import library
 from jaxferry.partition import partition
-from jaxferry.profiling.timers import Effort
+from jaxferry.profiling.timers import Effort, median_s
 from jaxferry.settings import own_settings
 
 CALL_S = 0.08
@@ -74,20 +75,51 @@ def test_copies_take_what_the_link_takes_and_not_what_their_calls_take(timed, mo
     assert host_sum_subject("ferry", placement, layer, gradients, True).time(FEW) >= CALL_S
 
 
-def test_a_program_takes_what_the_device_takes_and_not_what_its_call_takes(timed, monkeypatch):
-    monkeypatch.setattr("jaxferry.measure.device_timer.MOST_LEAD_S", 4 * CALL_S)
-    placement, made = timed
-    programs = Programs(made, derivatives_of(made, "none"), placement, native=True)
-    key = ProgramKey(ProgramKind.FORWARD, made.segments[0].program)
-    programs.require([key])
+class Device:
+    """A device that runs what is issued in order, and a host whose calls take time; both have one clock."""
 
-    class Slow:
-        lowered = programs.lowered
+    def __init__(self, calls_s, emptying_s):
+        self.now = self.free = 0.0
+        self.calls_s, self.emptying_s = calls_s, emptying_s
 
-        def __getitem__(self, key):
-            return slow(programs[key])
+    def issue(self, seconds, call_s):
+        self.now += call_s
+        self.free = max(self.free, self.now) + seconds
+        return [np.zeros(1)]
 
-    assert 0 < program_subject(Slow(), key, placement, "forward").time(FEW) < CALL_S
+    def empty_caches(self):
+        return self.issue(self.emptying_s, 1e-5)[0]
+
+    def begin(self):
+        return Marked(self)
+
+
+class Marked:
+    def __init__(self, device):
+        self.device, self.ends = device, {}
+
+    def after(self, index, results):
+        self.device.issue(0.0, 2e-5)
+        self.ends[index] = self.device.free
+
+    def times(self):
+        self.device.now = max(self.device.now, self.device.free) + self.device.calls_s
+        return {index: (float("nan"), end) for index, end in self.ends.items()}
+
+
+@pytest.mark.parametrize("emptying_s", [1e-4, 3e-3])
+@pytest.mark.parametrize("call_s", [1e-5, 1e-3, 1e-2])
+@pytest.mark.parametrize("seconds", [2e-6, 5e-4, 0.5])
+def test_a_program_takes_what_the_device_takes_and_not_what_its_call_takes(seconds, call_s, emptying_s, monkeypatch):
+    device, module = Device(8e-4, emptying_s), "jaxferry.measure.device_timer"
+    clock = lambda: device.now  # noqa: E731
+    monkeypatch.setattr(f"{module}.Marks", lambda *_: device)
+    monkeypatch.setattr(f"{module}.cold_caches", lambda where: device.empty_caches)
+    monkeypatch.setattr(f"{module}.status", lambda platform: types.SimpleNamespace(is_available=False))
+    timer = DeviceTimer(types.SimpleNamespace(platform="gpu", device=None, host_compute=None), clock)
+    once = timer.program(lambda: device.issue(seconds, call_s), lambda: ())
+    assert median_s(once, Effort().at_most(15), clock) == pytest.approx(seconds, rel=0.02)
+    assert once() == pytest.approx(seconds, rel=0.02)
 
 
 @pytest.mark.parametrize(
