@@ -141,10 +141,10 @@ class InQueue:
         self._issue, self._queue = issue, collections.deque[Any]()
 
     def __call__(self) -> None:
-        """Issues one more; waits if enough are under way."""
-        self._queue.append(self._issue())
-        if len(self._queue) > IN_QUEUE:
-            jax.block_until_ready(self._queue.popleft())
+        """Issues one more, at first several, and waits for the earliest."""
+        while len(self._queue) <= IN_QUEUE:
+            self._queue.append(self._issue())
+        jax.block_until_ready(self._queue.popleft())
 
     def wait(self) -> None:
         """Waits for all; before that, their memory must not be freed."""
