@@ -28,7 +28,7 @@ from jaxferry.engine.transport.choice import make_transport
 from jaxferry.engine.transport.held import DeviceLayer, HostGradient
 from jaxferry.measure.cold_caches import cold_caches
 from jaxferry.measure.device_timer import MOST_REPETITIONS, Copy, device_timer
-from jaxferry.measure.samples import ProgramArguments, sample, sample_vectors
+from jaxferry.measure.samples import ProgramArguments, sample, sample_gradient, sample_vectors
 from jaxferry.partition import Derivative, Layer, Leaf, Partition, RowGradient
 from jaxferry.profiling.timers import Effort, median_s, timed_call
 
@@ -151,7 +151,7 @@ def _store(kind: str, placement: Placement, layer: Layer, gradients: Sequence[An
     known = [HostGradient(sample_vectors(layer.trained, placement.update_output), True)] if is_sum else []
 
     def prepare() -> Any:
-        return jax.tree.map(lambda leaf: sample(leaf, placement.device), list(gradients))
+        return [sample_gradient(gradient, placement.device) for gradient in gradients]
 
     def begin(arrays: Any, mark: TaskMark | None) -> HostGradient:
         return transport.store(0, arrays, known.pop() if known else None, mark)

@@ -2,12 +2,13 @@
 
 Floating-point numbers have random signs and magnitudes between 0.05 and 0.1: no zeros, on which a GPU draws less power
 and runs faster than in training, and no denormals, which are slow on a CPU. Integers are zero, so that lookups stay
-within their tables. The time of a dense program does not otherwise depend on values. Loops with data-dependent ends are
-the exception; they are measured on these values.
+within their tables; only gradients of lookups have rows all over the table. The time of a dense program does not
+otherwise depend on values. Loops with data-dependent ends are the exception; they are measured on these values.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from jaxferry.engine.host.pinned import Vectors
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import ProgramKey, Source, Target
 from jaxferry.engine.programs import Programs
-from jaxferry.partition import Layer
+from jaxferry.partition import Layer, RowGradient
 
 _LARGE_BYTES = 2**22
 """Arguments from this size on are made on the device: their way there takes longer than to compile a program."""
@@ -67,6 +68,24 @@ def _numbers(dtype: str) -> np.ndarray:
     generator = np.random.default_rng(0)
     signs = generator.integers(0, 2, _NUM_NUMBERS) * 2 - 1
     return (signs * generator.uniform(0.05, 0.1, signs.shape)).astype(jnp.dtype(dtype))
+
+
+def sample_gradient(gradient: Any, where: Any) -> Any:
+    """Makes a gradient; rows of lookups belong to rows all over the table, as those of a batch do.
+
+    Args:
+      gradient: shape and dtype, or a `RowGradient` of them.
+      where: a sharding.
+    """
+    made = jax.tree.map(lambda leaf: sample(leaf, where), gradient)
+    if not isinstance(gradient, RowGradient):
+        return made
+    number = int(np.prod(gradient.indices.shape))
+    indices = np.arange(number) * gradient.shape[0] // max(number, 1)
+    if not gradient.scatter.params["indices_are_sorted"]:
+        indices = np.random.default_rng(0).permutation(indices)
+    there = indices.reshape(gradient.indices.shape).astype(gradient.indices.dtype)
+    return dataclasses.replace(made, indices=jax.device_put(there, where, may_alias=False))
 
 
 def sample_vectors(layer: Layer, where: Any) -> Vectors:

@@ -13,9 +13,9 @@ from jaxferry.engine.transport.ferry import Ferry
 from jaxferry.measure.cold_caches import cold_caches
 from jaxferry.measure.device_timer import DeviceTimer, device_timer
 from jaxferry.measure.microbenchmarks import host_sum_subject, load_subject, offload_subject
-from jaxferry.measure.samples import made_on_device, sample
+from jaxferry.measure.samples import made_on_device, sample, sample_gradient
 from jaxferry.native import library
-from jaxferry.partition import partition
+from jaxferry.partition import RowGradient, partition
 from jaxferry.profiling.timers import Effort, median_s
 from jaxferry.settings import own_settings
 
@@ -132,3 +132,14 @@ def test_numbers_that_a_device_makes_are_those_of_the_host(shape, dtype):
 
     made = made_on_device(shape, np.dtype(dtype), where)()
     assert made.dtype == dtype and np.array_equal(np.asarray(made), expected)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_rows_of_lookups_belong_to_rows_all_over_the_table(is_sorted):
+    scatter, num_rows = types.SimpleNamespace(params={"indices_are_sorted": is_sorted}), 50
+    shapes = [jnp.zeros((2, 10, 1), jnp.int32), jnp.zeros((2, 10, 3), jnp.float32)]
+    made = sample_gradient(RowGradient(*shapes, scatter, (num_rows, 3), np.dtype("f4")), make_placement().device)
+    indices = np.asarray(made.indices).reshape(-1)
+    assert made.indices.dtype == jnp.int32 and made.rows.shape == (2, 10, 3)
+    assert len(set(indices.tolist())) == len(indices) and 0 <= indices.min() < 10 and 40 <= indices.max() < num_rows
+    assert (sorted(indices) == indices.tolist()) == is_sorted
