@@ -140,11 +140,11 @@ class InQueue:
     def __init__(self, issue: Callable[[], Any]) -> None:
         self._issue, self._queue = issue, collections.deque[Any]()
 
-    def __call__(self) -> None:
-        """Issues one more, at first several, and waits for the earliest."""
+    def __call__(self) -> Any:
+        """Issues one more, at first several, and returns the earliest once it has been moved."""
         while len(self._queue) <= IN_QUEUE:
             self._queue.append(self._issue())
-        jax.block_until_ready(self._queue.popleft())
+        return jax.block_until_ready(self._queue.popleft())
 
     def wait(self) -> None:
         """Waits for all; before that, their memory must not be freed."""
