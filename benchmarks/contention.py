@@ -35,7 +35,7 @@ from jaxferry.engine import make_placement
 from jaxferry.measure.contention import in_turn, speeds_in_pairs, transfers
 from jaxferry.measure.microbenchmarks import HostUpdate
 from jaxferry.native import library
-from jaxferry.profiling.contention import HOST, SHARING, Contention
+from jaxferry.profiling.contention import DOWN, HOST, SHARING, UP, Contention
 
 WIDTH = 4096
 OPTIMIZERS = {"fused AdamW": jaxferry.adamw, "Optax's AdamW": optax.adamw}
@@ -66,6 +66,9 @@ def rounds(num):
     for _ in range(num):
         for name, lanes in work.items():
             found[name].append(speeds_in_pairs(lanes, LEAST_S))
+    for lanes in work.values():
+        lanes[UP].wait()
+        lanes[DOWN].wait()
     return found
 
 

@@ -25,7 +25,7 @@ from benchmarks import measure
 from benchmarks.gpu import inputs, models, settings, timing
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.profiling.records import Profile
-from jaxferry.schedule import Lane
+from jaxferry.schedule import Kind, Lane
 from jaxferry.simulate import machine
 
 COMPUTE_DTYPE = jnp.bfloat16
@@ -158,13 +158,18 @@ def recorded_shares(run):
 
 
 def mean_of_kind_s(run):
-    """The recorded and the planned mean seconds of each kind of task; None if nothing was recorded."""
+    """The recorded and the planned mean seconds of each kind of task; None if nothing was recorded.
+
+    Forward and backward of the last segment are one program, recorded as its forward: together they are a "loss".
+    """
     if run is None:
         return None
-    seconds = {}
+    seconds, of_loss, last = {}, (Kind.FORWARD, Kind.BACKWARD), max(task.segment for task in run.schedule.tasks)
     for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True):
-        seconds.setdefault(task.kind.value, []).append((end - start, task.duration_s))
-    return {kind: [statistics.mean(column) for column in zip(*pairs)] for kind, pairs in seconds.items()}
+        name = "loss" if task.segment == last and task.kind in of_loss else task.kind.value
+        seconds.setdefault(name, []).append((end - start, task.duration_s))
+    means = {kind: [statistics.mean(column) for column in zip(*pairs)] for kind, pairs in seconds.items()}
+    return means | {"loss": [len(of_loss) * mean for mean in means["loss"]]}
 
 
 def streamed_plan(prepared):

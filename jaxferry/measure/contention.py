@@ -10,6 +10,7 @@ another one, over those that it completes alone in the same time, are its speed 
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import itertools
 import math
@@ -17,6 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.placement import Placement
@@ -34,6 +37,8 @@ LEAST_BYTES = 2**22
 """The least masters of an update; a smaller one takes longer to issue than to work on memory."""
 MOST_BYTES = 2**30
 """The most masters that are updated in turn."""
+IN_QUEUE = 3
+"""Transfers that are under way while another one is issued."""
 LEAST_S = 0.05
 LEAST_CALLS = 6
 """Lanes work beside each other for so long, and for so many calls of the slower one alone."""
@@ -68,7 +73,12 @@ def measure_contention(
     }
     speeds = {pair: known for pair, name in names.items() if (known := cache.get(name)) is not None}
     if len(speeds) < len(names):
-        speeds = speeds_in_pairs({HOST: in_turn(update), **transfers(devices)})
+        links = transfers(devices)
+        try:
+            speeds = speeds_in_pairs({HOST: in_turn(update), **links})
+        finally:
+            for link in links.values():
+                link.wait()
         for pair, speed in speeds.items():
             cache.put(names[pair], speed)
     return Contention.between(speeds)
@@ -112,9 +122,34 @@ def _calls_per_s(calls: Sequence[Callable[[], Any]], window_s: float) -> list[fl
         return list(threads.map(with_own_settings(run), calls))
 
 
-def transfers(placement: Placement, num_bytes: int = TRANSFER_BYTES) -> dict[str, Callable[[], Any]]:
+def transfers(placement: Placement, num_bytes: int = TRANSFER_BYTES) -> dict[str, InQueue]:
     """Loads and offloads of so many bytes by all devices, by lane."""
-    return {lane: transfer(placement, kind)(num_bytes // 4) for lane, kind in ((UP, "pinned_host"), (DOWN, "device"))}
+    return {
+        lane: InQueue(transfer(placement, kind)(num_bytes // 4))
+        for lane, kind in ((UP, "pinned_host"), (DOWN, "device"))
+    }
+
+
+class InQueue:
+    """A call that issues a transfer and waits for an earlier one: a link is never idle, however busy the host is.
+
+    Args:
+      issue: issues one.
+    """
+
+    def __init__(self, issue: Callable[[], Any]) -> None:
+        self._issue, self._queue = issue, collections.deque[Any]()
+
+    def __call__(self) -> Any:
+        """Issues one more, at first several, and returns the earliest once it has been moved."""
+        while len(self._queue) <= IN_QUEUE:
+            self._queue.append(self._issue())
+        return jax.block_until_ready(self._queue.popleft())
+
+    def wait(self) -> None:
+        """Waits for all; before that, their memory must not be freed."""
+        jax.block_until_ready(list(self._queue))
+        self._queue.clear()
 
 
 def in_turn(update: HostUpdate) -> Callable[[], Any]:

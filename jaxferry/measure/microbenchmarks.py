@@ -1,21 +1,18 @@
 """Microbenchmarks for a profile's durations: a program, a load, a store or an update, each with its own arguments.
 
-Arguments are made from shapes. Floating-point numbers have random signs and magnitudes between 0.05 and 0.1: no zeros,
-on which a GPU draws less power and runs faster than in training, and no denormals, which are slow on a CPU. Integers
-are zero, so that lookups stay within their tables. The time of a dense program does not otherwise depend on values.
-Loops with data-dependent ends are the exception; they are measured on these values. An optimizer starts from its own
-initial state. Only one subject's arguments exist at a time; caches are emptied before each call (`cold_caches.py`).
+Arguments are made from shapes (`samples.py`). An optimizer starts from its own initial state. Only one subject's
+arguments exist at a time; caches are emptied before each call (`cold_caches.py`).
+
+A task of an accelerator takes what its own queue takes (`device_timer.py`). A CPU, and the host, take a call's time.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.device_updates import DeviceUpdateCompiler
@@ -26,14 +23,14 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_functions import joined
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.engine.programs import Programs
+from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.engine.transport.choice import make_transport
 from jaxferry.engine.transport.held import DeviceLayer, HostGradient
 from jaxferry.measure.cold_caches import cold_caches
+from jaxferry.measure.device_timer import MOST_REPETITIONS, Copy, device_timer
+from jaxferry.measure.samples import ProgramArguments, sample, sample_gradient, sample_vectors
 from jaxferry.partition import Derivative, Layer, Leaf, Partition, RowGradient
-from jaxferry.profiling.timers import Effort, median_s
-
-_MOST_CALLS = 8
-_MOST_COPIED_BYTES = 2**24
+from jaxferry.profiling.timers import Effort, median_s, timed_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,84 +50,52 @@ class Subject:
     key: ProgramKey | None = None
 
 
-def sample(struct: Any, where: Any) -> Any:
-    """Makes an array of a shape and dtype, in its own memory at a sharding."""
-    if jnp.issubdtype(struct.dtype, jax.dtypes.extended):
-        return jax.device_put(jnp.zeros(struct.shape, struct.dtype), where)
-    if jnp.issubdtype(struct.dtype, jnp.inexact):
-        array = np.resize(_numbers(jnp.dtype(struct.dtype).name), struct.shape)
-    else:
-        array = np.zeros(struct.shape, struct.dtype)
-    return jax.device_put(array, where, may_alias=False)
-
-
-@functools.cache
-def _numbers(dtype: str) -> np.ndarray:
-    generator = np.random.default_rng(0)
-    signs = generator.integers(0, 2, 65_521) * 2 - 1  # a prime, so that rows of common lengths differ
-    return (signs * generator.uniform(0.05, 0.1, signs.shape)).astype(jnp.dtype(dtype))
-
-
 def program_subject(programs: Programs, key: ProgramKey, placement: Placement, label: str) -> Subject:
     """Measures one device program."""
 
     def time(effort: Effort) -> float:
-        make = ProgramArguments(programs, key, placement)
-        program = programs[key]
-        cold = cold_caches(placement.device)
-        return median_s(lambda arguments: program(*arguments), make, effort, make.max_calls, empty_caches=cold)
+        return _program_s(programs[key], ProgramArguments(programs, key, placement), placement, effort)
 
     return Subject(label, f"program\n{programs.lowered(key).as_text()}", time, key)
 
 
-class ProgramArguments:
-    """Makes arguments of a program: donated ones for each call, the others once.
+def _program_s(run: Callable[..., Any], prepare: Callable[[], Any], placement: Placement, effort: Effort) -> float:
+    """The seconds of a program on the device.
 
     Args:
-      programs: the compiled programs.
-      key: the program.
-      placement: where arguments live.
-
-    Attributes:
-      max_calls: the most calls whose arguments may exist at a time.
+      run: issues it.
+      prepare: makes the arguments of a call.
+      placement: where they live.
+      effort: limits on the repetitions.
     """
-
-    def __init__(self, programs: Programs, key: ProgramKey, placement: Placement) -> None:
-        arguments = programs.lowered(key).args_info[0]
-        leaves, self._tree = jax.tree.flatten(arguments)
-        self._leaves, where = leaves, _memory_of_arguments(key, placement)
-        self._where = [
-            where.get((number, place), placement.device)
-            for number, argument in enumerate(arguments)
-            for place, part in enumerate(argument if isinstance(argument, list) else [argument])
-            for _ in jax.tree.leaves(part)
-        ]
-        self._kept = [
-            None if leaf.donated else sample(leaf, where) for leaf, where in zip(leaves, self._where, strict=True)
-        ]
-        donated = sum(leaf.dtype.itemsize * int(np.prod(leaf.shape)) for leaf in leaves if leaf.donated)
-        # A CPU runs short programs in the calling thread, and may run several long ones in parallel.
-        self.max_calls = 1 if placement.is_cpu or donated * _MOST_CALLS > _MOST_COPIED_BYTES else _MOST_CALLS
-
-    def __call__(self, num_calls: int) -> list[tuple[Any, ...]]:
-        """Makes the arguments of `num_calls` calls."""
-        return [self._one() for _ in range(num_calls)]
-
-    def _one(self) -> tuple[Any, ...]:
-        arrays = [
-            sample(leaf, where) if kept is None else kept
-            for leaf, where, kept in zip(self._leaves, self._where, self._kept, strict=True)
-        ]
-        made: tuple[Any, ...] = jax.tree.unflatten(self._tree, arrays)
-        return made
+    if placement.is_cpu:
+        return median_s(timed_call(run, prepare, empty_caches=cold_caches(placement.device)), effort)
+    return median_s(device_timer(placement).program(run, prepare), effort.at_most(MOST_REPETITIONS))
 
 
-def _memory_of_arguments(key: ProgramKey, placement: Placement) -> dict[tuple[int, int], Any]:
-    """Where a program's arguments are that are vectors in host memory, by argument and group."""
-    num_written = sum(target is not Target.DEVICE for target in key.writes)
-    read = [place for place, source in enumerate(key.reads) if source is Source.HOST]
-    found = [*((0, place) for place in range(num_written)), *((int(key.writes_host), place) for place in read)]
-    return dict.fromkeys(found, placement.pinned)
+def _copy_s(copy: Copy, placement: Placement, effort: Effort) -> float:
+    """The seconds of a copy on its link; on a CPU until it has arrived."""
+    if placement.is_cpu:
+        return median_s(_whole_copy(copy, placement), effort)
+    return median_s(device_timer(placement).copy(copy), effort.at_most(MOST_REPETITIONS))
+
+
+def _whole_copy(copy: Copy, placement: Placement) -> Callable[[], float]:
+    """Times a copy from its call until it has arrived."""
+    begun: list[Any] = []
+
+    def run(source: Any) -> Any:
+        begun.append(copy.begin(source, None))
+        return copy.arrive(begun[0])
+
+    timed = timed_call(run, lambda: (copy.prepare(),), empty_caches=cold_caches(placement.host_compute))
+
+    def once() -> float:
+        seconds = timed()
+        copy.end(begun.pop())
+        return seconds
+
+    return once
 
 
 def load_subject(kind: str, placement: Placement, layer: Layer) -> Subject:
@@ -139,27 +104,17 @@ def load_subject(kind: str, placement: Placement, layer: Layer) -> Subject:
     def time(effort: Effort) -> float:
         transport = make_transport(kind, placement, [layer])
         vectors = sample_vectors(layer, placement.pinned)
-        held: list[DeviceLayer] = []
 
-        def drop(num_calls: int) -> list[Vectors]:
-            while held:
-                transport.drop(held.pop())
-            return [vectors]
+        def begin(vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
+            return transport.load(0, vectors, mark)
 
-        def load(vectors: Vectors) -> list[jax.Array]:
-            held.append(transport.load(0, vectors))
-            return held[-1].parameters()
-
-        try:
-            return median_s(load, drop, effort, empty_caches=cold_caches(placement.host_compute))
-        finally:
-            drop(0)
+        return _copy_s(Copy(lambda: vectors, begin, DeviceLayer.parameters, transport.drop), placement, effort)
 
     return Subject(f"load {layer.name}", f"load by {kind}\n{layer.layout}", time)
 
 
 def offload_subject(kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool) -> Subject:
-    """Measures the store of a layer's gradient, until the host can read it.
+    """Measures the store of a layer's gradient; on a CPU until the host can read it.
 
     Args:
       kind: the transport.
@@ -170,25 +125,44 @@ def offload_subject(kind: str, placement: Placement, layer: Layer, gradients: Se
     """
 
     def time(effort: Effort) -> float:
-        transport = make_transport(kind, placement, [layer])
-        known = [HostGradient(sample_vectors(layer.trained, placement.update_output), True)] if is_sum else []
-
-        def prepare(num_calls: int) -> list[Any]:
-            return [jax.tree.map(lambda leaf: sample(leaf, placement.device), list(gradients))]
-
-        def store(arrays: Any) -> Vectors:
-            stored = transport.store(0, arrays, known.pop() if known else None)
-            vectors = transport.gather(0, stored)
-            if is_sum:
-                known.append(stored)
-            else:
-                transport.recycle(0, stored)
-            return vectors
-
-        return median_s(store, prepare, effort, empty_caches=cold_caches(placement.host_compute))
+        return _copy_s(_store(kind, placement, layer, gradients, is_sum), placement, effort)
 
     content = f"offload by {kind}, sum {is_sum}\n{layer.layout}\n{gradients_text(gradients)}"
     return Subject(f"offload {layer.name}", content, time)
+
+
+def host_sum_subject(kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool) -> Subject:
+    """Measures what an accelerator's host does with a stored gradient before the update reads it: it may add rows.
+
+    Args as for `offload_subject`.
+    """
+
+    def time(effort: Effort) -> float:
+        store = _store(kind, placement, layer, gradients, is_sum)
+        return median_s(device_timer(placement).arrival(store), effort)
+
+    content = f"sum on the host by {kind}, sum {is_sum}\n{layer.layout}\n{gradients_text(gradients)}"
+    return Subject(f"sum {layer.name} on the host", content, time)
+
+
+def _store(kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool) -> Copy:
+    """The store of a gradient; arguments as for `offload_subject`."""
+    transport = make_transport(kind, placement, [layer])
+    known = [HostGradient(sample_vectors(layer.trained, placement.update_output), True)] if is_sum else []
+
+    def prepare() -> Any:
+        return [sample_gradient(gradient, placement.device) for gradient in gradients]
+
+    def begin(arrays: Any, mark: TaskMark | None) -> HostGradient:
+        return transport.store(0, arrays, known.pop() if known else None, mark)
+
+    def end(stored: HostGradient) -> None:
+        if is_sum:
+            known.append(stored)
+        else:
+            transport.recycle(0, stored)
+
+    return Copy(prepare, begin, lambda stored: transport.gather(0, stored), end)
 
 
 def gradients_text(gradients: Sequence[Any]) -> str:
@@ -285,7 +259,7 @@ def update_subject(
     def time(effort: Effort) -> float:
         held = update.arguments()
         cold = cold_caches(placement.host_compute)
-        return median_s(update, lambda num_calls: [held], effort, empty_caches=cold)
+        return median_s(timed_call(update, lambda: (held,), empty_caches=cold), effort)
 
     return Subject(f"update {layers[unit.layers[0]].name}", f"update\n{update.text}", time)
 
@@ -303,12 +277,11 @@ def device_update_subject(
         current: list[Any] = [masters, jax.device_put(state, placement.device), copies]
         program = lowered.compile()
 
-        def update(held: Any) -> Any:
+        def update(*held: Any) -> Any:
             current[:] = program(*held, *others)
             return current
 
-        cold = cold_caches(placement.device)
-        return median_s(update, lambda num_calls: [tuple(current)], effort, empty_caches=cold)
+        return _program_s(update, lambda: tuple(current), placement, effort)
 
     return Subject(f"update of {layer.name} on the device", f"device update\n{lowered.as_text()}", time)
 
@@ -324,11 +297,10 @@ def streamed_update_subject(
         donated, others = arguments[:3], jax.tree.map(lambda aval: sample(aval, placement.device), arguments[3:])
         program = lowered.compile()
 
-        def prepare(num_calls: int) -> list[Any]:
-            return [jax.tree.map(lambda aval: sample(aval, placement.device), donated)]
+        def prepare() -> Any:
+            return jax.tree.map(lambda aval: sample(aval, placement.device), donated)
 
-        cold = cold_caches(placement.device)
-        return median_s(lambda held: program(*held, *others), prepare, effort, empty_caches=cold)
+        return _program_s(lambda *held: program(*held, *others), prepare, placement, effort)
 
     label = f"streamed update of {layer.name}"
     return Subject(label, f"streamed update\n{lowered.as_text()}", time)
@@ -337,11 +309,6 @@ def streamed_update_subject(
 def sized(leaf: Leaf) -> jax.ShapeDtypeStruct:
     """Shape and compute dtype of a parameter, which are those of its gradient."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def sample_vectors(layer: Layer, where: Any) -> Vectors:
-    """Makes flat vectors of a layer in some memory."""
-    return tuple(sample(vector, where) for vector in layer.vectors)
 
 
 def keys_of(program: int, derivative: Derivative, is_last: bool, is_sum: Sequence[bool]) -> dict[str, ProgramKey]:

@@ -22,11 +22,13 @@ from jaxferry.engine.transport.base import Transport
 from jaxferry.engine.transport.choice import make_transport
 from jaxferry.measure.cold_caches import cold_caches
 from jaxferry.measure.contention import measure_contention
+from jaxferry.measure.device_timer import device_timer
 from jaxferry.measure.microbenchmarks import (
     Subject,
     device_update_subject,
     gradient_shapes,
     gradients_text,
+    host_sum_subject,
     keys_of,
     load_subject,
     offload_subject,
@@ -37,7 +39,7 @@ from jaxferry.measure.microbenchmarks import (
     streamed_update_subject,
     update_subject,
 )
-from jaxferry.partition import Partition
+from jaxferry.partition import Partition, RowGradient
 from jaxferry.profiling.cache import MeasurementCache, cache_directory, surroundings
 from jaxferry.profiling.estimate import LayerCosts
 from jaxferry.profiling.layer_records import LayerProfile
@@ -175,6 +177,7 @@ def _seconds(
             seconds[content] = subject.time(Effort(budget_s=max(share_s, 0.0)))
             cache.put(content, seconds[content])
     finally:
+        device_timer.cache_clear()
         cold_caches.cache_clear()
     return {key: seconds[subject.content] for key, subject in subjects.items()}
 
@@ -219,6 +222,7 @@ class _Measured:
         self.subjects: dict[Any, Subject] = {}
         self.keys: list[dict[str, Any]] = []
         self._stores: list[Any] = []
+        self._sums: dict[int, list[Any]] = {}
         self._recomputations: dict[int, ProgramKey] = {}
         self._variants = [] if transport is None else program_variants(partition, recomputing, programs.derivatives)
         last = len(partition.segments) - 1
@@ -266,6 +270,12 @@ class _Measured:
             if use.is_trained and store not in self.subjects:
                 self.subjects[store] = offload_subject(transport, placement, layer, own, is_sum[use.place])
             self._stores.append(store)
+            has_rows = any(isinstance(gradient, RowGradient) for gradient in own)
+            if use.is_trained and not placement.is_cpu and (has_rows or is_sum[use.place]):
+                key = ("sum", *store[1:])
+                self._sums.setdefault(use.group, []).append(key)
+                if key not in self.subjects:
+                    self.subjects[key] = host_sum_subject(transport, placement, layer, own, is_sum[use.place])
 
     def _add_updates(self, optimizer: HostOptimizer, placement: Placement) -> None:
         layers = self._partition.layers
@@ -339,7 +349,11 @@ class _Measured:
     ) -> LayerProfile:
         use = self._partition.uses[number]
         is_last = use.segment == len(self._partition.segments) - 1
-        update, share = self._updates.get(use.group, (None, 0.0))
+        update_s = 0.0
+        if use.is_trained:
+            update, share = self._updates[use.group]
+            # An accelerator's host adds what is stored as the update begins.
+            update_s = seconds[update] * share + sum(seconds[key] for key in self._sums.get(use.group, ()))
         return LayerProfile(
             name=costs.name,
             parameters=costs.parameters,
@@ -350,7 +364,7 @@ class _Measured:
             activation_bytes=0 if is_last else costs.activation_bytes,
             load_s=seconds["load", self._partition.layers[use.group].layout] if self._is_alone else 0.0,
             offload_s=seconds[self._stores[number]] if use.is_trained and self._is_alone else 0.0,
-            update_s=seconds[update] * share if use.is_trained else 0.0,
+            update_s=update_s,
             update_gpu_s=seconds.get(self._updates_on_device.get(use.group)) if use.is_trained else None,
             update_streamed_s=self._streamed_s(use.group, seconds) if use.is_trained else None,
             shares_program=use.place > 0,

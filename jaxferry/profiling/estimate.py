@@ -1,8 +1,9 @@
 """Estimates profiles without the hardware: a roofline model of operations and bytes.
 
 A program takes the longest of three times: its operations at the reached share of the GPU's peak, its bytes at the
-bandwidth of device memory, and its kernels at the minimum duration of one. A transfer takes its latency plus its bytes
-at the link's bandwidth. With direct host access, a program takes at least the link time of the bytes that it touches.
+bandwidth of device memory, and its kernels at the minimum duration of one. Where the machine states what products reach
+alone, the first two follow each other. A transfer takes its latency plus its bytes at the link's bandwidth. With direct
+host access, a program takes at least the time in which a kernel moves the bytes that it touches over the link.
 An update takes its bytes at the bandwidth of host memory, and gets of that only what transfers leave.
 The profile is marked as estimated; measured profiles replace it.
 """
@@ -168,13 +169,13 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         activation_bytes=layer.activation_bytes,
         load_s=machine.transfer_s(layer.param_bytes),
         forward_s=forward_s,
-        forward_dha_s=max(forward_s, layer.dha_bytes_forward / machine.link_bytes_per_s),
+        forward_dha_s=max(forward_s, machine.direct_s(layer.dha_bytes_forward)),
         backward_s=backward_s,
-        backward_dha_s=max(backward_s, layer.dha_bytes_backward / machine.link_bytes_per_s),
-        backward_go_s=max(backward_s, layer.grad_bytes / machine.link_bytes_per_s),
-        forward_read_s=layer.dha_bytes_forward / machine.link_bytes_per_s,
-        backward_read_s=layer.dha_bytes_backward / machine.link_bytes_per_s,
-        backward_write_s=layer.grad_bytes / machine.link_bytes_per_s,
+        backward_dha_s=max(backward_s, machine.direct_s(layer.dha_bytes_backward)),
+        backward_go_s=max(backward_s, machine.direct_s(layer.grad_bytes)),
+        forward_read_s=machine.direct_s(layer.dha_bytes_forward),
+        backward_read_s=machine.direct_s(layer.dha_bytes_backward),
+        backward_write_s=machine.direct_s(layer.grad_bytes),
         offload_s=machine.transfer_s(layer.grad_bytes),
         inter_forward_s=_inter_s(machine, layer, layer.inter_forward_flops, layer.inter_forward_bytes),
         inter_backward_s=_inter_s(machine, layer, layer.inter_backward_flops, layer.inter_backward_bytes),
@@ -203,8 +204,12 @@ def _recompute_s(machine: Machine, layer: LayerCosts, backward_s: float) -> floa
 
 
 def _roofline_s(machine: Machine, layer: LayerCosts, flops: float, num_bytes: float, kernels: float) -> float:
-    peak = machine.flops_per_s if layer.itemsize <= 2 else machine.float32_flops_per_s
-    return max(flops / (peak * machine.efficiency), num_bytes / machine.memory_bytes_per_s, kernels * machine.launch_s)
+    is_short, memory_s = layer.itemsize <= 2, num_bytes / machine.memory_bytes_per_s
+    if is_short and machine.product_efficiency is not None:
+        products_s = flops / (machine.flops_per_s * machine.product_efficiency)
+        return max(products_s + memory_s, kernels * machine.launch_s)
+    peak = machine.flops_per_s if is_short else machine.float32_flops_per_s
+    return max(flops / (peak * machine.efficiency), memory_s, kernels * machine.launch_s)
 
 
 def _inter_s(machine: Machine, layer: LayerCosts, flops: float, num_bytes: float) -> float:

@@ -2,6 +2,8 @@
 
 Peaks are the vendors' figures for dense 16-bit and 32-bit products; `efficiency` is the share of them that programs
 reach. Link figures are measured copies between pinned host memory and the device, one direction at a time.
+The H200's link, host memory and products were measured
+(benchmarks/results/gpu/h200); those of other machines are published figures.
 `jaxferry.machine/1` is the JSON format of a user's own machine:
 
     {"format": "jaxferry.machine/1", "name": "my box", "flops_per_s": 1e14, "float32_flops_per_s": 2e13,
@@ -54,6 +56,8 @@ _REQUIRED = (
 )
 _OPTIONAL = (
     "efficiency",
+    "product_efficiency",
+    "kernel_link_bytes_per_s",
     "launch_s",
     "link_latency_s",
     "issue_s",
@@ -61,7 +65,13 @@ _OPTIONAL = (
     "interconnect_bytes_per_s",
     "network_bytes_per_s",
 )
-_MAY_BE_UNKNOWN = ("host_memory_bytes", "interconnect_bytes_per_s", "network_bytes_per_s")
+_MAY_BE_UNKNOWN = (
+    "product_efficiency",
+    "kernel_link_bytes_per_s",
+    "host_memory_bytes",
+    "interconnect_bytes_per_s",
+    "network_bytes_per_s",
+)
 _MAY_BE_ZERO = ("launch_s", "link_latency_s", "issue_s")
 
 JAX_SHARE = 0.75
@@ -81,7 +91,12 @@ class Machine:
       memory_bytes_per_s: peak bandwidth of device memory.
       link_bytes_per_s: bandwidth between pinned host memory and the device, in each direction.
       host_bytes_per_s: sustained bandwidth of host memory.
-      efficiency: the share of the peak that products reach.
+      efficiency: the share of the peak that whole programs reach.
+      product_efficiency: the share of the 16-bit peak that large products alone reach. A program of 16 bits then takes
+        the time of its products at that rate and then that of its memory traffic. None where it was not measured:
+        `efficiency` then includes the traffic.
+      kernel_link_bytes_per_s: bandwidth at which kernels read or write host memory themselves; None for that of the
+        link.
       launch_s: the minimum duration of a kernel.
       link_latency_s: fixed time per transfer.
       issue_s: time of the host's thread to issue the programs and transfers of a segment for one step.
@@ -102,6 +117,8 @@ class Machine:
     link_bytes_per_s: float
     host_bytes_per_s: float
     efficiency: float = _EFFICIENCY
+    product_efficiency: float | None = None
+    kernel_link_bytes_per_s: float | None = None
     launch_s: float = _LAUNCH_S
     link_latency_s: float = _LINK_LATENCY_S
     issue_s: float = _ISSUE_S
@@ -121,8 +138,9 @@ class Machine:
                 raise InputError(f"{where}: {key} must be a number, got {value!r}")
             if not 0 <= value <= 1e30 or (value < 1e-30 and key not in _MAY_BE_ZERO):
                 raise InputError(f"{where}: {key} must be positive and finite, got {str(value)[:40]}")
-        if self.efficiency > 1:
-            raise InputError(f"{where}: efficiency must lie in (0, 1], got {self.efficiency}")
+        for key in ("efficiency", "product_efficiency"):
+            if (value := getattr(self, key)) is not None and value > 1:
+                raise InputError(f"{where}: {key} must lie in (0, 1], got {value}")
         sources = self.sources
         if not isinstance(sources, Mapping) or not all(isinstance(text, str) for text in sources.values()):
             raise InputError(f"{where}: sources must be a JSON object of strings, got {sources!r}")
@@ -159,6 +177,10 @@ class Machine:
     def transfer_s(self, num_bytes: float) -> float:
         """Seconds of a transfer between host memory and a device."""
         return self.link_latency_s + num_bytes / self.link_bytes_per_s if num_bytes else 0.0
+
+    def direct_s(self, num_bytes: float) -> float:
+        """Seconds in which a kernel reads or writes host memory."""
+        return num_bytes / (self.kernel_link_bytes_per_s or self.link_bytes_per_s)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the machine as `jaxferry.machine/1`."""
@@ -212,6 +234,15 @@ _A100 = ("NVIDIA A100 data sheet, PCIe, 80 GB", (312e12, 156e12, 80e9, 1935e9))
 _H100 = ("NVIDIA H100 data sheet, SXM5, without sparsity", (989.4e12, 494.7e12, 80e9, 3350e9))
 _H200 = ("NVIDIA H200 data sheet, SXM5, without sparsity", (989.4e12, 494.7e12, 141e9, 4800e9))
 _RTX4090 = ("NVIDIA Ada GPU architecture white paper, appendix A", (165.2e12, 82.6e12, 24e9, 1008e9))
+_ON_AN_H200 = "measured on an H200 of 16 cores (Emerald Rapids), November 2026: benchmarks/results/gpu/h200/"
+
+
+def _measured(machine: Machine, figures: Mapping[str, tuple[float, str]]) -> Machine:
+    """The machine with measured figures, each with its source."""
+    values: dict[str, Any] = {key: value for key, (value, _) in figures.items()}
+    sources = {key: source for key, (_, source) in figures.items()}
+    return dataclasses.replace(machine, **values, sources={**machine.sources, **sources})
+
 
 MACHINES: Mapping[str, Machine] = {
     machine.name: machine
@@ -220,7 +251,19 @@ MACHINES: Mapping[str, Machine] = {
         _machine("a100-pcie3", *_A100, _PCIE3, _MILAN),
         _machine("a100-pcie4", *_A100, _PCIE4, _MILAN),
         _machine("h100-pcie5", *_H100, _PCIE5, _SAPPHIRE, _NVLINK4),
-        _machine("h200-pcie5", *_H200, _PCIE5, _SAPPHIRE, _NVLINK4),
+        _measured(
+            _machine("h200-pcie5", *_H200, _PCIE5, _SAPPHIRE, _NVLINK4),
+            {
+                "link_bytes_per_s": (
+                    55.2e9,
+                    f"55.4 GB/s up, 55.2 down by copy engine; {_ON_AN_H200}link_and_memory.json",
+                ),
+                "kernel_link_bytes_per_s": (51.2e9, f"read 51.2, written 52.4; {_ON_AN_H200}link_and_memory.json"),
+                "link_latency_s": (4.2e-6, f"4 KiB up 4.2 us, down 3.1; {_ON_AN_H200}link_and_memory.json"),
+                "host_bytes_per_s": (150e9, f"AdamW of 100 M parameters in 18 ms; {_ON_AN_H200}llama_3g.json"),
+                "product_efficiency": (0.8, f"large bf16 products at 790 TFLOP/s; {_ON_AN_H200}link_and_memory.json"),
+            },
+        ),
         _machine("rtx4090-pcie4", *_RTX4090, _PCIE4, _DESKTOP),
     )
 }

@@ -1,7 +1,6 @@
-"""Times calls: warm-up, repetitions, median.
+"""Repeats measurements: warm-up, repetitions, median.
 
-Arguments are made anew for each repetition, outside the timed part, so that programs may donate them. Caches are
-emptied before each call. The median discards repetitions that other work on the machine disturbs.
+The median discards repetitions that other work on the machine disturbs.
 """
 
 from __future__ import annotations
@@ -10,16 +9,12 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxferry.errors import InputError
-
-SHORT_S = 1e-3
-"""Shorter calls are timed several in a row if allowed: dispatch and synchronisation then overlap the previous call, as
-they do within a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,63 +42,55 @@ class Effort:
                 f"min_repetitions must lie in 1 .. max_repetitions ({self.max_repetitions}), got {self.min_repetitions}"
             )
 
+    def at_most(self, max_repetitions: int) -> Effort:
+        """The same with no more repetitions than these, or than its own minimum."""
+        return dataclasses.replace(
+            self, max_repetitions=max(self.min_repetitions, min(self.max_repetitions, max_repetitions))
+        )
+
 
 def median_s(
-    run: Callable[[Any], Any],
-    prepare: Callable[[int], Sequence[Any]],
-    effort: Effort = Effort(),
-    max_calls: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
-    empty_caches: Callable[[], Any] = lambda: None,
+    repetition: Callable[[], float], effort: Effort = Effort(), clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Returns the median seconds of one call of `run`, after one warm-up call.
+    """Returns the median seconds of a repetition, after one warm-up that loads code and touches memory.
 
     Args:
-      run: the timed function; the time ends when its whole result is ready (`jax.block_until_ready`).
-      prepare: `prepare(n)` makes the arguments of n calls, outside the timed part.
+      repetition: does what is measured, once, and returns its seconds.
       effort: limits on the repetitions.
-      max_calls: how many calls may be timed in a row if one is shorter than `SHORT_S`.
-      clock: a monotonic clock, in seconds.
-      empty_caches: called before each call, on the same device; its time is subtracted between calls in a row.
+      clock: a monotonic clock, in seconds, for the budget.
     """
-
-    def repetition(num_calls: int, emptying_s: float = 0.0) -> float:
-        arguments = jax.block_until_ready(list(prepare(num_calls)))
-        jax.block_until_ready(empty_caches())
-        start = clock()
-        results = [run(arguments[0])]
-        for argument in arguments[1:]:
-            empty_caches()
-            results.append(run(argument))
-        jax.block_until_ready(results)
-        return max(clock() - start - (num_calls - 1) * emptying_s, 0.0) / num_calls
-
     begin = clock()
-    # The first call loads code and touches memory.
-    first_s = repetition(1)
-    num_calls = max(1, min(max_calls, int(SHORT_S / max(first_s, SHORT_S / max_calls))))
-    emptying_s = _emptying_s(empty_caches, num_calls, clock) if num_calls > 1 else 0.0
+    repetition()
     times_s: list[float] = []
     while len(times_s) < effort.min_repetitions or (
         len(times_s) < effort.max_repetitions
-        and sum(times_s) * num_calls < effort.min_total_s
+        and sum(times_s) < effort.min_total_s
         and clock() - begin < effort.budget_s
     ):
-        times_s.append(repetition(num_calls, emptying_s))
+        times_s.append(repetition())
     return statistics.median(times_s)
 
 
-def _emptying_s(empty_caches: Callable[[], Any], num_calls: int, clock: Callable[[], float]) -> float:
-    """The median seconds of `empty_caches` as one of several calls in a row."""
-    times_s = []
-    for _ in range(_EMPTYING_REPETITIONS):
+def timed_call(
+    run: Callable[..., Any],
+    prepare: Callable[[], Any],
+    clock: Callable[[], float] = time.perf_counter,
+    empty_caches: Callable[[], Any] = lambda: None,
+) -> Callable[[], float]:
+    """Returns a function that times a call once, until its whole result is ready (`jax.block_until_ready`).
+
+    Args:
+      run: the timed function.
+      prepare: makes its arguments anew for each call, so that it may donate them; not timed.
+      clock: a monotonic clock, in seconds.
+      empty_caches: called before each call; not timed.
+    """
+
+    def once() -> float:
+        arguments = jax.block_until_ready(prepare())
         jax.block_until_ready(empty_caches())
         start = clock()
-        for _ in range(num_calls):
-            last = empty_caches()
-        jax.block_until_ready(last)
-        times_s.append((clock() - start) / num_calls)
-    return statistics.median(times_s)
+        jax.block_until_ready(run(*arguments))
+        return clock() - start
 
-
-_EMPTYING_REPETITIONS = 5
+    return once

@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 from jaxferry.planning import make_plan
+from jaxferry.profiling.machines import find_machine
 from jaxferry.profiling.records import Profile
 from jaxferry.simulate.report import simulate
 
@@ -52,3 +53,22 @@ def test_auto_is_no_slower_than_any_policy_and_no_slower_with_more_memory():
     steps = [plan("auto", int(factor * least)).predicted.steady_step_s for factor in (1, 1.05, 1.2)]
     assert steps == sorted(steps, reverse=True)
     assert steps[0] <= plan("l2l").predicted.steady_step_s * (1 + 1e-9)
+
+
+def test_the_table_of_estimates_by_layer_is_that_of_the_measured_profile_and_of_today_s_machine():
+    """Without the times of programs, whose costs take seconds to count."""
+    table = json.loads((RESULTS / "estimate_gpt2_medium.json").read_text())
+    assert find_machine(table["estimated"]["name"]).to_json() == table["estimated"]
+    measured, machine = {layer.name: layer for layer in profile().layers}, find_machine("h200-pcie5")
+    *kinds, total = table["rows"]
+    assert total["layers"] == sum(row["layers"] for row in kinds) == len(measured)
+    for row in kinds:
+        layer, seconds = measured[row["layer"]], row["seconds"]
+        assert {name: own["measured"] for name, own in seconds.items()} == {
+            name: getattr(layer, name) for name in seconds
+        }
+        assert seconds["load_s"]["estimated"] == machine.transfer_s(layer.param_bytes)
+        assert seconds["offload_s"]["estimated"] == machine.transfer_s(layer.grad_bytes)
+    for name, own in total["seconds"].items():
+        for which in ("measured", "estimated"):
+            assert own[which] == pytest.approx(sum(row["layers"] * row["seconds"][name][which] for row in kinds))

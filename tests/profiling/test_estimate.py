@@ -44,6 +44,32 @@ def test_the_slowest_resource_decides(change: dict, forward_s: float) -> None:
     assert layer.forward_s == forward_s
 
 
+def test_products_and_memory_traffic_follow_each_other_where_products_were_measured_alone() -> None:
+    machine = dataclasses.replace(MACHINE, product_efficiency=0.8)
+    (layer,) = estimate_profile([COSTS], machine).layers
+    products_s = COSTS.forward_flops / (machine.flops_per_s * 0.8)
+    assert layer.forward_s == pytest.approx(products_s + COSTS.forward_bytes / machine.memory_bytes_per_s)
+    wide = dataclasses.replace(COSTS, itemsize=4)
+    assert (
+        estimate_profile([wide], machine).layers[0].forward_s == estimate_profile([wide], MACHINE).layers[0].forward_s
+    )
+
+
+def test_what_kernels_move_over_the_link_takes_their_own_rate() -> None:
+    machine = dataclasses.replace(MACHINE, kernel_link_bytes_per_s=MACHINE.link_bytes_per_s / 2)
+    (layer,), (before,) = estimate_profile([COSTS], machine).layers, estimate_profile([COSTS], MACHINE).layers
+    assert (layer.load_s, layer.offload_s) == (before.load_s, before.offload_s)
+    names = (
+        "forward_dha_s",
+        "backward_dha_s",
+        "backward_go_s",
+        "forward_read_s",
+        "backward_read_s",
+        "backward_write_s",
+    )
+    assert [getattr(layer, name) for name in names] == [2 * getattr(before, name) for name in names]
+
+
 def test_compute_without_parameters_goes_between_the_layers() -> None:
     (without,) = estimate_profile([COSTS], MACHINE).layers
     costs = dataclasses.replace(COSTS, inter_forward_flops=500, inter_backward_bytes=200)

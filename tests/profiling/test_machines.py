@@ -65,6 +65,8 @@ def test_names_are_found_in_any_case_and_files_by_their_path(tmp_path: pathlib.P
         ({"memory_bytes": "24GB"}, "memory_bytes must be a number, got '24GB'"),
         ({"efficiency": 1.5}, r"efficiency must lie in \(0, 1\], got 1.5"),
         ({"efficiency": 0}, "efficiency must be positive"),
+        ({"product_efficiency": 1.5}, r"product_efficiency must lie in \(0, 1\], got 1.5"),
+        ({"kernel_link_bytes_per_s": 0}, "kernel_link_bytes_per_s must be positive"),
         ({"launch_s": -1e-6}, "launch_s must be"),
         ({"sources": {"launch_s": 3}}, "sources must be"),
         ({"colour": "red"}, 'unknown key "colour"'),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxferry.errors import InputError
-from jaxferry.profiling.timers import Effort, median_s
+from jaxferry.profiling.timers import Effort, median_s, timed_call
 from jaxferry.settings import own_settings
 
 
@@ -14,14 +14,14 @@ class Bench:
 
     def __init__(self, *durations, preparing=0.0, emptying=0.0):
         self.now, self.durations, self.preparing, self.emptying = 0.0, list(durations), preparing, emptying
-        self.prepared, self.num_calls, self.emptied_before = [], 0, set()
+        self.num_calls, self.emptied_before = 0, set()
 
-    def prepare(self, count):
-        self.prepared.append(count)
+    def prepare(self):
         self.now += self.preparing
-        return list(range(count))
+        return (self.num_calls,)
 
     def run(self, argument):
+        assert argument == self.num_calls
         self.now += self.durations[min(self.num_calls, len(self.durations) - 1)]
         self.num_calls += 1
 
@@ -29,8 +29,12 @@ class Bench:
         self.now += self.emptying
         self.emptied_before.add(self.num_calls)
 
-    def median_s(self, max_calls=1, **effort):
-        return median_s(self.run, self.prepare, Effort(**effort), max_calls, lambda: self.now, self.empty_caches)
+    def clock(self):
+        return self.now
+
+    def median_s(self, **effort):
+        once = timed_call(self.run, self.prepare, self.clock, self.empty_caches)
+        return median_s(once, Effort(**effort), self.clock)
 
 
 def test_the_first_call_does_not_count():
@@ -71,38 +75,23 @@ def test_the_budget_counts_what_is_not_timed_too():
     assert bench.num_calls == 7
 
 
-@pytest.mark.parametrize(("seconds", "calls"), [(1e-6, 8), (2e-4, 5), (2e-3, 1)])
-def test_only_short_calls_are_timed_in_a_row_and_the_time_is_that_of_one(seconds, calls):
-    bench = Bench(seconds)
-    assert bench.median_s(max_calls=8, max_repetitions=4) == pytest.approx(seconds)
-    assert bench.prepared == [1] + 4 * [calls]
-
-
-@pytest.mark.parametrize(("seconds", "emptying"), [(1e-6, 1e-4), (2e-4, 1e-3), (2e-3, 5.0)])
-def test_caches_are_emptied_before_every_call_and_that_is_not_timed(seconds, emptying):
-    bench = Bench(seconds, emptying=emptying)
-    assert bench.median_s(max_calls=8, max_repetitions=4) == pytest.approx(seconds)
-    assert bench.emptied_before >= set(range(bench.num_calls))
-
-
-def test_no_time_is_negative():
-    bench = Bench(1e-6, emptying=1e-3)
-    original, count = bench.empty_caches, iter(range(100))
-    bench.empty_caches = lambda: original() if next(count) < 50 else None
-    assert bench.median_s(max_calls=8, max_repetitions=4) == 0.0
+def test_caches_are_emptied_before_every_call_and_that_is_not_timed():
+    bench = Bench(0.25, emptying=50.0)
+    assert bench.median_s(max_repetitions=4) == 0.25
+    assert bench.emptied_before == set(range(bench.num_calls))
 
 
 def test_every_call_has_arguments_of_its_own_which_it_may_destroy():
     program = jax.jit(lambda x: x + 1, donate_argnums=0)
     made = []
 
-    def prepare(count):
-        made.extend(jnp.zeros(1000) for _ in range(count))
-        return made[-count:]
+    def prepare():
+        made.append(jnp.zeros(1000))
+        return made[-1:]
 
     with own_settings():  # jax_debug_nans would take donation away
-        assert median_s(program, prepare, Effort(max_repetitions=4), max_calls=3) > 0
-    assert all(array.is_deleted() for array in made)
+        assert median_s(timed_call(program, prepare), Effort(max_repetitions=4)) > 0
+    assert len(made) == 5 and all(array.is_deleted() for array in made)
 
 
 def test_the_end_of_a_result_is_timed_not_its_issue():
@@ -115,7 +104,12 @@ def test_the_end_of_a_result_is_timed_not_its_issue():
 
     bench = Bench(1.0)
     run = lambda argument: (bench.run(argument), Result())[1]  # noqa: E731
-    assert median_s(run, bench.prepare, Effort(), 1, lambda: bench.now) == 5.0
+    assert median_s(timed_call(run, bench.prepare, bench.clock), Effort(), bench.clock) == 5.0
+
+
+@pytest.mark.parametrize(("asked", "found"), [(15, 15), (50, 20), (1, 3)])
+def test_an_effort_is_lowered_to_no_less_than_its_minimum(asked, found):
+    assert Effort(max_repetitions=20).at_most(asked) == Effort(max_repetitions=found)
 
 
 @pytest.mark.parametrize("effort", [{"min_repetitions": 0}, {"min_repetitions": 9, "max_repetitions": 8}])
