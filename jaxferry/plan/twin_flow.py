@@ -12,8 +12,10 @@ import numpy as np
 from jaxferry.holdings import GFGB
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.base import Policy, Request, check_budget, make_plan
+from jaxferry.plan.device_updates import Placed
 from jaxferry.plan.gradients import gradients_to_host
 from jaxferry.plan.order import best_order
+from jaxferry.plan.preference import preferred, score_of
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.profiling.records import Profile
@@ -54,9 +56,12 @@ class TwinFlow(Policy):
         needed = [needed_bytes(profile, plan) for plan in plans]
         if budget_bytes is not None:
             check_budget(self.name, budget_bytes, min(needed))
-            pairs = zip(plans, needed, strict=True)
-            plans = [dataclasses.replace(x, memory_bytes=budget_bytes) for x, most in pairs if most <= budget_bytes]
-        return min((best_order(plan, StepSchedules(profile, plan)) for plan in plans), key=lambda found: found[1])[0]
+        found = []
+        for plan, num_bytes in zip(plans, needed, strict=True):
+            if budget_bytes is None or num_bytes <= budget_bytes:
+                plan = dataclasses.replace(plan, memory_bytes=budget_bytes)
+                found.append(Placed(*best_order(plan, StepSchedules(profile, plan)), num_bytes))
+        return preferred(found, lambda placed: score_of(profile, placed.plan)).plan
 
     def _plan_of(self, profile: Profile, reserve_factor: float, ratio: float) -> Plan:
         kind = (Loads.BULK, Updates.AFTER_ALL)
