@@ -123,8 +123,8 @@ def plan_finest(profile: Profile, policy: str, request: Request, granularity: st
       policy: name of the policy.
       request: its requirements.
       granularity: `"module"` for the layers as they are, `"block"` for one a program, `"auto"` for layers as they are
-        where these are faster by more than a hundredth, or where blocks do not fit, and else for blocks. What policy
-        `auto` plans for layers as they are is no slower than its plan for blocks is for these layers.
+        where these are faster and do not count as equal (`plan/preference.py`), or where blocks do not fit, and else
+        for blocks. What policy `auto` plans for layers as they are is equal to its plan for blocks, or faster.
 
     Returns:
       The profile that was planned for, and the plan.

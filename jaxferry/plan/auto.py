@@ -1,24 +1,23 @@
-"""Chooses modes, gradients and recomputation from one memory budget: the fastest plan that fits.
+"""Chooses modes, gradients and recomputation from one memory budget: the fastest plan that fits, or one equal to it.
 
 The search fills a pool of plans independently of the budget: the plans of all policies, including `exact`, with several
 reserve factors; families of plans that switch one layer after another to DHA, RELOAD or RESIDENT; and neighbours of the
 best plans for their memory. The budget then picks the fastest plan in the steady state that fits, in either order of
-updates (`plan/search.py`). So more memory is never slower, and no policy that fits is faster. For up to
-`MOST_ENUMERATED` layers the pool contains every plan.
+updates (`plan/search.py`). So more memory never makes it slower, and no policy that fits is faster. For up to
+`MOST_ENUMERATED` layers the pool contains every plan. Of the plans that count as equal to the fastest, `auto` takes the
+one that relies least on the machine model (`plan/preference.py`).
 
 If the profile states the cost of recomputation, a second pool starts from the best plans of the first: families of
 plans that recompute one layer after another, and neighbours. The first pool does not depend on the second, so the
-option to recompute makes no plan slower. A plan recomputes only if no other plan that fits is as fast.
+option to recompute makes no plan slower.
 
 A plan with all layers DHA and all gradients GO holds only activations. With GO allowed, this is the smallest feasible
 budget. No budget means unlimited memory: the search takes the fastest plan of the pool, and copies and gradients may
 stay on the device. To plan for a device, pass its memory.
 
 Where a profile states `update_gpu_s`, groups may also be updated on the device, where their optimizer state then stays
-(`plan/device_updates.py`). If everything fits, the step is plain training, unless another plan is faster by more than
-`PLAIN_MARGIN`; to that extent a plan for less memory, or of another policy, may be faster. Where it also states
-`state_up_s` and `state_down_s`, updates may stream through the GPU (`plan/streamed_updates.py`). A plan for such a
-profile states its gap to a bound (`planning.py`).
+(`plan/device_updates.py`). Where it also states `state_up_s` and `state_down_s`, updates may stream through the GPU
+(`plan/streamed_updates.py`). A plan for such a profile states its gap to a bound (`planning.py`).
 
 A given reserve factor below 1 is an upper bound: fewer gradients may stay if that saves memory or time. With 1 no
 gradient is GO.
@@ -75,7 +74,7 @@ class Auto(Policy):
     summary = "modes, gradients and resident layers from a memory budget alone"
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
-        """The fastest plan of the search's pool that fits; without a budget, the fastest."""
+        """The plan of the search that fits and that `plan/preference.py` prefers."""
         request = dataclasses.replace(request or Request(), objective=Objective.STEADY)
         return AutoSearch(profile, request).plan(request.memory_budget_bytes)
 
@@ -103,7 +102,7 @@ class AutoSearch:
             self._recompute()
 
     def plan(self, budget_bytes: int | None, places: Collection[UpdatePlace] = tuple(UpdatePlace)) -> Plan:
-        """The fastest plan within the budget; ties go to the leanest. None means no limit.
+        """The plan to take within the budget, by `plan/preference.py`. None means no limit.
 
         Args:
           budget_bytes: the budget.
@@ -142,7 +141,7 @@ class AutoSearch:
         known = [pool.preferred(Objective.STEADY, budget_bytes, longest_s) for pool in self._pools]
         known += [] if device is None else device.preferred(budget_bytes, longest_s)
         chosen = preferred([best, *filter(None, known)], self._score)
-        limits = Limits(Objective.STEADY, longest_s, _UNLIMITED_BYTES if room is None else room, self._allows)
+        limits = Limits(Objective.STEADY, longest_s, budget_bytes, room, self._allows)
         chosen = replaced(self.profile, chosen, limits)
         if chosen is not best:
             return self._made(chosen, room)

@@ -8,10 +8,13 @@
   a local search from these. The best of them are also tried with updates by need. A plan states its `gap` to the proven
   `lower_bound_s` (`plan/bounds.py`), which holds for both orders.
 
+Of the plans that count as equal to the best one, `exact` takes the one that relies least on the machine model
+(`plan/preference.py`); its gap is that plan's.
+
 The reserve factor decides the gradients, as for any policy: with 1 no gradient is GO; with less, GO-MemFerry chooses
 those that stay (`plan/gradients.py`). Without a given factor the policies have two defaults: 0 for `go-memferry`, 1 for
-all others. `exact` then plans with both, so it loses to no policy. It takes 1 unless 0 makes the objective strictly
-smaller, and the plan states the factor. The bound holds for both.
+all others. `exact` then plans with both, so its search loses to no policy. It takes 1 unless 0 is worth it, and the
+plan states the factor. The bound holds for both.
 
 With a memory budget, plans with fewer and fewer loaded layers compete too. The bound of plans that are not enumerated
 ignores the budget. `auto` can be faster still, because it may keep layers on the device (RESIDENT) and choose any
@@ -42,7 +45,6 @@ from jaxferry.plan.replacements import Limits, replaced
 from jaxferry.plan.search import Pool, objective_values
 from jaxferry.plan.whole_step import StepSearch
 from jaxferry.profiling.records import Profile
-from jaxferry.room import UNLIMITED
 
 Fewer = Callable[..., int]
 """`fewer` or `fewer_of_exact` of `plan/effort.py`."""
@@ -71,13 +73,13 @@ _NO_PLAN = 2**63
 
 
 class Exact(Policy):
-    """The optimum of the forward, or the best known plan of the step with its gap to a proven bound."""
+    """A plan equal to the optimum of the forward, or to the best known plan of the step, with its gap to a bound."""
 
     name = "exact"
     summary = "the optimum under the machine model, or its proven gap"
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
-        """The best plan of the explored pools, with `objective`, `lower_bound_s` and `gap` as details."""
+        """The preferred plan of the explored pools, with `objective`, `lower_bound_s` and `gap` as details."""
         request = request or Request()
         search = _Search(profile, request)
         search.run()
@@ -175,8 +177,7 @@ class _Search:
             )
             return allowed
 
-        room = UNLIMITED if budget_bytes is None else budget_bytes
-        best = replaced(profile, best, Limits(objective, longest_s, room, allows))
+        best = replaced(profile, best, Limits(objective, longest_s, budget_bytes, budget_bytes, allows))
         has_room = best.update_order is UpdateOrder.BACKWARD or best.memory_bytes is not None
         return dataclasses.replace(best, memory_bytes=budget_bytes if has_room else None), choice.factor
 

@@ -25,6 +25,7 @@ from jaxferry.plan.preference import scores
 from jaxferry.plan.records import Loads, UpdateOrder, Updates
 from jaxferry.plan.search import objective_values
 from jaxferry.profiling.records import Profile
+from jaxferry.room import UNLIMITED
 from jaxferry.schedule import StepSchedules, needed_bytes
 
 MOST_WORK = 8_000
@@ -35,7 +36,7 @@ MOST_SIMULATED = 160
 
 _AT_ONCE = 16
 _OPTIONS = ((UpdateOrder.BACKWARD, True), (UpdateOrder.NEED, False), (UpdateOrder.NEED, True))
-"""Orders of updates, and whether gradients may fill the budget, as in `plan/order.py`."""
+"""Orders of updates, and whether gradients have room, as in `plan/order.py`."""
 
 Columns = tuple[np.ndarray, ...]
 """Modes and flags of gradients, recomputation and updates on the device, (plans, layers) each."""
@@ -48,14 +49,21 @@ class Limits:
     Attributes:
       objective: the quantity that the search minimizes.
       longest_s: the longest time, in seconds, that counts as equal to the fastest plan's.
-      budget_bytes: device memory.
+      budget_bytes: device memory; None for no limit.
+      memory_bytes: those of the plans, which gradients may fill.
       allows: tells of plans, given as `Columns`, which ones the request allows: flags, (plans,).
     """
 
     objective: Objective
     longest_s: float
-    budget_bytes: int
+    budget_bytes: int | None
+    memory_bytes: int | None
     allows: Callable[..., np.ndarray]
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that a plan may need."""
+        return UNLIMITED if self.budget_bytes is None else self.budget_bytes
 
 
 def replaced(profile: Profile, start: Best, limits: Limits) -> Best:
@@ -90,21 +98,23 @@ class _Evaluated:
 
     def __init__(self, profile: Profile, start: Best, limits: Limits):
         self.start, self.limits, self.evaluate, self.work = start, limits, PlanEvaluator(profile), 0
+        num_options = 1 if limits.objective is Objective.FORWARD else len(_OPTIONS) - (limits.memory_bytes is None)
+        self.options = _OPTIONS[:num_options]
         self.bulk, self.after_all = start.loads is Loads.BULK, start.updates is Updates.AFTER_ALL
 
     def may_keep(self, *plans: np.ndarray) -> np.ndarray:
         """Flags of the plans that may keep the limits, (plans,), by bounds."""
         bounds_s, needed_bytes = self.evaluate.bounds(plans)
         if self.limits.objective is not Objective.STEADY:
-            return needed_bytes <= self.limits.budget_bytes
-        return (needed_bytes <= self.limits.budget_bytes) & (bounds_s <= self.limits.longest_s)
+            return needed_bytes <= self.limits.most_bytes
+        return (needed_bytes <= self.limits.most_bytes) & (bounds_s <= self.limits.longest_s)
 
     def best(self, plans: list[np.ndarray], score: np.ndarray) -> Best | None:
         """Returns the plan with the least score, then memory, then time, of the first ones that keep the limits."""
         order = np.argsort(score, kind="stable")
         for first in range(0, len(order), _AT_ONCE):
             rows = order[first : first + _AT_ONCE]
-            for update_order, has_room in _OPTIONS[: 1 if self.limits.objective is Objective.FORWARD else None]:
+            for update_order, has_room in self.options:
                 if self.work >= MOST_WORK:
                     return None
                 found = self._best_of(_some(plans, rows), score[rows], update_order, has_room)
@@ -113,11 +123,11 @@ class _Evaluated:
         return None
 
     def _best_of(self, plans: list[np.ndarray], score: np.ndarray, order: UpdateOrder, has_room: bool) -> Best | None:
-        """Likewise of all these plans, with one order of updates, and room for gradients within the budget or none."""
+        """Likewise of all these plans, with one order of updates, and room for gradients or none."""
         limits, by_need = self.limits, order is UpdateOrder.NEED
-        memory_bytes = limits.budget_bytes if has_room else None
-        if by_need and has_room:  # fewer waits could be slower
-            waits = self.evaluate.waits_for_room(plans, self.bulk, self.after_all, limits.budget_bytes)
+        memory_bytes = limits.memory_bytes if has_room else None
+        if by_need and memory_bytes is not None:  # fewer waits could be slower
+            waits = self.evaluate.waits_for_room(plans, self.bulk, self.after_all, memory_bytes)
             plans, score = _some(plans, ~waits), score[~waits]
         if len(score) == 0:
             return None
@@ -126,7 +136,7 @@ class _Evaluated:
             *plans, bulk=self.bulk, after_all=self.after_all, by_need=by_need, memory_bytes=memory_bytes
         )
         seconds = objective_values(outcomes, limits.objective)
-        fits = np.flatnonzero((seconds <= limits.longest_s) & (outcomes.needed_bytes <= limits.budget_bytes))
+        fits = np.flatnonzero((seconds <= limits.longest_s) & (outcomes.needed_bytes <= limits.most_bytes))
         if len(fits) == 0:
             return None
         row = fits[np.lexsort((seconds[fits], outcomes.needed_bytes[fits], score[fits]))[0]]
@@ -170,7 +180,7 @@ class _Simulated:
             )
             schedules = StepSchedules(self.profile, made)
             num_bytes = int(schedules.needs.natural[0]) + self.room_bytes
-            if num_bytes > self.limits.budget_bytes:
+            if num_bytes > self.limits.most_bytes:
                 continue
             made = dataclasses.replace(made, memory_bytes=num_bytes if self.room_bytes > 0 else None)
             made, seconds = best_order(made, schedules)

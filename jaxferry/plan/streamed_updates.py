@@ -13,8 +13,8 @@ The compute copies of all streamed groups stay on the device, or none.
 Each candidate has a lower bound on its time, and estimates of its time and memory: of equal bounds, the one with less
 work on all lanes is taken as faster. Those that others with as much room beat in both estimates are left out, found
 starts and others apart. None of this depends on the budget, which only picks the fastest one that fits; so more memory
-is never slower. Candidates are simulated in the order of their bounds, until no other can be faster. One that could not
-gain `LEAST_GAIN` over plans that need no more memory is left out too.
+is never slower. Candidates are simulated in the order of their bounds, until no other can be faster. One that would
+count as equal to a plan that needs no more memory (`plan/preference.py`) is left out too.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 Masters and optimizer state of that share stay on the device. All else is ZeRO-Offload: bulk loads, and updates after
 all gradients, those on the device at the same time as those on the host. Twin-Flow leaves the share to its user; here
-it is the fastest of `RATIOS` that fits, unless given.
+it is the best of `RATIOS` that fits (`plan/preference.py`), unless given.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class TwinFlow(Policy):
         self.ratios = RATIOS if ratio is None else (check_share(ratio, "ratio"),)
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
-        """The fastest of the ratios that fits; ties go to the least."""
+        """The ratio that fits and is preferred: the fastest, or one that counts as equal and needs less memory."""
         request = request or Request()
         reserve_factor, budget_bytes = self.reserve_factor(request), request.memory_budget_bytes
         may_share = reserve_factor >= 1 and updatable_groups(profile) and not profile.updates_together

@@ -12,12 +12,12 @@ from jaxferry.holdings import RESIDENT
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import AutoSearch
-from jaxferry.plan.preference import EQUAL_WITHIN
 from jaxferry.plan.base import Objective, Request
 from jaxferry.plan.best import plan_of
 from jaxferry.plan.device_updates import DeviceUpdateSearch, plain_training
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.neighbours import Neighbours, refine
+from jaxferry.plan.preference import EQUAL_WITHIN
 from jaxferry.plan.records import LayerPlan, Plan, Updates
 from jaxferry.plan.search import Pool
 from jaxferry.plan.update_groups import updatable_groups
@@ -152,7 +152,7 @@ def test_auto_is_one_knob_from_everything_offloaded_to_plain_training(after_all)
         assert plan.details["lower_bound_s"] == min(bound_s, step_s)
         assert plan.details["gap"] == pytest.approx(step_s / min(bound_s, step_s) - 1)
         assert bound_s * (1 - 1e-9) <= step_s
-        assert step_s <= host_s * (1 + 1e-9) and step_s <= before_s * (1 + 1e-9)
+        assert step_s <= min(host_s, before_s) * (1 + EQUAL_WITHIN)
         before_s = step_s
         seen.add(sum(plan.updates_on_device))
     # If everything fits, the host may still update a layer in time.
