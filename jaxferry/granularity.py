@@ -20,6 +20,8 @@ from jaxferry.modes import BLOCK, FASTER, GRANULARITIES, MODULE, Remat
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import Auto
 from jaxferry.plan.base import Request
+from jaxferry.plan.device_updates import Placed
+from jaxferry.plan.preference import longest_equal_s, preferred, score_of
 from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.planning import (
     Compared,
@@ -46,7 +48,6 @@ _SUMS_IF_ALL = ("state_up_s", "state_down_s")
 _COPIES = (Kind.LOAD, Kind.RELOAD, Kind.REFRESH, Kind.OFFLOAD, Kind.STATE_UP, Kind.STATE_DOWN)
 _LAUNCHES = 4
 """What `Machine.issue_s` covers: a forward, a backward, a load and an offload."""
-_WORTH = 0.99
 
 
 def coarser(profile: Profile) -> Profile:
@@ -122,8 +123,8 @@ def plan_finest(profile: Profile, policy: str, request: Request, granularity: st
       policy: name of the policy.
       request: its requirements.
       granularity: `"module"` for the layers as they are, `"block"` for one a program, `"auto"` for layers as they are
-        where these are faster by more than a hundredth, or where blocks do not fit, and else for blocks. What policy
-        `auto` plans for layers as they are is no slower than its plan for blocks is for these layers.
+        where these are faster and do not count as equal (`plan/preference.py`), or where blocks do not fit, and else
+        for blocks. What policy `auto` plans for layers as they are is equal to its plan for blocks, or faster.
 
     Returns:
       The profile that was planned for, and the plan.
@@ -206,16 +207,19 @@ class FinestPlanner:
             return found[MODULE]
         if MODULE not in found:
             return found[BLOCK]
-        is_worth_it = step_s(*found[MODULE]) < _WORTH * step_s(*found[BLOCK])
+        is_worth_it = longest_equal_s(step_s(*found[MODULE])) < step_s(*found[BLOCK])
         return found[MODULE if is_worth_it else BLOCK]
 
 
 def _add_finer(found: dict[str, tuple[Profile, Plan]], profile: Profile, budget_bytes: int | None) -> None:
-    """Replaces the plan for the layers as they are by that for blocks if this fits and is faster."""
+    """Replaces the plan for the layers as they are by that for blocks if this fits and is preferred."""
     made = finer(profile, found[BLOCK][1])
-    fits = budget_bytes is None or needed_bytes(profile, made) <= budget_bytes
-    if fits and (MODULE not in found or step_s(profile, made) < step_s(*found[MODULE])):
-        found[MODULE] = profile, made
+    known = [made] if budget_bytes is None or needed_bytes(profile, made) <= budget_bytes else []
+    if MODULE in found:
+        known.insert(0, found[MODULE][1])
+    if known:
+        placed = (Placed(plan, step_s(profile, plan), needed_bytes(profile, plan)) for plan in known)
+        found[MODULE] = profile, preferred(placed, lambda each: score_of(profile, each.plan)).plan
 
 
 def step_s(profile: Profile, plan: Plan) -> float:

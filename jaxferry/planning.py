@@ -13,6 +13,7 @@ from jaxferry.plan.base import Objective, Request, read_objective
 from jaxferry.plan.effort import FULL_LAYERS
 from jaxferry.plan.exact import gap_details
 from jaxferry.plan.order import with_update_order
+from jaxferry.plan.preference import longest_equal_s
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.plan.update_groups import updatable_groups
@@ -259,7 +260,7 @@ def sweep(
     """A policy's plan for each reserve factor and each budget; without budgets, one for each reserve factor.
 
     A plan whose gradients satisfy a smaller factor also satisfies a larger one below 1, so a smaller factor's plan
-    stands for a larger one's that is slower. With 1 no gradient is GO.
+    stands for a larger one's that is slower and not equal (`plan/preference.py`). With 1 no gradient is GO.
 
     Args:
       profile: the profile.
@@ -279,7 +280,8 @@ def sweep(
         planner = planner_of(profile, policy, asked)
         for budget in budgets_bytes if budgets_bytes is not None else [None]:
             found = _sweep_point(planner, factor, budget)
-            points.append(min([found, *_allowed(points, factor, budget)], key=_steady_s))
+            other = min(_allowed(points, factor, budget), key=_steady_s, default=found)
+            points.append(other if longest_equal_s(_steady_s(other)) < _steady_s(found) else found)
     if all(point.plan is None for point in points):
         leanest = min(points, key=lambda point: (point.smallest_bytes, -(point.memory_budget_bytes or 0)))
         raise BudgetError(f"at reserve factor {leanest.reserve_factor:g}, {leanest.problem}", leanest.smallest_bytes)

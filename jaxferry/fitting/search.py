@@ -10,6 +10,7 @@ such steps are slower for each sample.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,8 +24,9 @@ from jaxferry.fitting.traced import Traced
 from jaxferry.granularity import plan_finest
 from jaxferry.modes import MODULE
 from jaxferry.plan.base import Request
+from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import Plan
-from jaxferry.simulate.report import simulate
+from jaxferry.simulate.report import predict, simulate
 from jaxferry.units import format_apart
 
 MOST_TRACES = 30
@@ -201,6 +203,10 @@ def _planned(traced: Traced, budget_bytes: int) -> tuple[Plan, dict[str, int]]:
         if excess <= 0:
             return found[-1]
         left = least if number + 2 == _MOST_PLANS else max(left - excess, least)
+    # Of plans with equally little memory, the one that `auto` prefers may need more beyond buffers.
+    details = {**found[-1][0].details, "binding": "memory"}
+    leanest = with_update_order(traced.profile, dataclasses.replace(traced.leanest(budget_bytes), details=details))
+    found.append((predict(traced.profile, leanest), traced.device_bytes(leanest, budget_bytes)))
     return min(found, key=lambda each: sum(each[1].values()))
 
 

@@ -79,8 +79,12 @@ class Traced:
         return min(self.loading_bytes, self._bytes_of(self._leanest(DHA)))
 
     def counted_bytes(self, budget_bytes: int) -> int:
-        """The device memory of the leanest plan, with loads if they fit, without what the allocator takes beyond it."""
-        return needed_bytes(self.profile, self._leanest(RELOAD if self.loading_bytes <= budget_bytes else DHA))
+        """The device memory of the leanest plan, without what the allocator takes beyond it."""
+        return needed_bytes(self.profile, self.leanest(budget_bytes))
+
+    def leanest(self, budget_bytes: int) -> Plan:
+        """Returns the leanest plan, which loads all layers if that fits into the budget."""
+        return self._leanest(RELOAD if self.loading_bytes <= budget_bytes else DHA)
 
     @functools.cached_property
     def without_samples(self) -> Traced:

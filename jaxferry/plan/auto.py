@@ -1,24 +1,23 @@
-"""Chooses modes, gradients and recomputation from one memory budget: the fastest plan that fits.
+"""Chooses modes, gradients and recomputation from one memory budget: the fastest plan that fits, or one equal to it.
 
 The search fills a pool of plans independently of the budget: the plans of all policies, including `exact`, with several
 reserve factors; families of plans that switch one layer after another to DHA, RELOAD or RESIDENT; and neighbours of the
 best plans for their memory. The budget then picks the fastest plan in the steady state that fits, in either order of
-updates (`plan/search.py`). So more memory is never slower, and no policy that fits is faster. For up to
-`MOST_ENUMERATED` layers the pool contains every plan.
+updates (`plan/search.py`). So more memory never makes it slower, and no policy that fits is faster. For up to
+`MOST_ENUMERATED` layers the pool contains every plan. Of the plans that count as equal to the fastest, `auto` takes the
+one that relies least on the machine model (`plan/preference.py`).
 
 If the profile states the cost of recomputation, a second pool starts from the best plans of the first: families of
 plans that recompute one layer after another, and neighbours. The first pool does not depend on the second, so the
-option to recompute makes no plan slower. A plan recomputes only if no other plan that fits is as fast.
+option to recompute makes no plan slower.
 
 A plan with all layers DHA and all gradients GO holds only activations. With GO allowed, this is the smallest feasible
 budget. No budget means unlimited memory: the search takes the fastest plan of the pool, and copies and gradients may
 stay on the device. To plan for a device, pass its memory.
 
 Where a profile states `update_gpu_s`, groups may also be updated on the device, where their optimizer state then stays
-(`plan/device_updates.py`). If everything fits, the step is plain training, unless another plan is faster by more than
-`PLAIN_MARGIN`; to that extent a plan for less memory, or of another policy, may be faster. Where it also states
-`state_up_s` and `state_down_s`, updates may stream through the GPU (`plan/streamed_updates.py`). A plan for such a
-profile states its gap to a bound (`planning.py`).
+(`plan/device_updates.py`). Where it also states `state_up_s` and `state_down_s`, updates may stream through the GPU
+(`plan/streamed_updates.py`). A plan for such a profile states its gap to a bound (`planning.py`).
 
 A given reserve factor below 1 is an upper bound: fewer gradients may stay if that saves memory or time. With 1 no
 gradient is GO.
@@ -32,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
+from jaxferry.holdings import DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.modes import Subgroups, UpdatePlace
 from jaxferry.plan.base import Objective, Policy, Request, check_budget
 from jaxferry.plan.best import Best, plan_of
@@ -43,20 +42,19 @@ from jaxferry.plan.families import prefix_family
 from jaxferry.plan.frontier import ForwardOptimum, optimal_forward
 from jaxferry.plan.gradients import capacity_bytes, gains_s, gradients_to_host
 from jaxferry.plan.neighbours import ALL_MODES, MOST_WORK, Neighbours, refine
+from jaxferry.plan.order import best_order
+from jaxferry.plan.preference import longest_equal_s, preferred, scores
 from jaxferry.plan.records import Loads, Plan, Updates
+from jaxferry.plan.replacements import Limits, replaced
 from jaxferry.plan.search import Pool
 from jaxferry.plan.streamed_updates import StreamedUpdateSearch
 from jaxferry.plan.update_groups import streamable_groups, updatable_groups
 from jaxferry.profiling.records import Profile
-from jaxferry.schedule import Lane, schedule_step
-from jaxferry.simulate.report import simulate
+from jaxferry.schedule import Lane, StepSchedules, schedule_step
 from jaxferry.streaming import slots_bytes
 
 MOST_ENUMERATED = 4
 """The most layers for which all plans are tried."""
-
-PLAIN_MARGIN = 0.01
-"""Plain training is preferred to plans that are faster by up to this share; it has no transfers that could be late."""
 
 _LEVELS = (1.0, 0.75, 0.5, 0.25, 0.0)
 _POINTS = 24
@@ -76,7 +74,7 @@ class Auto(Policy):
     summary = "modes, gradients and resident layers from a memory budget alone"
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
-        """The fastest plan of the search's pool that fits; without a budget, the fastest."""
+        """The plan of the search that fits and that `plan/preference.py` prefers."""
         request = dataclasses.replace(request or Request(), objective=Objective.STEADY)
         return AutoSearch(profile, request).plan(request.memory_budget_bytes)
 
@@ -104,7 +102,7 @@ class AutoSearch:
             self._recompute()
 
     def plan(self, budget_bytes: int | None, places: Collection[UpdatePlace] = tuple(UpdatePlace)) -> Plan:
-        """The fastest plan within the budget; ties go to the leanest. None means no limit.
+        """The plan to take within the budget, by `plan/preference.py`. None means no limit.
 
         Args:
           budget_bytes: the budget.
@@ -113,21 +111,61 @@ class AutoSearch:
         Raises:
           BudgetError: if no plan fits.
         """
-        unlimited, most = self._fastest(None, places)
-        best, placed = (unlimited, most) if budget_bytes is None else self._fastest(budget_bytes, places)
-        assert unlimited is not None
-        if most is not None:
-            unlimited = dataclasses.replace(unlimited, objective_s=most.objective_s, needed_bytes=most.needed_bytes)
-        if best is not None and placed is not None:
-            return self._with_details(placed, unlimited, budget_bytes)
-        if best is None:
+        chosen = self._chosen(budget_bytes, places)
+        if chosen is None:
             leanest = self._frontier()[-1]
             check_budget(Auto.name, budget_bytes or 0, leanest.needed_bytes, int(leanest.recomputes.sum()))
-        assert best is not None
-        plan = plan_of(Auto.name, self._used_reserve_factor(best.grad_on_host), self.profile, best)
-        details = _details(best.objective_s, self._busiest_lane(best), unlimited, budget_bytes)
-        plan = dataclasses.replace(plan, details=details)
+        unlimited = chosen if budget_bytes is None else self._chosen(None, places)
+        assert chosen is not None and unlimited is not None
+        details = _details(self.profile, chosen, unlimited, budget_bytes)
+        plan = dataclasses.replace(chosen.plan, details=details)
         return _without_needless_memory(self.profile, plan) if budget_bytes is None else plan
+
+    def fastest(self, budget_bytes: int | None, places: Collection[UpdatePlace] = tuple(UpdatePlace)) -> Placed | None:
+        """The fastest plan that the search finds, before `plan/preference.py` chooses; None if no plan fits."""
+        best, placed = self._fastest(budget_bytes, places)
+        if placed is not None or best is None:
+            return placed
+        return Placed(self._plan_of(best), best.objective_s, best.needed_bytes)
+
+    def _chosen(self, budget_bytes: int | None, places: Collection[UpdatePlace]) -> Placed | None:
+        """The plan to take within the budget, by `plan/preference.py`; None if no plan fits."""
+        best, placed = self._fastest(budget_bytes, places)
+        if placed is not None:
+            best = Best.of(placed.plan, placed.objective_s, placed.needed_bytes)
+        if best is None:
+            return None
+        room = self._room(budget_bytes)
+        longest_s = longest_equal_s(best.objective_s)
+        device = self._placed if UpdatePlace.RESIDENT in places and not self._gradients_leave else None
+        known = [pool.preferred(Objective.STEADY, budget_bytes, longest_s) for pool in self._pools]
+        known += [] if device is None else device.preferred(budget_bytes, longest_s)
+        chosen = preferred([best, *filter(None, known)], self._score)
+        limits = Limits(Objective.STEADY, longest_s, budget_bytes, room, self._allows)
+        chosen = replaced(self.profile, chosen, limits)
+        if chosen is not best:
+            return self._made(chosen, room)
+        return placed or Placed(self._plan_of(best), best.objective_s, best.needed_bytes)
+
+    def _score(self, best: Best) -> int:
+        return int(scores(self.profile, *(each[None] for each in best.columns))[0])
+
+    def _made(self, chosen: Best, room: int | None) -> Placed:
+        """The plan in its better order of updates, with as much room for gradients, in bytes."""
+        if chosen.through_gpu is None:
+            chosen = dataclasses.replace(chosen, memory_bytes=room)
+        plan = self._plan_of(chosen)
+        plan, seconds = best_order(plan, StepSchedules(self.profile, plan))
+        return Placed(plan, seconds, chosen.needed_bytes)
+
+    def _plan_of(self, best: Best) -> Plan:
+        is_updated_on_host = best.on_device is None and best.through_gpu is None
+        factor = self._used_reserve_factor(best.grad_on_host) if is_updated_on_host else 1.0
+        return plan_of(Auto.name, factor, self.profile, best)
+
+    def _room(self, budget_bytes: int | None) -> int | None:
+        """Bytes that gradients may fill."""
+        return _UNLIMITED_BYTES if budget_bytes is None and is_searched(len(self.sizes)) else budget_bytes
 
     @property
     def _gradients_leave(self) -> bool:
@@ -136,23 +174,17 @@ class AutoSearch:
         return factor is not None and factor < 1
 
     def _fastest(self, budget_bytes: int | None, places: Collection[UpdatePlace]) -> tuple[Best | None, Placed | None]:
-        """The best plan with updates on the host alone that fits, and the one in its place: a faster one, or plain.
+        """The fastest plan with updates on the host alone that fits, and a faster one with other updates.
 
         Each search leaves out what others have beaten, so those that find the fastest plans come first. Where there is
         a faster plan, the one with updates on the host alone need not be the best.
         """
         known_s = min(pool.least_s(budget_bytes) for pool in self._pools)
         placed = self._faster(budget_bytes, known_s, places)
-        room = _UNLIMITED_BYTES if budget_bytes is None and is_searched(len(self.sizes)) else budget_bytes
-        best = self._best(room, np.inf if placed is None else placed.objective_s)
+        best = self._best(self._room(budget_bytes), np.inf if placed is None else placed.objective_s)
         if best is not None and placed is not None and best.objective_s <= placed.objective_s:
             placed = None
-        least = best if placed is None else placed
-        if self._placed is None or least is None or UpdatePlace.RESIDENT not in places:
-            return best, placed
-        plain = self._placed.plain_within(budget_bytes)
-        is_plain = plain is not None and plain.objective_s <= least.objective_s * (1 + PLAIN_MARGIN)
-        return best, plain if is_plain else placed
+        return best, placed
 
     def _faster(self, budget_bytes: int | None, best_s: float, places: Collection[UpdatePlace]) -> Placed | None:
         """The fastest plan with updates on the device or through the GPU that fits, if it is faster than `best_s`."""
@@ -186,13 +218,6 @@ class AutoSearch:
             self.request.report("updates on the device")
             self._placed = DeviceUpdateSearch(Auto.name, self.profile, self._frontier())
         return self._placed
-
-    def _with_details(self, placed: Placed, unlimited: Best, budget_bytes: int | None) -> Plan:
-        simulated = simulate(self.profile, placed.plan)
-        busiest = max(Lane, key=lambda lane: simulated.lanes[lane].busy_s).value
-        details = _details(placed.objective_s, busiest, unlimited, budget_bytes)
-        plan = dataclasses.replace(placed.plan, details=details)
-        return _without_needless_memory(self.profile, plan) if budget_bytes is None else plan
 
     @property
     def _pools(self) -> list[Pool]:
@@ -323,19 +348,22 @@ class AutoSearch:
         recomputes = (
             np.zeros(modes.shape, dtype=bool) if recomputes is None else np.broadcast_to(recomputes, modes.shape)
         )
-        factor = self.request.reserve_factor
-        if factor is not None:
-            if factor >= 1:
-                allowed = ~grad_on_host.any(axis=1)
-            else:
-                used = ((~grad_on_host) * np.array(self.sizes, dtype=np.float64)).sum(axis=1)
-                allowed = (used <= capacity_bytes(self.profile, factor)) & ~(~grad_on_host & (self.gains <= 0)).any(
-                    axis=1
-                )
-            modes, grad_on_host, recomputes = modes[allowed], grad_on_host[allowed], recomputes[allowed]
+        allowed = self._allows(modes, grad_on_host)
+        modes, grad_on_host, recomputes = modes[allowed], grad_on_host[allowed], recomputes[allowed]
         if len(modes):
             pool = self.recomputing if self.recomputes else self.pool
             pool.add(modes, grad_on_host, recomputes=recomputes, marked=marked)
+
+    def _allows(self, modes: np.ndarray, grad_on_host: np.ndarray, *_: np.ndarray) -> np.ndarray:
+        """Flags of the plans whose gradients may stay where they are by the request's reserve factor, (plans,)."""
+        factor, stays = self.request.reserve_factor, ~grad_on_host
+        allowed = np.ones(len(modes), dtype=bool)
+        if factor is not None and factor >= 1:
+            allowed &= stays.all(axis=1)
+        elif factor is not None:
+            used = (stays * np.array(self.sizes, dtype=np.float64)).sum(axis=1)
+            allowed &= (used <= capacity_bytes(self.profile, factor)) & ~(stays & (self.gains <= 0)).any(axis=1)
+        return allowed
 
     def _families(self, fastest: np.ndarray, grad_on_host: np.ndarray) -> None:
         size = len(self.profile.layers)
@@ -383,29 +411,17 @@ class AutoSearch:
         share = decimal.Decimal(stays) / decimal.Decimal(total)
         return float(min(share.quantize(decimal.Decimal("1e-6"), rounding=decimal.ROUND_CEILING), decimal.Decimal(1)))
 
-    def _busiest_lane(self, best: Best) -> str:
-        layers = self.profile.layers
-        busy = dict.fromkeys(("GPU", "H2D", "D2H"), 0.0) | {"host": sum(self.profile.group_update_s)}
-        for layer, mode, host, again in zip(layers, best.modes, best.grad_on_host, best.recomputes, strict=True):
-            by_dha = mode in (DHA, DFGB)
-            busy["GPU"] += layer.forward_dha_s if by_dha else layer.forward_s
-            busy["GPU"] += (
-                layer.backward_for(mode == DHA, bool(host), bool(again))
-                + layer.inter_forward_s
-                + layer.inter_backward_s
-            )
-            busy["H2D"] += layer.load_s * {DHA: 0, RELOAD: 2}.get(int(mode), 1)
-            busy["D2H"] += 0.0 if host else layer.offload_s
-        return max(busy, key=lambda lane: busy[lane])
 
-
-def _details(step_s: float, busiest_lane: str, unlimited: Best, budget_bytes: int | None) -> dict[str, Any]:
+def _details(profile: Profile, chosen: Placed, unlimited: Placed, budget_bytes: int | None) -> dict[str, Any]:
     """What limits a plan's steady step, and what is possible without a budget."""
-    limited = step_s > unlimited.objective_s * (1 + _ROUNDING)
+    busy_s = dict.fromkeys(Lane, 0.0)
+    for task in schedule_step(profile, chosen.plan).tasks:
+        busy_s[task.lane] += task.duration_s
+    limited = chosen.objective_s > longest_equal_s(unlimited.objective_s)
     return {
         "objective": Objective.STEADY.value,
         **({} if budget_bytes is None else {"memory_budget_bytes": budget_bytes}),
-        "binding": "memory" if limited else busiest_lane,
+        "binding": "memory" if limited else max(busy_s, key=lambda lane: busy_s[lane]).value,
         "unlimited_steady_step_s": unlimited.objective_s,
         "unlimited_needed_bytes": unlimited.needed_bytes,
     }

@@ -92,6 +92,15 @@ class DeviceUpdateSearch:
         ]
         return min(fits, key=lambda placed: (placed.objective_s, placed.needed_bytes), default=None)
 
+    def preferred(self, budget_bytes: int | None, longest_s: float) -> list[Best]:
+        """Plans to prefer of those that fit and take at most `longest_s`: plain training, and one of the others."""
+        plain, found = self.plain_within(budget_bytes), list[Best | None]()
+        if plain is not None and plain.objective_s <= longest_s:
+            found.append(Best.of(plain.plan, plain.objective_s, plain.needed_bytes))
+        if self._pool is not None:
+            found.append(self._pool.preferred(Objective.STEADY, budget_bytes, longest_s))
+        return [best for best in found if best is not None]
+
     def least_s(self, budget_bytes: int | None) -> float:
         """The time in seconds of some plan that fits; infinite if none is known."""
         plain, pool = self.plain_within(budget_bytes), self._pool

@@ -8,10 +8,13 @@
   a local search from these. The best of them are also tried with updates by need. A plan states its `gap` to the proven
   `lower_bound_s` (`plan/bounds.py`), which holds for both orders.
 
+Of the plans that count as equal to the best one, `exact` takes the one that relies least on the machine model
+(`plan/preference.py`); its gap is that plan's.
+
 The reserve factor decides the gradients, as for any policy: with 1 no gradient is GO; with less, GO-MemFerry chooses
 those that stay (`plan/gradients.py`). Without a given factor the policies have two defaults: 0 for `go-memferry`, 1 for
-all others. `exact` then plans with both, so it loses to no policy. It takes 1 unless 0 makes the objective strictly
-smaller, and the plan states the factor. The bound holds for both.
+all others. `exact` then plans with both, so its search loses to no policy. It takes 1 unless 0 is worth it, and the
+plan states the factor. The bound holds for both.
 
 With a memory budget, plans with fewer and fewer loaded layers compete too. The bound of plans that are not enumerated
 ignores the budget. `auto` can be faster still, because it may keep layers on the device (RESIDENT) and choose any
@@ -19,7 +22,6 @@ gradients, at the price of their memory.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -37,7 +39,9 @@ from jaxferry.plan.gradients import gradients_to_host
 from jaxferry.plan.local_search import LocalSearch
 from jaxferry.plan.memferry import with_dfgb
 from jaxferry.plan.order import with_update_order
-from jaxferry.plan.records import Loads, Plan, Updates
+from jaxferry.plan.preference import longest_equal_s, preferred, scores
+from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
+from jaxferry.plan.replacements import Limits, replaced
 from jaxferry.plan.search import Pool, objective_values
 from jaxferry.plan.whole_step import StepSearch
 from jaxferry.profiling.records import Profile
@@ -69,22 +73,21 @@ _NO_PLAN = 2**63
 
 
 class Exact(Policy):
-    """The optimum of the forward, or the best known plan of the step with its gap to a proven bound."""
+    """A plan equal to the optimum of the forward, or to the best known plan of the step, with its gap to a bound."""
 
     name = "exact"
     summary = "the optimum under the machine model, or its proven gap"
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
-        """The best plan of the explored pools, with `objective`, `lower_bound_s` and `gap` as details."""
+        """The preferred plan of the explored pools, with `objective`, `lower_bound_s` and `gap` as details."""
         request = request or Request()
         search = _Search(profile, request)
         search.run()
-        if search.best is None:
+        if not search.explored:
             check_budget(self.name, request.memory_budget_bytes or 0, search.smallest_bytes)
-        assert search.best is not None and search.choice is not None
-        best, choice = search.best, search.choice
-        plan = plan_of(self.name, choice.factor, profile, best)
-        if request.objective is Objective.FORWARD:
+        best, factor = search.chosen()
+        plan = plan_of(self.name, factor, profile, best)
+        if request.objective is not Objective.STEP:
             plan = with_update_order(profile, plan)
         return dataclasses.replace(plan, details=gap_details(request.objective, best.objective_s, search.bound_s))
 
@@ -107,14 +110,13 @@ class _Choice:
 
 
 class _Search:
-    """The best plan so far, its reserve factor, and the bound on all plans."""
+    """The plans explored for each reserve factor, and the bound on all plans."""
 
     def __init__(self, profile: Profile, request: Request):
         self.profile, self.request = profile, request
         self.optimum = optimal_forward(profile)
         self.enumerates = len(profile.layers) <= MOST_ENUMERATED
-        self.best: Best | None = None
-        self.choice: _Choice | None = None
+        self.explored: list[tuple[_Choice, Pool, Best]] = []
         self.bound_s = np.inf
         self.smallest_bytes = _NO_PLAN
 
@@ -149,21 +151,44 @@ class _Search:
         if found is None:
             return
         self.bound_s = min(self.bound_s, self._bound_s(choice, found.objective_s))
-        if self._is_better(choice, found.objective_s):
-            self.best, self.choice = found, choice
+        self.explored.append((choice, pool, found))
 
-    def _is_better(self, choice: _Choice, value_s: float) -> bool:
-        """Whether the value is smaller than the best one so far, or equal with a preferred factor."""
-        if self.best is None or self.choice is None:
-            return True
-        return value_s < self.best.objective_s * (1 + math.copysign(_ROUNDING, self.choice.rank - choice.rank))
+    @property
+    def fastest_s(self) -> float:
+        """The time of the fastest plan, in seconds."""
+        return min(found.objective_s for *_, found in self.explored)
+
+    def chosen(self) -> tuple[Best, float]:
+        """The plan to take, by `plan/preference.py`, and its reserve factor."""
+        profile, objective, budget_bytes = self.profile, self.request.objective, self.request.memory_budget_bytes
+        longest_s = longest_equal_s(self.fastest_s)
+        factors, known = dict[int, _Choice](), list[Best]()
+        for choice, pool, found in sorted(self.explored, key=lambda each: each[0].rank):
+            for best in (found, pool.preferred(objective, budget_bytes, longest_s)):
+                if best is not None:
+                    factors[id(best)] = choice
+                    known.append(best)
+        best = preferred(known, lambda each: int(scores(profile, *(x[None] for x in each.columns))[0]))
+        choice = factors[id(best)]
+
+        def allows(modes: np.ndarray, grad_on_host: np.ndarray, *_: np.ndarray) -> np.ndarray:
+            allowed: np.ndarray = np.isin(modes, _ALLOWED).all(axis=1) & (grad_on_host == choice.grad_on_host).all(
+                axis=1
+            )
+            return allowed
+
+        best = replaced(profile, best, Limits(objective, longest_s, budget_bytes, budget_bytes, allows))
+        has_room = best.update_order is UpdateOrder.BACKWARD or best.memory_bytes is not None
+        return dataclasses.replace(best, memory_bytes=budget_bytes if has_room else None), choice.factor
 
     def _can_be_better(self, choice: _Choice) -> bool:
-        if self.best is None or self.enumerates:
+        """Whether plans with these gradients may be taken, or be faster than the fastest."""
+        if not self.explored or self.enumerates:
             return True
-        bound_s = self._bound_s(choice, self.best.objective_s * (1 + 2 * _ROUNDING))
-        if is_searched(len(self.profile.layers)) or self.best.objective_s > bound_s * (1 + _CLOSE):
-            return self._is_better(choice, bound_s)
+        best_s, is_preferred = self.fastest_s, choice.rank < self.explored[0][0].rank
+        bound_s = self._bound_s(choice, best_s * (1 + 2 * _ROUNDING))
+        if is_searched(len(self.profile.layers)) or best_s > bound_s * (1 + _CLOSE):
+            return bound_s <= (longest_equal_s(best_s) if is_preferred else best_s * (1 - _ROUNDING))
         self.bound_s = min(self.bound_s, bound_s)
         return False
 

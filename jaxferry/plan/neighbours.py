@@ -48,7 +48,7 @@ class Neighbours:
 
     def of(self, best: Best) -> list[np.ndarray]:
         """Modes and flags of gradients, recomputation and updates of all neighbours, (plans, layers) each."""
-        own = np.stack(_columns(best))
+        own = np.stack([each.astype(np.int8) for each in best.columns])
         together = list(self._equal_layers(own))
         changes = [*self._of_layers(own, together), *self._of_groups(own, together)]
         found = np.repeat(own[None], len(changes), axis=0)
@@ -138,11 +138,5 @@ def refine(
         run(*plans)
 
 
-def _columns(best: Best) -> tuple[np.ndarray, ...]:
-    """Modes and flags of gradients, recomputation and updates, (layers,) codes each."""
-    there = np.zeros(len(best.modes), dtype=bool) if best.on_device is None else best.on_device
-    return tuple(each.astype(np.int8) for each in (best.modes, best.grad_on_host, best.recomputes, there))
-
-
 def _key(best: Best) -> bytes:
-    return b"".join(each.tobytes() for each in _columns(best))
+    return b"".join(each.tobytes() for each in best.columns)

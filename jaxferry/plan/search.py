@@ -18,6 +18,7 @@ from jaxferry.plan.best import Best
 from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.evaluate import Outcomes, PlanEvaluator
 from jaxferry.plan.plan_codes import coded, columns, different_rows, flags, row_bytes
+from jaxferry.plan.preference import scores
 from jaxferry.plan.records import Loads, UpdateOrder, Updates
 from jaxferry.profiling.records import Profile
 from jaxferry.room import UNLIMITED
@@ -160,6 +161,37 @@ class Pool:
         below_s = min(below_s, np.inf if found is None else found.objective_s * (1 - _ROUNDING))
         rival = self._pick(self._by_need_options(objective, budget_bytes, below_s), objective, budget_bytes, leanest)
         return rival if rival is not None and rival.objective_s < below_s else found
+
+    def preferred(self, objective: Objective, budget_bytes: int | None, longest_s: float) -> Best | None:
+        """Returns the plan that `plan/preference.py` prefers of those known to fit and to take at most `longest_s`.
+
+        None if no such plan is known. Room for gradients within the budget does not count: it could only save time.
+        """
+        found, least = None, None
+        for option in [*self._in_backward_order(objective, None), *self._known_by_need(objective)]:
+            outcomes, seconds = option.outcomes, _keys(option.outcomes, objective)[0]
+            fits = outcomes.in_window & (seconds <= longest_s)
+            fits &= True if budget_bytes is None else outcomes.needed_bytes <= budget_bytes
+            rows = np.flatnonzero(fits)
+            if len(rows) == 0:
+                continue
+            score = scores(self.profile, *columns(self.evaluated[option.number].plans[option.rows[rows]]))
+            keys = [score, *(values[rows] for values in (outcomes.needed_bytes, seconds))]
+            first = np.lexsort(keys[::-1])[0]
+            key = [values[first] for values in keys]
+            if least is None or key < least:
+                least, found = key, self._picked(option, int(rows[first]), float(seconds[rows[first]]), None)
+        return found
+
+    def _known_by_need(self, objective: Objective) -> list[_Option]:
+        """The plans of each part whose outcomes by need are known; none if these do not matter."""
+        known = {number: self._known_of(number, UpdateOrder.NEED, None) for number in range(len(self.evaluated))}
+        rows = {number: np.flatnonzero(each.is_known) for number, each in known.items()}
+        return [
+            _Option(number, each, known[number](each), UpdateOrder.NEED, None)
+            for number, each in rows.items()
+            if len(each) and objective is not Objective.FORWARD
+        ]
 
     def least_s(self, budget_bytes: int | None) -> float:
         """The least steady step of plans that fit, in backward order and without the budget's room; in seconds."""

@@ -13,8 +13,8 @@ The compute copies of all streamed groups stay on the device, or none.
 Each candidate has a lower bound on its time, and estimates of its time and memory: of equal bounds, the one with less
 work on all lanes is taken as faster. Those that others with as much room beat in both estimates are left out, found
 starts and others apart. None of this depends on the budget, which only picks the fastest one that fits; so more memory
-is never slower. Candidates are simulated in the order of their bounds, until no other can be faster. One that could not
-gain `LEAST_GAIN` over plans that need no more memory is left out too.
+is never slower. Candidates are simulated in the order of their bounds, until no other can be faster. One that would
+count as equal to a plan that needs no more memory (`plan/preference.py`) is left out too.
 """
 
 import dataclasses
@@ -30,15 +30,13 @@ from jaxferry.plan.best import Best, picked_plan
 from jaxferry.plan.device_updates import Placed
 from jaxferry.plan.effort import fewer
 from jaxferry.plan.order import best_order
+from jaxferry.plan.preference import longest_equal_s
 from jaxferry.plan.records import Loads, Updates
 from jaxferry.plan.update_groups import streamable_groups, updatable_groups
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.tables import column
 from jaxferry.schedule import Lane, StepSchedules, needed_bytes
 from jaxferry.streaming import num_subgroups, slots_bytes
-
-LEAST_GAIN = 0.02
-"""The least gain for which a plan with streamed updates is worth a simulation."""
 
 _POINTS, _LEAST_POINTS = 48, 2
 _SCHEDULES = 4
@@ -112,7 +110,7 @@ class StreamedUpdateSearch:
                 continue
             num_bytes = self._needed_bytes(each)
             fits = budget_bytes is None or num_bytes <= budget_bytes
-            if not fits or bound_s > (1 - LEAST_GAIN) * self._known_s(num_bytes):
+            if not fits or longest_equal_s(bound_s) > self._known_s(num_bytes):
                 continue
             placed = self._placed(each)
             if placed.objective_s < least_s * (1 - _EXACT):

@@ -2,7 +2,7 @@
 
 Masters and optimizer state of that share stay on the device. All else is ZeRO-Offload: bulk loads, and updates after
 all gradients, those on the device at the same time as those on the host. Twin-Flow leaves the share to its user; here
-it is the fastest of `RATIOS` that fits, unless given.
+it is the best of `RATIOS` that fits (`plan/preference.py`), unless given.
 """
 
 import dataclasses
@@ -12,8 +12,10 @@ import numpy as np
 from jaxferry.holdings import GFGB
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.base import Policy, Request, check_budget, make_plan
+from jaxferry.plan.device_updates import Placed
 from jaxferry.plan.gradients import gradients_to_host
 from jaxferry.plan.order import best_order
+from jaxferry.plan.preference import preferred, score_of
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.profiling.records import Profile
@@ -45,7 +47,7 @@ class TwinFlow(Policy):
         self.ratios = RATIOS if ratio is None else (check_share(ratio, "ratio"),)
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
-        """The fastest of the ratios that fits; ties go to the least."""
+        """The ratio that fits and is preferred: the fastest, or one that counts as equal and needs less memory."""
         request = request or Request()
         reserve_factor, budget_bytes = self.reserve_factor(request), request.memory_budget_bytes
         may_share = reserve_factor >= 1 and updatable_groups(profile) and not profile.updates_together
@@ -54,9 +56,12 @@ class TwinFlow(Policy):
         needed = [needed_bytes(profile, plan) for plan in plans]
         if budget_bytes is not None:
             check_budget(self.name, budget_bytes, min(needed))
-            pairs = zip(plans, needed, strict=True)
-            plans = [dataclasses.replace(x, memory_bytes=budget_bytes) for x, most in pairs if most <= budget_bytes]
-        return min((best_order(plan, StepSchedules(profile, plan)) for plan in plans), key=lambda found: found[1])[0]
+        found = []
+        for plan, num_bytes in zip(plans, needed, strict=True):
+            if budget_bytes is None or num_bytes <= budget_bytes:
+                plan = dataclasses.replace(plan, memory_bytes=budget_bytes)
+                found.append(Placed(*best_order(plan, StepSchedules(profile, plan)), num_bytes))
+        return preferred(found, lambda placed: score_of(profile, placed.plan)).plan
 
     def _plan_of(self, profile: Profile, reserve_factor: float, ratio: float) -> Plan:
         kind = (Loads.BULK, Updates.AFTER_ALL)

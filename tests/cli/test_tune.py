@@ -2,6 +2,7 @@
 
 import dataclasses
 import decimal
+import itertools
 import json
 import re
 
@@ -10,6 +11,7 @@ import pytest
 from jaxferry.cli.tune import read_range
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.plan.base import Request
+from jaxferry.plan.preference import EQUAL_WITHIN
 from jaxferry.plan.records import LayerPlan, Plan, Predicted, Updates
 from jaxferry.planning import SweepPoint, knee, make_plan, sweep
 from jaxferry.profiling.records import Profile
@@ -30,14 +32,19 @@ def test_reserve_factors_are_swept_as_decimals(jaxferry, profile):
     assert document["knee"] in document["points"]
 
 
+def never_rises(times):
+    """By no more than what counts as equal."""
+    least = list(itertools.accumulate(times, min))
+    return all(time <= before * (1 + EQUAL_WITHIN) for time, before in zip(times, least, strict=True))
+
+
 def test_budgets_are_swept_with_auto_and_more_memory_is_never_slower(jaxferry, profile):
     arguments = ("--reserve-factor", "1", "--memory-budget", "50MB:550MB:100MB", "--json")
     document = json.loads(jaxferry("tune", profile, *arguments).out)
     assert document["policy"] == "auto"
     fits = [row["fits"] for row in document["points"]]
     assert fits == sorted(fits) and fits[-1] and not fits[0]
-    times = [row["steady_step_s"] for row in document["points"] if row["fits"]]
-    assert times == sorted(times, reverse=True)
+    assert never_rises([row["steady_step_s"] for row in document["points"] if row["fits"]])
 
 
 @pytest.mark.parametrize("seed", [1, 4, 7])
@@ -48,7 +55,7 @@ def test_the_time_never_rises_with_a_reserve_factor_below_1(seed):
     profile, factors = Profile({}, tuple(layers)), [number / 10 for number in range(10)]
     points = sweep(profile, "go-memferry", factors, None, Request())
     times = [point.plan.predicted.steady_step_s for point in points]
-    assert times == sorted(times, reverse=True) and times[-1] < times[0]
+    assert never_rises(times) and times[-1] < times[0]
     own = [make_plan(profile, "go-memferry", reserve_factor=factor).predicted.steady_step_s for factor in factors]
     assert all(time <= time_of_own for time, time_of_own in zip(times, own, strict=True))
     total = sum(each.grad_bytes for each in layers)

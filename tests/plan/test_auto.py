@@ -13,6 +13,7 @@ from jaxferry.modes import GradientPlace
 from jaxferry.plan.auto import AutoSearch
 from jaxferry.plan.base import Request
 from jaxferry.plan.evaluate import PlanEvaluator
+from jaxferry.plan.preference import EQUAL_WITHIN, score_of, scores
 from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
 from jaxferry.simulate.report import predict
@@ -38,15 +39,16 @@ def test_no_plan_of_few_layers_that_fits_is_faster(profile, budget):
         with pytest.raises(BudgetError):
             make_plan(profile, "auto", memory_budget_bytes=budget)
     else:
+        assert AutoSearch(profile, Request()).fastest(budget).objective_s <= least * NEARLY
         found = make_plan(profile, "auto", memory_budget_bytes=budget)
-        assert found.predicted.steady_step_s <= least * NEARLY
+        assert found.predicted.steady_step_s <= least * (1 + EQUAL_WITHIN)
 
 
 @fewer
 @given(profiles(min_layers=4, max_layers=6), st.sampled_from([None, 0.4, 1.0]))
 def test_more_memory_is_never_slower_and_no_policy_that_fits_is_faster(profile, factor):
-    """Each budget is asked for on its own, as a user would."""
-    before = np.inf
+    """Each budget is asked for on its own, as a user would. What the search finds is so, what it takes within 2 %."""
+    before, before_s, search = np.inf, np.inf, AutoSearch(profile, Request(factor))
     for budget in (40, 120, 300, None):
         try:
             plan = make_plan(profile, "auto", reserve_factor=factor, memory_budget_bytes=budget)
@@ -54,14 +56,17 @@ def test_more_memory_is_never_slower_and_no_policy_that_fits_is_faster(profile, 
             assert before == np.inf
             continue
         assert budget is None or plan.predicted.peak_device_bytes <= budget
-        assert plan.predicted.steady_step_s <= before * NEARLY
-        before = plan.predicted.steady_step_s
+        assert plan.predicted.steady_step_s <= before * (1 + EQUAL_WITHIN)
+        before, fastest_s = plan.predicted.steady_step_s, search.fastest(budget).objective_s
+        assert fastest_s <= before_s * NEARLY
+        before_s = fastest_s
         for other in policies():
             try:
                 rival = make_plan(profile, other, reserve_factor=factor, memory_budget_bytes=budget)
             except BudgetError:
                 continue
-            assert plan.predicted.steady_step_s <= rival.predicted.steady_step_s * NEARLY
+            assert plan.predicted.steady_step_s <= rival.predicted.steady_step_s * (1 + EQUAL_WITHIN)
+            assert fastest_s <= rival.predicted.steady_step_s * NEARLY
 
 
 def test_a_long_model_gets_faster_with_memory_and_says_what_binds():
@@ -94,7 +99,7 @@ def test_no_budget_is_at_least_as_good_as_any(profile, factor):
     assert "memory_budget_bytes" not in free.details
     for budget in (free.predicted.peak_device_bytes, 10**9):
         limited = make_plan(profile, "auto", reserve_factor=factor, memory_budget_bytes=budget)
-        assert free.predicted.steady_step_s <= limited.predicted.steady_step_s * NEARLY
+        assert free.predicted.steady_step_s <= limited.predicted.steady_step_s * (1 + EQUAL_WITHIN)
 
 
 @pytest.mark.slow
@@ -103,26 +108,29 @@ def test_no_budget_is_at_least_as_good_as_any_on_a_long_model_and_as_exact():
     free, exact = make_plan(profile, "auto"), make_plan(profile, "exact")
     plenty = make_plan(profile, "auto", memory_budget_bytes=10 * sum(layer.param_bytes for layer in profile.layers))
     for other in (plenty, exact):
-        assert free.predicted.steady_step_s <= other.predicted.steady_step_s * NEARLY
+        assert free.predicted.steady_step_s <= other.predicted.steady_step_s * (1 + EQUAL_WITHIN)
 
 
 @few
 @given(profiles(max_layers=2))
 def test_no_memory_is_taken_for_nothing(profile):
-    """Of equally fast plans, the one with the least memory is taken, also without a budget."""
+    """Of plans that count as equal, one is taken that relies least on the model, also without a budget."""
     size = len(profile.layers)
     modes = np.array(list(itertools.product(range(5), repeat=size)))
-    times, peaks = [], []
+    times, peaks, reliance = [], [], []
     for grad_on_host in itertools.product((False, True), repeat=size):
         for by_need, memory_bytes in itertools.product((False, True), (None, UNLIMITED_BYTES)):
             outcomes = PlanEvaluator(profile)(modes, np.array(grad_on_host), by_need=by_need, memory_bytes=memory_bytes)
             times.append(outcomes.steady_step_s[outcomes.in_window])
             peaks.append(outcomes.needed_bytes[outcomes.in_window])
-    steady_s, peak_bytes = np.concatenate(times), np.concatenate(peaks)
-    fastest = steady_s <= steady_s.min() * NEARLY
-    found = make_plan(profile, "auto").predicted
-    assert found.steady_step_s <= steady_s.min() * NEARLY
-    assert found.peak_device_bytes <= peak_bytes[fastest].max()
+            flags = (np.broadcast_to(each, modes.shape) for each in (np.array(grad_on_host), False, False))
+            reliance.append(scores(profile, modes, *flags)[outcomes.in_window])
+    steady_s, peak_bytes, score = np.concatenate(times), np.concatenate(peaks), np.concatenate(reliance)
+    equal = steady_s < steady_s.min() * (1 + EQUAL_WITHIN) + (steady_s.min() == 0)
+    plan = make_plan(profile, "auto")
+    assert plan.predicted.steady_step_s <= steady_s.min() * (1 + EQUAL_WITHIN)
+    assert score_of(profile, plan) == score[equal].min()
+    assert plan.predicted.peak_device_bytes <= peak_bytes[equal & (score == score[equal].min())].max()
 
 
 def test_a_given_factor_lets_no_gradient_stay_for_nothing():
@@ -139,6 +147,6 @@ def test_the_stated_factor_is_rounded_up_so_that_the_plan_satisfies_it():
         dataclasses.replace(x, name=f"l{i}", grad_bytes=1, backward_go_s=x.backward_s + cost, offload_s=1.0)
         for i, (x, cost) in enumerate(((first, 0.0), (second, 0.0), (third, 9.0)))
     ]
-    plan = make_plan(dataclasses.replace(transformer(3), layers=tuple(layers)), "auto")
+    plan = AutoSearch(dataclasses.replace(transformer(3), layers=tuple(layers)), Request()).fastest(None).plan
     assert [place == "device" for place in plan.gradients] == [False, False, True]
     assert plan.reserve_factor == 0.333334

@@ -18,6 +18,7 @@ from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.exact import Exact, reserve_factors
 from jaxferry.plan.frontier import optimal_forward
 from jaxferry.plan.gradients import gradients_to_host
+from jaxferry.plan.preference import EQUAL_WITHIN
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.plan.whole_step import StepCosts, StepSearch
 from jaxferry.planning import make_plan
@@ -67,7 +68,8 @@ def objective_of(plan, objective):
 def test_forward_is_the_least_of_all_plans_by_the_oracle(profile):
     choices = itertools.product(GFGB_OR_DHA, repeat=len(profile.layers))
     least = min(Oracle(profile, with_modes(profile, modes)).forward_s() for modes in choices)
-    assert make_plan(profile, "exact", objective="forward").predicted.forward_s == least
+    assert optimal_forward(profile).forward_s == least
+    assert least <= make_plan(profile, "exact", objective="forward").predicted.forward_s <= least * (1 + EQUAL_WITHIN)
 
 
 @few
@@ -96,8 +98,8 @@ def test_few_layers_are_optimal_and_say_so(objective, profile):
     for factor, factors in ((1.0, (1.0,)), (0.5, (0.5,)), (None, (1.0, 0.0))):
         plan = make_plan(profile, "exact", objective=objective, reserve_factor=factor)
         least = min(brute_force(profile, gradients_to_host(profile, x))[Objective(objective)] for x in factors)
-        assert objective_of(plan, objective) == pytest.approx(least, rel=1e-12)
-        assert plan.details["gap"] == 0
+        assert least * (1 - 1e-12) <= objective_of(plan, objective) <= least * (1 + EQUAL_WITHIN)
+        assert plan.details["gap"] <= EQUAL_WITHIN
         assert plan.details["lower_bound_s"] == pytest.approx(least, rel=1e-12)
 
 
@@ -122,7 +124,7 @@ def test_the_search_for_many_layers_is_near_the_optimum_and_honest_about_its_gap
     factors = (1.0, 0.0) if given is None else (given,)
     least = min(brute_force(profile, gradients_to_host(profile, x))[Objective(objective)] for x in factors)
     found = objective_of(plan, objective)
-    assert least * (1 - 1e-12) <= found <= least * 1.02
+    assert least * (1 - 1e-12) <= found <= least * (1 + 2 * EQUAL_WITHIN)
     assert found == pytest.approx(plan.details["lower_bound_s"] * (1 + plan.details["gap"]), rel=1e-12)
     assert plan.details["lower_bound_s"] <= least * (1 + 1e-12)
 
@@ -161,7 +163,7 @@ def test_a_step_is_its_forward_and_the_tail_of_its_backward(profile):
 def test_no_other_policy_wins_on_its_own_objective(objective, factor, profile):
     best = objective_of(make_plan(profile, "exact", objective=objective, reserve_factor=factor), objective)
     for other in RIVALS:
-        assert best <= objective_of(make_plan(profile, other, reserve_factor=factor), objective) * (1 + 1e-12)
+        assert best <= objective_of(make_plan(profile, other, reserve_factor=factor), objective) * (1 + EQUAL_WITHIN)
 
 
 @pytest.mark.parametrize("objective", STEADY_OFTEN)
@@ -170,7 +172,7 @@ def test_no_other_policy_wins_on_its_own_objective(objective, factor, profile):
 def test_no_other_policy_wins_on_few_layers(objective, profile, factor):
     best = objective_of(make_plan(profile, "exact", objective=objective, reserve_factor=factor), objective)
     for other in RIVALS:
-        assert best <= objective_of(make_plan(profile, other, reserve_factor=factor), objective) * (1 + 1e-12)
+        assert best <= objective_of(make_plan(profile, other, reserve_factor=factor), objective) * (1 + EQUAL_WITHIN)
 
 
 @few
@@ -182,8 +184,8 @@ def test_auto_is_faster_only_by_resident_layers_or_other_gradients(profile, fact
     """
     best = make_plan(profile, "exact", reserve_factor=factor, memory_budget_bytes=UNLIMITED_BYTES)
     auto = make_plan(profile, "auto", reserve_factor=factor, memory_budget_bytes=UNLIMITED_BYTES)
-    assert auto.predicted.steady_step_s <= best.predicted.steady_step_s * (1 + 1e-12)
-    if auto.predicted.steady_step_s < best.predicted.steady_step_s * (1 - 1e-12):
+    assert auto.predicted.steady_step_s <= best.predicted.steady_step_s * (1 + EQUAL_WITHIN)
+    if auto.predicted.steady_step_s * (1 + EQUAL_WITHIN) < best.predicted.steady_step_s * (1 - 1e-12):
         choices = [gradients_to_host(profile, x) for x in ((1.0, 0.0) if factor is None else (factor,))]
         own_gradients = not any((gradient_flags(auto) == choice).all() for choice in choices)
         assert Mode.RESIDENT in auto.modes or own_gradients
@@ -199,7 +201,7 @@ def test_no_baseline_wins_where_direct_host_access_is_dear():
         kinds.add((best.loads, best.updates, best.update_order))
         for other in ("zero-offload", "native-offload", "native-overlapped"):
             rival = make_plan(profile, other, reserve_factor=1.0)
-            assert best.predicted.steady_step_s <= rival.predicted.steady_step_s * (1 + 1e-12)
+            assert best.predicted.steady_step_s <= rival.predicted.steady_step_s * (1 + EQUAL_WITHIN)
     orders = {(loads, updates) for loads, updates, _ in kinds}
     assert orders == {("layerwise", "overlapped"), ("layerwise", "after-all"), ("bulk", "after-all")}
     assert {order for *_, order in kinds} == {"backward", "need"}
@@ -242,7 +244,7 @@ def test_a_larger_budget_is_never_slower(objective, profile):
         except BudgetError:
             assert before == np.inf
             continue
-        assert objective_of(plan, objective) <= before * (1 + 1e-12)
+        assert objective_of(plan, objective) <= before * (1 + EQUAL_WITHIN)
         before = objective_of(plan, objective)
 
 
@@ -254,9 +256,9 @@ def test_a_larger_budget_is_never_slower_on_a_long_model():
         budget = int(free.predicted.peak_device_bytes * share)
         plan = make_plan(profile, "exact", memory_budget_bytes=budget)
         assert plan.predicted.peak_device_bytes <= budget
-        assert plan.predicted.steady_step_s <= before * (1 + 1e-12)
+        assert plan.predicted.steady_step_s <= before * (1 + EQUAL_WITHIN)
         before = plan.predicted.steady_step_s
-    assert before == free.predicted.steady_step_s
+    assert before <= free.predicted.steady_step_s * (1 + EQUAL_WITHIN)
 
 
 def test_progress_names_the_parts_of_a_long_search():
@@ -280,4 +282,4 @@ def test_loads_that_begin_before_the_step_are_planned_for():
     """Without that source of plans the gap would be 0.146."""
     profile = transformer(14, 1)
     budget = int(make_plan(profile, "exact").predicted.peak_device_bytes * 0.7)
-    assert make_plan(profile, "exact", memory_budget_bytes=budget).details["gap"] < 0.141
+    assert make_plan(profile, "exact", memory_budget_bytes=budget).details["gap"] < 0.141 * (1 + EQUAL_WITHIN)

@@ -1,11 +1,14 @@
 """Plans for the profile that was measured on an H200: GPT-2 medium, batch 32 of 1,024 tokens."""
 
 import functools
+import itertools
 import json
 import pathlib
 
 import pytest
 
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.plan.preference import EQUAL_WITHIN
 from jaxferry.planning import make_plan
 from jaxferry.profiling.machines import find_machine
 from jaxferry.profiling.records import Profile
@@ -32,7 +35,9 @@ def plan(policy, budget_bytes=None):
 @pytest.mark.parametrize("policy", ["native-overlapped", "l2l", "exact"])
 def test_the_machine_model_predicts_what_it_predicted_of_the_measured_plans(policy):
     made, row = plan(policy), rows()[policy]
-    assert made.predicted.steady_step_s == pytest.approx(row["predicted_s"], rel=1e-9)
+    # The measured plan of `exact` was the fastest; its plan now relies less on the model.
+    longest_s = row["predicted_s"] * (1 + EQUAL_WITHIN * (policy == "exact"))
+    assert row["predicted_s"] * (1 - 1e-9) <= made.predicted.steady_step_s <= longest_s * (1 + 1e-9)
     assert row["measured_over_predicted"] == pytest.approx(row["step_s"] / row["predicted_s"])
 
 
@@ -41,18 +46,26 @@ def test_the_work_of_a_lane_bounds_the_predicted_steps_which_the_gpu_limits_wher
         lanes = simulate(profile(), plan(policy)).lanes
         assert max(lane.busy_s for lane in lanes.values()) <= plan(policy).predicted.steady_step_s * (1 + 1e-9)
     # Measured: 0.984 of plain JAX's step, whose compute is the same.
-    assert plan("auto").predicted.steady_step_s == pytest.approx(rows()["plain"]["step_s"], rel=0.05)
+    plain_s = rows()["plain"]["step_s"]
+    assert 0.95 * plain_s <= plan("auto").predicted.steady_step_s <= 1.05 * (1 + EQUAL_WITHIN) * plain_s
 
 
-def test_auto_is_no_slower_than_any_policy_and_no_slower_with_more_memory():
+def test_auto_is_equal_to_the_fastest_policy_and_to_its_plans_for_less_memory_or_faster():
     policies = ("native-overlapped", "l2l", "exact", "memferry", "go-memferry", "zero-offload", "twin-flow")
     assert all(
-        plan("auto").predicted.steady_step_s <= 1.01 * plan(policy).predicted.steady_step_s for policy in policies
+        plan("auto").predicted.steady_step_s <= (1 + EQUAL_WITHIN) * plan(policy).predicted.steady_step_s
+        for policy in policies
     )
     least = plan("l2l").predicted.peak_device_bytes
     steps = [plan("auto", int(factor * least)).predicted.steady_step_s for factor in (1, 1.05, 1.2)]
-    assert steps == sorted(steps, reverse=True)
-    assert steps[0] <= plan("l2l").predicted.steady_step_s * (1 + 1e-9)
+    assert all(more <= (1 + EQUAL_WITHIN) * less for less, more in itertools.pairwise(steps))
+    assert steps[0] <= plan("l2l").predicted.steady_step_s * (1 + EQUAL_WITHIN)
+
+
+@pytest.mark.parametrize("policy", ["auto", "exact"])
+def test_layers_are_loaded_where_reading_them_in_host_memory_gains_less_than_the_model_errs(policy):
+    assert set(plan(policy).modes) <= {Mode.GFGB, Mode.RESIDENT}
+    assert set(plan(policy).gradients) == {GradientPlace.DEVICE}
 
 
 def test_the_table_of_estimates_by_layer_is_that_of_the_measured_profile_and_of_today_s_machine():

@@ -1,0 +1,118 @@
+"""Choices that are worth more than the model's error, and the plans that are taken where they are not."""
+
+import dataclasses
+import functools
+import itertools
+import pathlib
+import types
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jaxferry.errors import BudgetError
+from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.plan.auto import AutoSearch
+from jaxferry.plan.base import Request
+from jaxferry.plan.preference import EQUAL_WITHIN, longest_equal_s, preferred, score_of, scores
+from jaxferry.planning import with_update_order
+from jaxferry.profiling.records import Profile
+from jaxferry.schedule import needed_bytes
+from jaxferry.simulate.report import simulate
+from profiles import examples, profiles, transformer
+
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu" / "h200"
+BETTER = {
+    Mode.DHA: (Mode.GFGB, Mode.RESIDENT, Mode.RELOAD),
+    Mode.DFGB: (Mode.GFGB, Mode.RESIDENT, Mode.RELOAD),
+    Mode.RELOAD: (Mode.GFGB, Mode.RESIDENT),
+}
+
+
+@functools.cache
+def llama():
+    """The Llama of 3 G parameters that ran on an H200, estimated: 28 blocks, batch 32 x 1024, all recomputed."""
+    return Profile.load(RESULTS / "profile_llama_3g_estimated.json")
+
+
+def test_no_block_of_the_llama_is_read_in_host_memory_for_a_gain_of_two_percent():
+    search, budget = AutoSearch(llama(), Request()), 24 << 30
+    fastest, plan = search.fastest(budget), search.plan(budget)
+    assert fastest.plan.modes.count(Mode.DHA) == 29
+    assert set(plan.modes) <= {Mode.GFGB, Mode.RESIDENT} and set(plan.gradients) == {GradientPlace.DEVICE}
+    assert needed_bytes(llama(), plan) <= budget
+    assert simulate(llama(), plan).steady_step_s < fastest.objective_s * (1 + EQUAL_WITHIN)
+
+
+def replacements(plan):
+    """The plans in which one layer has a preferred mode, or its gradient on the device."""
+    for index, layer in enumerate(plan.layers):
+        others = [layer.with_mode(mode) for mode in BETTER.get(layer.mode, ())]
+        if layer.gradient is GradientPlace.HOST:
+            others.append(dataclasses.replace(layer, gradient=GradientPlace.DEVICE))
+        for other in others:
+            yield dataclasses.replace(plan, layers=(*plan.layers[:index], other, *plan.layers[index + 1 :]))
+
+
+@examples(12)
+@given(profiles(max_layers=5), st.sampled_from([25, 60, 120, 250, None]))
+def test_a_plan_is_equal_to_the_fastest_and_no_choice_in_it_can_be_replaced_by_a_preferred_one(profile, budget):
+    search = AutoSearch(profile, Request())
+    fastest = search.fastest(budget)
+    if fastest is None:
+        with pytest.raises(BudgetError):
+            search.plan(budget)
+        return
+    plan, longest_s = search.plan(budget), longest_equal_s(fastest.objective_s)
+    assert simulate(profile, plan).steady_step_s <= longest_s * (1 + 1e-9)
+    assert budget is None or needed_bytes(profile, plan) <= budget
+    assert score_of(profile, plan) <= score_of(profile, fastest.plan)
+    for other in replacements(plan):
+        made = with_update_order(profile, dataclasses.replace(other, memory_bytes=budget))
+        fits = budget is None or needed_bytes(profile, made) <= budget
+        # A flag without effect, such as that of a missing gradient, is no choice.
+        is_preferred = score_of(profile, made) < score_of(profile, plan)
+        assert not (fits and is_preferred and simulate(profile, made).steady_step_s <= longest_s * (1 - 1e-9))
+
+
+def test_scores_follow_the_order_of_preference():
+    profile = transformer(3)
+    none, every = np.zeros(3, dtype=bool), np.ones(3, dtype=bool)
+    kinds = [
+        ((RESIDENT, RESIDENT, RESIDENT), none, none, every),
+        ((GFGB, RESIDENT, GFGB), none, none, none),
+        ((GFGB, GFGB, GFGB), none, every, none),
+        ((RELOAD, GFGB, GFGB), none, none, none),
+        ((RELOAD, RELOAD, RELOAD), none, every, none),
+        ((GFGB, DHA, GFGB), none, none, none),
+        ((DHA, DFGB, GFGB), none, none, none),
+        ((GFGB, GFGB, GFGB), every, none, none),
+    ]
+    columns = (np.array(column) for column in zip(*kinds, strict=True))
+    found = scores(profile, *columns).tolist()
+    assert found == sorted(set(found))
+    alike = [
+        ((DHA, GFGB, GFGB), none),
+        ((DFGB, GFGB, GFGB), none),
+        ((GFGB, GFGB, GFGB), np.array([True, False, False])),
+    ]
+    modes, on_host = (np.array(column) for column in zip(*alike, strict=True))
+    flags = np.zeros((3, 3), dtype=bool)
+    assert len(set(scores(profile, modes, on_host, flags, flags).tolist())) == 1
+
+
+def test_only_plans_that_differ_by_less_than_the_share_are_equal():
+    def plan(seconds, score, size=1):
+        return types.SimpleNamespace(objective_s=seconds, score=score, needed_bytes=size)
+
+    def taken(*plans):
+        return plans.index(preferred(plans, lambda each: each.score))
+
+    assert taken(plan(1.0, 5), plan(1.0 + 0.99 * EQUAL_WITHIN, 0)) == 1
+    assert taken(plan(1.0, 5), plan(1.0 + EQUAL_WITHIN, 0)) == 0
+    assert taken(plan(1.0, 5, 3), plan(1.01, 5, 2), plan(1.015, 5, 2)) == 1
+    assert taken(plan(0.0, 5), plan(0.0, 4)) == 1
+    for first, second in itertools.permutations((plan(1.0, 3, 9), plan(1.01, 2, 99))):
+        assert preferred([first, second], lambda each: each.score).score == 2
