@@ -184,6 +184,7 @@ def _pinned(placement, layer, start=0):
     )
 
 
+@pytest.mark.usefixtures("engine_settings")
 def test_a_load_waits_for_its_buffers_alone_once_nothing_else_writes_what_it_reads(placement, calls, monkeypatch):
     layer = _mixed()
     transport, ready = Ferry(placement, [layer]), True
@@ -200,6 +201,7 @@ def test_a_load_waits_for_its_buffers_alone_once_nothing_else_writes_what_it_rea
     assert calls.count("vacate") == (0 if placement.is_cpu else 4)
 
 
+@pytest.mark.usefixtures("engine_settings")
 def test_buffers_are_vacant_from_the_last_reader_on_that_asks_for_them(calls, monkeypatch):
     monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
     layer, placement = _mixed(), make_placement()
@@ -218,6 +220,7 @@ def test_buffers_are_vacant_from_the_last_reader_on_that_asks_for_them(calls, mo
     assert [vacated(), vacated("late"), vacated("late", "later"), vacated()] == [1, 2, 2, 1]
 
 
+@pytest.mark.usefixtures("engine_settings")
 def test_the_buffers_that_were_dropped_first_are_loaded_first(calls):
     layer, placement = _mixed(), make_placement()
     transport, vectors = Ferry(placement, [layer]), _pinned(placement, layer)

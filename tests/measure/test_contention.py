@@ -13,6 +13,7 @@ from jaxferry.measure.contention import LEAST_S, in_turn, measure_contention, sp
 from jaxferry.measure.microbenchmarks import HostUpdate
 from jaxferry.profiling.cache import MeasurementCache
 from jaxferry.profiling.contention import DOWN, HOST, UP, Contention
+from jaxferry.settings import own_settings
 from measure.test_profile import Setting, Table, stack
 
 
@@ -81,10 +82,12 @@ def test_transfers_and_updates_of_a_model_are_measured_once(is_emulated, monkeyp
         emulate(monkeypatch)
     given = setting()
     arguments = given.optimizer, given.placement, given.partition.layers, MeasurementCache(tmp_path, {})
-    found = measure_contention(*arguments)
+    with own_settings():
+        found = measure_contention(*arguments)
     assert len(list(tmp_path.rglob("*.json"))) == 6
     monkeypatch.setattr(jaxferry.measure.contention, "speeds_in_pairs", None)
-    assert measure_contention(*arguments) == found
+    with own_settings():
+        assert measure_contention(*arguments) == found
 
 
 def test_layers_that_take_longer_to_issue_than_to_update_are_not_measured():

@@ -146,7 +146,8 @@ def test_temporaries_are_those_of_the_compiled_programs(measured):
         kind = ProgramKind.LOSS if layer is last else ProgramKind.BACKWARD
         plain = ProgramKey(kind, segment.program)
         both = ProgramKey(kind, segment.program, (Source.HOST,), (Target.HOST,))
-        known = setting.programs.temporary_bytes_of([plain, both])
+        with own_settings():
+            known = setting.programs.temporary_bytes_of([plain, both])
         assert layer.temporary_bytes.get("backward", 0) == known[plain]
         assert layer.temporary_bytes.get("backward_dha_go", 0) == known[both]
 
