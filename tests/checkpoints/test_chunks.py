@@ -14,6 +14,7 @@ from checkpoints import content, plain
 from jaxferry.engine import checkpoint
 from jaxferry.engine.host.checkpoint import arrays, chunks, leaves
 from jaxferry.engine.host.pieces import Stacked
+from jaxferry.partition import Span
 
 MIB = 2**20
 SHAPES = [(), (1,), (17,), (4, 6), (3, 5, 7), (2, 1, 9), (7, 1), (1, 7), (5, 4, 3, 2)]
@@ -74,6 +75,26 @@ def test_leaves_of_many_chunks_are_read_bit_by_bit_also_by_orbax_alone(num_bytes
         for k, part in enumerate(leaf.parts if isinstance(leaf, Stacked) else (leaf,)):
             name = f"{i}.{k}" if isinstance(leaf, Stacked) else str(i)
             np.testing.assert_array_equal(read["params"][name], part)
+
+
+@pytest.mark.parametrize("placed", [2, 1 << 18])
+def test_some_elements_of_a_leaf_are_read_also_where_it_was_stacked_along_any_axis(placed, monkeypatch, tmp_path):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 12)
+    monkeypatch.setattr(leaves, "PIECE_BYTES", 24)
+    monkeypatch.setattr(leaves, "_PLACED", placed)
+    saved = large(0)
+    checkpoint.save(saved, tmp_path / "saved")
+    wholes = {name: leaf.whole() if isinstance(leaf, Stacked) else leaf for name, leaf in saved.params.items()}
+
+    def check(stored):
+        for name, leaf in stored.params.items():
+            whole = np.asarray(wholes[name]).reshape(-1)
+            for start, stop in ((0, whole.size), (whole.size // 3, whole.size // 2), (whole.size - 1, whole.size)):
+                made = np.full(stop - start, np.nan, np.float32)
+                leaf.read_into(made, Span(start, stop))
+                np.testing.assert_array_equal(made, whole[start:stop], name)
+
+    checkpoint.load(tmp_path / "saved", check)
 
 
 @pytest.mark.parametrize("num_bytes", [4, 12, 100])

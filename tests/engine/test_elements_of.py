@@ -7,7 +7,8 @@ import types
 import numpy as np
 import pytest
 
-from jaxferry.engine.host import pieces
+from jaxferry.engine.host import lazy_parameter, pieces
+from jaxferry.engine.host.lazy_parameter import LazyParameter
 from jaxferry.partition import Part, Span
 
 INDICES = [..., slice(None), slice(2, 5), slice(0, 0), (slice(None), slice(1, 3)), (slice(1, 6), slice(0, 2)), (3, 1)]
@@ -75,3 +76,23 @@ def test_elements_of_parts_are_those_of_the_whole_array(index, axis):
     length = array.shape[axis]
     parts = {Part(number, length, axis): array.take(number, axis) for number in range(length)}
     np.testing.assert_array_equal(pieces.elements_of(parts, array.shape, None, index), array[index])
+
+
+@pytest.mark.parametrize("shape", [(7, 3, 2), (11,), ()])
+def test_a_lazy_parameter_is_read_a_few_rows_at_a_time_also_some_elements_of_it(shape, monkeypatch):
+    monkeypatch.setattr(lazy_parameter, "_PIECE_BYTES", 50)
+    whole, reads = np.random.default_rng(0).standard_normal(shape, np.float32), []
+
+    def read(leaf, index, as_bytes):
+        reads.append(whole[index].size)
+        return whole[index]
+
+    leaf = LazyParameter(read, 0, whole, whole)
+    for start, stop in ((0, whole.size), (whole.size // 3, whole.size // 2 + 1)):
+        made = np.full(stop - start, np.nan, np.float32)
+        leaf.read_into(made, Span(start, stop))
+        np.testing.assert_array_equal(made, whole.reshape(-1)[start:stop])
+    made = np.full(shape, np.nan, np.float32)
+    leaf.read_into(made)
+    np.testing.assert_array_equal(made, whole)
+    assert max(reads) * 4 <= 50

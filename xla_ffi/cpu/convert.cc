@@ -109,6 +109,7 @@ void Add(Dtype from, const void* source, Dtype to, void* destination, int64_t si
   ForEachBlock(size, [&](int64_t start, int64_t block) {
     void* place = Skip(to, destination, start);
     ToFloat32(from, Skip(from, source, start), numbers, block);
+    if (to == Dtype::kFloat32) return AddFloat32(numbers, static_cast<float*>(place), block);
     ToFloat32(to, place, sums, block);
     AddFloat32(numbers, sums, block);
     FromFloat32(to, sums, place, block);

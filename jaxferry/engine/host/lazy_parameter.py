@@ -56,11 +56,20 @@ class LazyParameter:
         """
         as_bytes = self.stored is not self.aval and made.dtype in BYTES
         aval = self.stored if as_bytes else self.aval
-        if span is not None or not aval.shape:
+        if not aval.shape:
             whole = self.read(self.leaf, ..., as_bytes=as_bytes)
             made[...] = whole if span is None else span.of(whole)
             return
-        row_bytes = max(1, math.prod(aval.shape[1:]) * np.dtype(aval.dtype).itemsize)
-        rows = max(1, _PIECE_BYTES // row_bytes)
+        row = math.prod(aval.shape[1:])
+        rows = max(1, _PIECE_BYTES // max(1, row * np.dtype(aval.dtype).itemsize))
+        # Where several processes hold elements each, all read the same rows at a time.
         for first in range(0, aval.shape[0], rows):
-            made[first : first + rows] = self.read(self.leaf, slice(first, first + rows), as_bytes=as_bytes)
+            found = self.read(self.leaf, slice(first, first + rows), as_bytes=as_bytes)
+            if span is None:
+                made[first : first + rows] = found
+                continue
+            start, stop = max(span.start, first * row), min(span.stop, first * row + found.size)
+            if start < stop:
+                made[start - span.start : stop - span.start] = found.reshape(-1)[
+                    start - first * row : stop - first * row
+                ]

@@ -24,6 +24,9 @@ from jaxferry.engine.host.checkpoint.paths import reason
 from jaxferry.errors import CheckpointError
 from jaxferry.partition import Span
 
+_PLACED = 1 << 18
+"""Elements whose places are computed at a time."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:
@@ -71,14 +74,14 @@ class StoredLeaf:
         Raises:
           CheckpointError: if it is missing or damaged; the message names the leaf and the file.
         """
-        if span is not None and self.about.axis not in (None, 0):
-            # Elements of parts along another axis do not follow each other in the whole.
-            made[...] = span.of(self.read())
-            return
+        # Elements of parts along another axis do not follow each other in the whole.
+        is_apart = span is not None and self.about.axis not in (None, 0)
         try:
-            for first, found in self._pieces(span):
+            for first, found in self._pieces(None if is_apart else span):
                 if span is None:
                     self._put(made, first, found)
+                elif is_apart:
+                    self._put_apart(made, span, first, found)
                 else:
                     start, stop = max(span.start, first), min(span.stop, first + found.size)
                     if start < stop:
@@ -105,6 +108,19 @@ class StoredLeaf:
         else:
             flat = made.reshape(-1) if made.flags.c_contiguous else made.flat
             flat[first : first + found.size] = found.reshape(-1)
+
+    def _put_apart(self, made: np.ndarray, span: Span, first: int, found: np.ndarray) -> None:
+        """Writes elements that follow each other in a part along some axis to those elements of the whole."""
+        assert self.about.axis is not None
+        length, inner = self.shape[self.about.axis], math.prod(self.shape[self.about.axis + 1 :])
+        part, first = divmod(first, math.prod(self._shape_of_one))
+        flat = found.reshape(-1)
+        for start in range(0, flat.size, _PLACED):
+            some = flat[start : start + _PLACED]
+            before, after = np.divmod(np.arange(first + start, first + start + some.size), inner)
+            places = (before * length + part) * inner + after - span.start
+            is_wanted = (places >= 0) & (places < span.size)
+            made[places[is_wanted]] = some[is_wanted]
 
     def _pieces(self, span: Span | None) -> Iterator[tuple[int, np.ndarray]]:
         """Yields elements that follow each other, and the first one's place: of parts, one part after the other."""
