@@ -223,7 +223,7 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed):
     state, _ = step(state, batch)
     num_interrupts, patch = 0, pytest.MonkeyPatch()
     delay(patch, draw, 4e-3)
-    while state.step < 25:
+    while num_interrupts < 5:
         try:
             timer = threading.Timer(draw.random() * 0.06, signal.raise_signal, [signal.SIGINT])
             timer.start()
@@ -236,7 +236,6 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed):
     patch.undo()
     for _ in range(state.step):
         expected, _ = other(expected, batch)
-    assert num_interrupts > 3
     assert_same_bits(state.params, expected.params)
     step.prepare(batch).runner.runnable.resources.prefetch.take(None)
     resident = sum(held.num_bytes for held in state.resident.values())

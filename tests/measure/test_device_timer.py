@@ -112,6 +112,7 @@ class Marked:
 @pytest.mark.parametrize("seconds", [2e-6, 5e-4, 0.5])
 def test_a_program_takes_what_the_device_takes_and_not_what_its_call_takes(seconds, call_s, emptying_s, monkeypatch):
     device, module = Device(8e-4, emptying_s), "jaxferry.measure.device_timer"
+    monkeypatch.setattr(f"{module}.MOST_RETRIES", 8)
     clock = lambda: device.now  # noqa: E731
     monkeypatch.setattr(f"{module}.Marks", lambda *_: device)
     monkeypatch.setattr(f"{module}.cold_caches", lambda where: device.empty_caches)
