@@ -223,7 +223,7 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed):
     state, _ = step(state, batch)
     num_interrupts, patch = 0, pytest.MonkeyPatch()
     delay(patch, draw, 4e-3)
-    while num_interrupts < 5:
+    while num_interrupts < 12:
         try:
             timer = threading.Timer(draw.random() * 0.06, signal.raise_signal, [signal.SIGINT])
             timer.start()
