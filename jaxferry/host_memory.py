@@ -133,10 +133,9 @@ def pinned_limit() -> Limit:
       InputError: if the environment's limit is not a whole number.
     """
     text = os.environ.get(PINNED_VARIABLE)
-    try:
-        num_gb = _DEFAULT_PINNED_GB if text is None else int(text)
-    except ValueError as error:
-        raise InputError(f"{PINNED_VARIABLE} must be a whole number of GiB, got {text!r}") from error
+    if text is not None and not text.strip().isdecimal():
+        raise InputError(f"{PINNED_VARIABLE} must be a whole number of GiB, got {text!r}")
+    num_gb = _DEFAULT_PINNED_GB if text is None else int(text)
     return Limit(num_gb << 30, "default" if text is None else PINNED_VARIABLE)
 
 

@@ -57,6 +57,7 @@ def large(seed):
     for axis in range(3):
         parts = tuple(rng.standard_normal((3, 5), dtype=np.float32) for _ in range(4))
         params[f"['stacked along {axis}']"] = Stacked(parts, axis)
+    params["['a number for each layer']"] = Stacked(tuple(np.array(i / 8, np.float32) for i in range(4)), 0)
     paths = [[name[2:-2]] for name in params]
     return dataclasses.replace(content(), params=params, dtypes=["float32"] * len(params), dictionary_paths=paths)
 

@@ -63,6 +63,8 @@ def test_the_limit_of_pinned_memory_is_that_of_the_environment(jaxferry, monkeyp
     assert limit == {"bytes": 100 * 2**30, "source": "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"}
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "much")
     assert "must be a whole number of GiB, got 'much'" in refused("doctor")
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "-1")
+    assert "must be a whole number of GiB, got '-1'" in refused("doctor")
 
 
 def test_the_report_has_a_line_for_each_thing(jaxferry):

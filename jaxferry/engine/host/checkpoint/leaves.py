@@ -98,7 +98,7 @@ class StoredLeaf:
         """Writes elements that follow each other in the array, or in one of its parts, to the whole."""
         one = math.prod(self._shape_of_one)
         if self.about.axis is not None:
-            made = np.moveaxis(made, self.about.axis, 0)[first // one]
+            made = np.moveaxis(made, self.about.axis, 0)[first // one, ...]  # a view, also of a scalar
             first %= one
         if found.ndim and found.shape[1:] == made.shape[1:]:
             row = first // max(1, math.prod(made.shape[1:]))
