@@ -355,6 +355,16 @@ def test_what_was_measured_and_is_not_as_expected_is_named():
     assert not steps.surprises({"bytes_per_s": 1.0})
 
 
+def test_losses_that_differ_by_more_than_rounding_are_a_failure():
+    def status(*losses):
+        rows = [steps.Row(str(i), "measured", 1.0, {"losses": own, "step_s": 1.0}) for i, own in enumerate(losses)]
+        return steps.status_of([*rows, steps.Row("plain", "measured", 1.0, {"losses": [2.0, 1.0], "step_s": 1.0})])
+
+    assert status([2.0, 1.0], [2.0, 1.003, 0.9]) == 0
+    assert status([2.0, 1.0], [2.0, 1.02]) == 1
+    assert status([2.0, 0.9]) == 1
+
+
 def test_a_rate_is_judged_by_the_slower_of_link_and_device():
     assert Rate("of the link", 100, seconds=2.0, plain_s=1.8, compute_s=1.0).share == pytest.approx(0.9)
     assert Rate("of the device", 100, seconds=4.0, plain_s=1.8, compute_s=3.8).share == pytest.approx(0.95)
