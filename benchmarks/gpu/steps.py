@@ -165,7 +165,7 @@ def same_losses(rows):
 
 
 def near_losses(rows):
-    """Whether the losses of all contenders, plain JAX's too, agree within bfloat16's rounding over their common steps."""
+    """Whether losses of all contenders, plain JAX's too, agree within bfloat16's rounding over their common steps."""
     known = [row.result["losses"] for row in rows if row.result.get("losses")]
     pairs = [pair for losses in known for pair in zip(losses, known[0], strict=False)]
     return all(abs(one - other) <= ROUNDING * abs(other) for one, other in pairs)
