@@ -40,7 +40,7 @@ def check_budgets(seed, count, transport, preallocate):
         assert row["peak"] <= row["budget"], row
 
 
-@pytest.mark.parametrize(("transport", "preallocate"), KINDS[:1] + KINDS[3:])
+@pytest.mark.parametrize(("transport", "preallocate"), [KINDS[0], pytest.param(*KINDS[3], marks=pytest.mark.slow)])
 def test_the_allocator_reports_no_more_than_the_budget(transport, preallocate):
     check_budgets(0, 3, transport, preallocate)
 
