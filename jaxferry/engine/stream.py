@@ -67,15 +67,10 @@ def fit_stream(
     """
     stream, needs = _fit_counted(partition, budget_bytes, temporary_bytes_of, other_bytes)
     if allocator is not None:
-
-        def unsplit_of(stream: Stream) -> int:
-            return _unsplit_bytes(partition, stream, temporary_bytes_of(stream.keys(partition)), allocator)
-
-        spare_bytes = unsplit_of(stream)
+        spare_bytes = _unsplit_bytes(partition, stream, temporary_bytes_of(stream.keys(partition)), allocator)
         if budget_bytes is not None:
             # Streams with less device memory have smaller buffers, of which less is unsplit.
             stream, needs = _fit_counted(partition, budget_bytes - spare_bytes, temporary_bytes_of, other_bytes)
-            spare_bytes = unsplit_of(stream)
         needs = [dataclasses.replace(need, unsplit=lambda: spare_bytes) for need in needs]
     if budget_bytes is not None:
         _check(partition, needs, budget_bytes)
