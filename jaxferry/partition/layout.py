@@ -62,6 +62,18 @@ class Span:
         """Returns these elements of an array of any shape."""
         return array.reshape(-1)[self.start : self.stop]
 
+    def put(self, made: np.ndarray, first: int, found: np.ndarray) -> None:
+        """Writes to the span's elements, `made`, those that are among some consecutive ones.
+
+        Args:
+          made: the elements of the span, flat.
+          first: the place of the first found element in the flattened array.
+          found: elements that follow each other there, in any shape.
+        """
+        start, stop = max(self.start, first), min(self.stop, first + found.size)
+        if start < stop:
+            made[start - self.start : stop - self.start] = found.reshape(-1)[start - first : stop - first]
+
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:

@@ -113,7 +113,10 @@ class Marked:
 def test_a_program_takes_what_the_device_takes_and_not_what_its_call_takes(seconds, call_s, emptying_s, monkeypatch):
     device, module = Device(8e-4, emptying_s), "jaxferry.measure.device_timer"
     monkeypatch.setattr(f"{module}.MOST_RETRIES", 8)
-    clock = lambda: device.now  # noqa: E731
+
+    def clock():
+        return device.now
+
     monkeypatch.setattr(f"{module}.Marks", lambda *_: device)
     monkeypatch.setattr(f"{module}.cold_caches", lambda where: device.empty_caches)
     monkeypatch.setattr(f"{module}.status", lambda platform: types.SimpleNamespace(is_available=False))

@@ -70,9 +70,7 @@ def _read_blocks(stored: Any, made: np.ndarray, span: Span | None) -> None:
         step = max(1, BLOCK_BYTES // max(1, row * stored.dtype.itemsize))
         last = -(-span.stop // row)
         for first in range(span.start // row, last, step):
-            found = np.asarray(stored.rows(first, min(first + step, last))).reshape(-1)
-            start, stop = max(span.start, first * row), min(span.stop, first * row + found.size)
-            made[start - span.start : stop - span.start] = found[start - first * row : stop - first * row]
+            span.put(made, first * row, np.asarray(stored.rows(first, min(first + step, last))))
 
 
 def masters_layer_by_layer(

@@ -67,9 +67,5 @@ class LazyParameter:
             found = self.read(self.leaf, slice(first, first + rows), as_bytes=as_bytes)
             if span is None:
                 made[first : first + rows] = found
-                continue
-            start, stop = max(span.start, first * row), min(span.stop, first * row + found.size)
-            if start < stop:
-                made[start - span.start : stop - span.start] = found.reshape(-1)[
-                    start - first * row : stop - first * row
-                ]
+            else:
+                span.put(made, first * row, found)

@@ -83,9 +83,7 @@ class StoredLeaf:
                 elif is_apart:
                     self._put_apart(made, span, first, found)
                 else:
-                    start, stop = max(span.start, first), min(span.stop, first + found.size)
-                    if start < stop:
-                        made[start - span.start : stop - span.start] = found.reshape(-1)[start - first : stop - first]
+                    span.put(made, first, found)
         except (CheckpointError, OSError, ValueError, TypeError, MemoryError) as error:
             raise cannot_read(self.path, error) from error
 
