@@ -13,6 +13,8 @@ import pytest
 import jaxferry
 import models
 from jaxferry.engine import Source
+from jaxferry.engine.allocator import Allocator
+from jaxferry.engine.placement import Placement
 from jaxferry.modes import Mode
 from jaxferry.native.library import is_available
 from planned import assert_same_bits, plan_of, train
@@ -216,6 +218,25 @@ def test_every_budget_that_is_not_refused_holds(transport, monkeypatch):
         waits.update(evaluator.stream.ahead)
     assert reads == {Source.DEVICE, Source.HOST}
     assert waits == {True, False}
+
+
+@pytest.mark.parametrize("kind", Allocator)
+def test_the_smallest_budget_of_a_refusal_is_enough_beside_what_an_allocator_does_not_split(kind, gpt, monkeypatch):
+    monkeypatch.setattr(Placement, "allocator", kind)
+
+    def apply(budget):
+        step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), memory_budget=budget)
+        result = step.apply(step.init(gpt.params), logits_fn, gpt.batch)
+        return result, step.compiler.evaluator(logits_fn, (gpt.batch,), {}).peak
+
+    with pytest.raises(jaxferry.BudgetError) as refused:
+        apply(1)
+    least = refused.value.smallest_bytes
+    result, peak = apply(least)
+    assert peak.counted < peak.total <= least
+    np.testing.assert_allclose(result, apply(None)[0], **RTOL)
+    with pytest.raises(jaxferry.BudgetError):
+        apply(peak.counted)
 
 
 @pytest.mark.slow

@@ -38,6 +38,8 @@ def check_budgets(seed, count, transport, preallocate):
     assert len(found) == count
     for row in found:
         assert row["peak"] <= row["budget"], row
+        assert row["refused"] is None or row["refused"] > row["budget"], row
+    assert sum(row["refused"] is None for row in found) > count / 2
 
 
 @pytest.mark.parametrize(("transport", "preallocate"), [KINDS[0], pytest.param(*KINDS[3], marks=pytest.mark.slow)])

@@ -65,18 +65,36 @@ def fit_stream(
     Raises:
       BudgetError: if none fits; it states the smallest possible budget.
     """
-    stream, needs = _fit_counted(partition, budget_bytes, temporary_bytes_of, other_bytes)
-    if allocator is not None:
-        spare_bytes = _unsplit_bytes(partition, stream, temporary_bytes_of(stream.keys(partition)), allocator)
-        if budget_bytes is not None:
-            # Streams with less device memory have smaller buffers, of which less is unsplit.
-            stream, needs = _fit_counted(partition, budget_bytes - spare_bytes, temporary_bytes_of, other_bytes)
-        needs = [dataclasses.replace(need, unsplit=lambda: spare_bytes) for need in needs]
-    if budget_bytes is not None:
-        _check(partition, needs, budget_bytes)
-    most = max(needs, key=lambda need: need.counted)
-    parameters, held = (max(getattr(need, what) for need in needs) for what in ("parameters", "held"))
-    return stream, dataclasses.replace(most, parameters=parameters, held=held)
+
+    def fit(limit_bytes: int | None) -> tuple[Stream, Peak]:
+        stream, needs = _fit_counted(partition, limit_bytes, temporary_bytes_of, other_bytes)
+        parameters, held, counted = (max(getattr(n, what) for n in needs) for what in ("parameters", "held", "counted"))
+        unsplit = 0
+        if allocator is not None:
+            unsplit = _unsplit_bytes(partition, stream, temporary_bytes_of(stream.keys(partition)), allocator)
+        return stream, Peak(parameters, held, counted, lambda: unsplit)
+
+    found = fit(budget_bytes)
+    if budget_bytes is None or found[1].fits(budget_bytes):
+        return found
+    # How much is left unsplit depends on the sizes of buffers: of a stream with less on the device it may be more.
+    # These limits do not depend on the budget, so that the smallest budget that an error states is one that fits.
+    most = fit(None)[1].counted if allocator is not None else 0
+    tried = []
+    for limit_bytes in sorted({most * eighths // 8 for eighths in range(8)}, reverse=True):
+        tried.append(fit(limit_bytes))
+        if tried[-1][1].fits(budget_bytes):
+            return tried[-1]
+    stream, peak = min(tried, key=lambda one: one[1].total)
+    needs = held_bytes(partition, stream, temporary_bytes_of(stream.keys(partition)), other_bytes)
+    place = max(range(len(needs)), key=lambda place: needs[place].counted)
+    raise BudgetError(
+        f"memory_budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small for this forward: the "
+        f"smallest possible is {format_bytes(peak.total)} ({peak.total} bytes), in segment "
+        f"{partition.segments[place].name!r}, of which parameters take {format_bytes(needs[place].parameters)}; a "
+        "smaller batch needs less",
+        peak.total,
+    )
 
 
 def _fit_counted(
@@ -164,16 +182,3 @@ def last_readers(partition: ForwardPartition) -> dict[int, int]:
     returned = {atom for atom in partition.graph.outputs if isinstance(atom, int)}
     readers = {v: place for place, s in enumerate(partition.segments) for v in (*s.inputs, *s.nondiff_inputs)}
     return {value: place for value, place in readers.items() if value not in returned}
-
-
-def _check(partition: ForwardPartition, needs: list[Peak], budget_bytes: int) -> None:
-    place = max(range(len(needs)), key=lambda place: needs[place].counted)
-    most = needs[place]
-    if not most.fits(budget_bytes):
-        raise BudgetError(
-            f"memory_budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small for this forward: the "
-            f"smallest possible is {format_bytes(most.total)} ({most.total} bytes), in segment "
-            f"{partition.segments[place].name!r}, of which parameters take {format_bytes(most.parameters)}; a smaller "
-            "batch needs less",
-            most.total,
-        )

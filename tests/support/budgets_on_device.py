@@ -72,10 +72,16 @@ def main(seed, count, transport):
         for _ in range(5):
             state, metrics = step(state, x)
         state.block_until_ready()
-        step.evaluate(state, x)
+        # An evaluation takes the whole batch at once, and so may need more than a step with micro-batches.
+        refused = None
+        try:
+            step.evaluate(state, x)
+        except jaxferry.BudgetError as error:
+            refused = error.smallest_bytes
         peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
         named = {name: str(value) for name, value in options.items()}
-        print(json.dumps({"budget": budget, "peak": peak, "loss": float(metrics["loss"]), **named}), flush=True)
+        found = {"budget": budget, "peak": peak, "refused": refused, "loss": float(metrics["loss"])}
+        print(json.dumps(found | named), flush=True)
         del step, state, metrics
         gc.collect()
 
