@@ -84,6 +84,11 @@ def streamed(profile: Profile, plan: Plan) -> frozenset[int]:
     return _updated_groups(profile, plan.updates_streamed)
 
 
+def streamed_state_bytes(profile: Profile, plan: Plan) -> int:
+    """The bytes of masters and optimizer state that a plan streams through the GPU, which are pinned."""
+    return sum(profile.layers[profile.groups[group][0]].state_bytes for group in streamed(profile, plan))
+
+
 def staying(profile: Profile, plan: Plan) -> frozenset[int]:
     """Those of them whose compute copy stays on the device."""
     return _updated_groups(profile, plan.copies_stay)

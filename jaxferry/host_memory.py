@@ -25,11 +25,12 @@ VARIABLE = "JAXFERRY_HOST_MEMORY"
 PINNED_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """XLA's environment variable for the most pinned host memory that a process may take on GPUs."""
 _DEFAULT_PINNED_GB = 64
+_FIRST_REGION_BYTES = 2**21
 PINNED = ("compute copy", "gradients", "sums of gradients", "copies to read in place", "saved activations")
 """What of a training step's host memory is pinned, for any plan."""
 
 _ROOT = pathlib.Path("/")
-_LESS_STATE = "freeze parameters (trainable=), or take an optimizer with less state"
+LESS_STATE = "freeze parameters (trainable=), or take an optimizer with less state"
 
 # From mallopt(3): glibc's smallest and largest threshold from which blocks are mapped apart, and returned when freed.
 _MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
@@ -96,7 +97,7 @@ def limits(root: pathlib.Path = _ROOT) -> list[Limit]:
     return sorted(found, key=lambda limit: limit.num_bytes)
 
 
-def check(needed: Mapping[str, int], what: str = "training", remedy: str = _LESS_STATE, held_bytes: int = 0) -> None:
+def check(needed: Mapping[str, int], what: str = "training", remedy: str = LESS_STATE, held_bytes: int = 0) -> None:
     """Checks that there is enough host memory, before any is allocated.
 
     Args:
@@ -139,33 +140,61 @@ def pinned_limit() -> Limit:
     return Limit(num_gb << 30, "default" if text is None else PINNED_VARIABLE)
 
 
-def pinned_problem(needed: Mapping[str, int], streamed_bytes: int = 0) -> str:
-    """Why XLA's pool of pinned memory is too small for a training step, with the remedy; empty if it is not.
+def pinned_bytes(needed: Mapping[str, int], streamed_bytes: int = 0) -> int:
+    """Returns how many bytes of a training step's host memory are pinned on a GPU.
 
     Args:
       needed: bytes of host memory by what they are for.
       streamed_bytes: those of masters and optimizer state that stream through the GPU, and so are pinned too.
     """
-    total, limit = sum(needed.get(name, 0) for name in PINNED) + streamed_bytes, pinned_limit()
-    if total <= limit.num_bytes:
+    return sum(needed.get(name, 0) for name in PINNED) + streamed_bytes
+
+
+def pinned_problem(num_bytes: int) -> str:
+    """Why XLA's pool of pinned memory is too small for so many bytes, with the remedy; empty if it is not."""
+    limit = pinned_limit()
+    if num_bytes <= limit.num_bytes:
         return ""
-    needs, there = format_apart(total, limit.num_bytes)
+    needs, there = format_apart(num_bytes, limit.num_bytes)
     return (
         f"{needs} of host memory must be pinned, and XLA pins up to {there} ({limit.source}): "
-        f"set {PINNED_VARIABLE}={-(-total // 2**30)} or more before the process starts"
+        f"set {_with_limit_for(num_bytes)} or more before the process starts"
     )
 
 
-def check_pinned(needed: Mapping[str, int], streamed_bytes: int = 0) -> None:
-    """Checks that XLA will pin what a training step on a GPU needs; arguments as for `pinned_problem`.
+def pinned_pool_bytes(num_bytes: int) -> int:
+    """What XLA's pool of pinned memory takes from the machine for so many bytes that are asked for.
+
+    Each region of the pool is twice as large as the one before, up to the limit (`BFCAllocator::Extend` of XLA).
+    """
+    taken, region = 0, _FIRST_REGION_BYTES
+    while taken < num_bytes:
+        taken, region = taken + region, 2 * region
+    return max(min(taken, pinned_limit().num_bytes), num_bytes)
+
+
+def pinned_advice(num_bytes: int) -> str:
+    """How to keep XLA's pool from growing far beyond so many bytes; empty if it does not."""
+    spare_bytes = pinned_pool_bytes(num_bytes) - num_bytes
+    if spare_bytes < 2**30:
+        return ""
+    return f"{_with_limit_for(num_bytes)} keeps XLA from pinning {format_bytes(spare_bytes)} more"
+
+
+def check_pinned(num_bytes: int) -> None:
+    """Checks that XLA will pin so many bytes for a training step on a GPU.
 
     Raises:
       HostMemoryError: if not.
       InputError: if the environment's limit is not a whole number.
     """
-    problem = pinned_problem(needed, streamed_bytes)
+    problem = pinned_problem(num_bytes)
     if problem and os.environ.get(VARIABLE) != "off":
         raise HostMemoryError(f"{problem}; {VARIABLE}=off checks nothing")
+
+
+def _with_limit_for(num_bytes: int) -> str:
+    return f"{PINNED_VARIABLE}={-(-num_bytes // 2**30)}"
 
 
 def _given(text: str, held_bytes: int) -> Limit:

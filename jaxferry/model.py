@@ -127,13 +127,19 @@ class Model:
           HostMemoryError: if it cannot.
         """
         found = self.host_bytes()
-        host_memory.check(found)
         self._check_pinned(found)
+        if self._placement.allocator is None:
+            host_memory.check(found)
+        else:
+            num_bytes = host_memory.pinned_bytes(found)
+            spare_bytes = host_memory.pinned_pool_bytes(num_bytes) - num_bytes
+            remedies = [text for text in (host_memory.LESS_STATE, host_memory.pinned_advice(num_bytes)) if text]
+            host_memory.check(found | {"unused pinned memory": spare_bytes}, remedy=", ".join(remedies))
         host_memory.return_freed_blocks()
 
     def _check_pinned(self, found: Mapping[str, int], streamed_bytes: int = 0) -> None:
         if not self._placement.is_cpu:
-            host_memory.check_pinned(found, streamed_bytes)
+            host_memory.check_pinned(host_memory.pinned_bytes(found, streamed_bytes))
 
     def check_step(
         self,

@@ -18,7 +18,9 @@ import jaxferry
 from control_groups import real_group, write
 from jaxferry import host_memory
 from jaxferry.engine import checkpoint
+from jaxferry.engine.allocator import Allocator
 from jaxferry.engine.host.checkpoint import leaves
+from jaxferry.engine.placement import Placement
 from jaxferry.record_steps import make_recording
 from jaxferry.report.tables import host_memory_lines
 from jaxferry.schedule import Kind
@@ -247,10 +249,40 @@ def test_a_model_for_which_xla_pins_too_little_is_refused_on_a_gpu_with_the_vari
 def test_what_is_pinned_is_the_compute_copy_gradients_saved_activations_and_what_streams(monkeypatch):
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
     needed = {"master parameters": 99 * GIB, "compute copy": 30 * GIB, "gradients": 30 * GIB}
-    assert not host_memory.pinned_problem(needed)
-    assert not host_memory.pinned_problem(needed | {"saved activations": 4 * GIB})
-    problem = host_memory.pinned_problem(needed | {"saved activations": 4 * GIB}, streamed_bytes=GIB)
+    assert host_memory.pinned_bytes(needed) == 60 * GIB
+    total = host_memory.pinned_bytes(needed | {"saved activations": 4 * GIB}, streamed_bytes=GIB)
+    assert not host_memory.pinned_problem(total - GIB)
+    problem = host_memory.pinned_problem(total)
     assert "XLA pins up to 64.0 GiB (default): set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=65 or more" in problem
+
+
+def test_the_pool_of_pinned_memory_doubles_up_to_its_limit(monkeypatch):
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "40")
+    assert host_memory.pinned_pool_bytes(3 * 2**21) == 3 * 2**21
+    assert host_memory.pinned_pool_bytes(3 * 2**21 + 1) == 7 * 2**21
+    assert host_memory.pinned_pool_bytes(33 * GIB) == 40 * GIB
+    advice = host_memory.pinned_advice(32 * GIB + 1)
+    assert advice == "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=33 keeps XLA from pinning 8.00 GiB more"
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "33")
+    assert not host_memory.pinned_advice(32 * GIB + 1)
+
+
+def test_a_state_needs_room_for_all_that_the_pool_of_pinned_memory_takes(monkeypatch):
+    monkeypatch.setattr(host_memory, "pinned_pool_bytes", lambda num_bytes: num_bytes + 2 * GIB)
+    monkeypatch.setenv(host_memory.VARIABLE, "1GiB")
+    params = {"a": np.zeros((1000, 1000), np.float32)}
+
+    def init():
+        return jaxferry.train_step(lambda p, x: jnp.mean(x @ p["a"]), optax.sgd(1e-3)).init(params)
+
+    init()  # a CPU has no such pool
+    accelerator.emulate(monkeypatch)
+    monkeypatch.setattr(Placement, "allocator", Allocator.PREALLOCATED)
+    with pytest.raises(
+        jaxferry.HostMemoryError,
+        match=r"unused pinned memory 2\.00 GiB.*XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=1 keeps XLA from pinning 2\.00 GiB",
+    ):
+        init()
 
 
 def test_sums_of_16_bit_gradients_in_fp32_count_too(monkeypatch):

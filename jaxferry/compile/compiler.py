@@ -20,9 +20,10 @@ from jaxferry.compile.step import StepCompiler
 from jaxferry.engine import Evaluator, Programs, RematVariants, Transport, make_transport
 from jaxferry.engine.all_processes import check_same
 from jaxferry.errors import BudgetError, InputError
+from jaxferry.holdings import streamed_state_bytes
 from jaxferry.measure.shares import Share
 from jaxferry.model import Model
-from jaxferry.modes import FASTER, MODULE, Remat, UpdatePlace
+from jaxferry.modes import FASTER, MODULE, Remat
 from jaxferry.options import Options
 from jaxferry.partition import AUTO, Layer, Partition
 from jaxferry.partition.graph import Graph
@@ -136,9 +137,8 @@ class Compiler:
         layers, read = prepared.partition.layers, prepared.program.read_in_place
         # Clients of accelerators keep pinned memory that programs have used.
         kept_bytes = 0 if self._shared.placement.is_cpu else self._saved_bytes
-        self.model.check_step(
-            layers, read, prepared.saved_bytes, not self._has_decided, kept_bytes, _streamed_bytes(prepared)
-        )
+        streamed_bytes = streamed_state_bytes(prepared.profile, prepared.plan)
+        self.model.check_step(layers, read, prepared.saved_bytes, not self._has_decided, kept_bytes, streamed_bytes)
         self._saved_bytes = max(self._saved_bytes, prepared.saved_bytes)
 
     def _compiled_finer(self, args: Any, kwargs: Mapping[str, Any], error: BudgetError) -> tuple[Prepared, Cut]:
@@ -201,13 +201,6 @@ class Compiler:
 
 def _shapes(graph: Graph) -> str:
     return ", ".join(str(graph.avals[value]) for value in graph.batch)
-
-
-def _streamed_bytes(prepared: Prepared) -> int:
-    """The bytes of masters and optimizer state that stream through the GPU."""
-    first_uses = [uses[0] for uses in prepared.profile.groups]
-    streamed = [use for use in first_uses if prepared.plan.layers[use].update is UpdatePlace.GPU]
-    return sum(prepared.profile.layers[use].state_bytes for use in streamed)
 
 
 def _check_shared(graph: Graph) -> None:

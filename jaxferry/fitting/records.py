@@ -58,6 +58,7 @@ class Fit:
       smallest_batch_size: the workload's own batch size, or 1 if that does not fit.
       largest_batch_size: the largest batch for which a plan that loads all layers fits into the budget; or, if no batch
         of `smallest_batch_size` does, for which any plan fits; 0 if none does.
+      pinned_bytes: the part of it that is pinned, with masters and optimizer state that stream through the GPU.
       rows: for the workload's own batch size, if it fits, and for the largest one.
       problem: why it does not fit, with the remedy; empty if it fits.
     """
@@ -67,6 +68,7 @@ class Fit:
     budget_bytes: int
     host_bytes: Mapping[str, int]
     host_memory_bytes: int | None
+    pinned_bytes: int
     smallest_bytes: int
     smallest_batch_size: int
     largest_batch_size: int

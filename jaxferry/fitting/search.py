@@ -22,6 +22,8 @@ from jaxferry.bottleneck import find_bottleneck
 from jaxferry.fitting.records import BatchForecast, Fit
 from jaxferry.fitting.traced import Traced
 from jaxferry.granularity import plan_finest
+from jaxferry.holdings import streamed_state_bytes
+from jaxferry.host_memory import pinned_bytes
 from jaxferry.modes import MODULE
 from jaxferry.plan.base import Request
 from jaxferry.plan.order import with_update_order
@@ -86,12 +88,15 @@ def find_fit(
     for size, each in wanted.items():
         report(f"planning for batches of {size}")
         rows.append(forecast(each, budget_bytes))
+    kept = with_saved(host_bytes, max([smallest, *wanted.values()], key=lambda each: each.batch_size))
+    streamed = [streamed_state_bytes(wanted[row.batch_size].profile, row.plan) for row in rows]
     return Fit(
         model,
         machine,
         budget_bytes,
-        with_saved(host_bytes, max([smallest, *wanted.values()], key=lambda each: each.batch_size)),
+        kept,
         host_memory_bytes,
+        pinned_bytes(kept, max(streamed, default=0)),
         smallest.smallest_bytes,
         smallest.batch_size,
         max(wanted, default=0),

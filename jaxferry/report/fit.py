@@ -15,11 +15,11 @@ def fit_lines(fit: Fit) -> list[str]:
     kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in fit.host_bytes.items())
     size = "an unknown size: --host-memory" if fit.host_memory_bytes is None else format_bytes(fit.host_memory_bytes)
     least = f"batches of {fit.smallest_batch_size} need at least {format_bytes(fit.smallest_bytes)}"
-    pinned = host_memory.pinned_problem(fit.host_bytes)
+    pinned = host_memory.pinned_problem(fit.pinned_bytes) or host_memory.pinned_advice(fit.pinned_bytes)
     return [
         f"{fit.model} on {fit.machine}: {answer}",
         f"host memory {format_bytes(sum(fit.host_bytes.values()))} (of {size}): {kinds}",
-        *([f"pinned memory: {pinned}"] if pinned else []),
+        f"of which pinned {format_bytes(fit.pinned_bytes)}{f': {pinned}' if pinned else ''}",
         f"device memory budget {format_bytes(fit.budget_bytes)}: {least}",
     ]
 

@@ -115,6 +115,7 @@ def test_the_smallest_budget_is_the_edge():
     fit = find(3, least - 1)
     assert (fit.fits, fit.rows, fit.largest_batch_size) == (False, (), 0)
     assert (fit.smallest_bytes, fit.smallest_batch_size) == (least, 1)
+    assert fit.to_json()["pinned_bytes"] == fit.host_bytes["gradients"] < sum(fit.host_bytes.values())
     assert "batches of 1 need" in fit.problem and "of device memory" in fit.problem
 
 
