@@ -48,7 +48,12 @@ MACHINE = (
     "nvidia-smi; nvidia-smi topo -m; nvcc --version; numactl -H; free -g; lscpu; ulimit -a; uname -a; "
     "cat /proc/driver/nvidia/version; true"
 )
-FIRST = ("native-overlapped_ferry_bfloat16", "auto_ferry_float32", "go-memferry_ferry_float32", "l2l_ferry_float32")
+FIRST: tuple[str, ...] = (
+    "native-overlapped_ferry_bfloat16",
+    "auto_ferry_float32",
+    "go-memferry_ferry_float32",
+    "l2l_ferry_float32",
+)
 FIRST += ("mixed_ferry_float32", "exact_device_put_float32")
 """The cases of the small GPT-2 that differ most."""
 ORDER = ("native-overlapped", PLAIN, ALL_MEMORY, "exact", "l2l", "auto")
