@@ -130,14 +130,25 @@ class BestFit:
 def unsplit_bytes(buffers: Sequence[Buffer], step_length: int, kind: Allocator) -> int:
     """Returns the memory to leave for what XLA's allocator hands out beyond the requests of a step, in bytes.
 
-    This is a multiple of the most that runs of the model show: on a device, orders vary more than in these.
+    This is a multiple of the most that runs of the model show: on a device, orders vary more than in these. Where
+    memory grows, a whole region that earlier programs have left may be the chunk of a request.
 
     Args:
       buffers: the requests of a step.
       step_length: the time from the start of a step to that of the next one.
       kind: how the device's memory is taken.
     """
-    return _SPARE_BYTES + _SAFETY[kind] * max(_run(buffers, step_length, kind, run) for run in range(_NUM_RUNS))
+    found = _SAFETY[kind] * max(_run(buffers, step_length, kind, run) for run in range(_NUM_RUNS))
+    if kind is Allocator.GROWING:
+        found = max(found, *(_rest_of_region(buffer.num_bytes) for buffer in buffers))
+    return _SPARE_BYTES + found
+
+
+def _rest_of_region(num_bytes: int) -> int:
+    """The bytes beyond a request of the smallest region that holds it, if that is handed out whole."""
+    allocator = BestFit(Allocator.GROWING)
+    allocator.allocate(num_bytes)
+    return allocator.in_use - num_bytes
 
 
 def _run(buffers: Sequence[Buffer], step_length: int, kind: Allocator, run: int) -> int:

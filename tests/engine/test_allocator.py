@@ -99,6 +99,13 @@ def test_memory_is_left_for_a_smaller_buffer_that_takes_the_place_of_a_larger_on
     assert same < MIB // 2 and smaller >= 2 * MIB
 
 
+def test_memory_is_left_for_a_region_that_one_request_takes_whole():
+    """As on a device in software, where a step that asks for 1.4 MB took the 2 MiB of its first region."""
+    buffers = [Buffer(970_000, (0, 0), (4, 4)), Buffer(256, (2, 2), (20, 20)), Buffer(1_290_000, (5, 5), (9, 9))]
+    assert unsplit_bytes(buffers, 30, Allocator.GROWING) >= 2 * MIB - 1_290_000
+    assert unsplit_bytes([Buffer(MIB, (0, 0), (4, 4))], 30, Allocator.GROWING) < MIB // 2
+
+
 def test_times_that_vary_are_tried():
     """Where the smaller buffer comes first or last decides whether it takes the larger one's place."""
     fence, late = Buffer(256, (0, 0), (20, 20)), Buffer(2 * MIB, (5, 5), (9, 9))
