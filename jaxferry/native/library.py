@@ -257,13 +257,14 @@ class NativeLibrary:
         added = (numbers[0], _data(rows), _data(indices), *sizes[:2])
         self._functions.jaxferry_host_add_rows(*added, numbers[1], _data(target), *sizes[2:])
 
-    def host_update(self, *arguments: Any, is_brief: bool) -> bool:
-        """Runs a host step, see `host_step.HostStep`; returns whether it has run.
+    def host_update(self, record: ctypes.c_void_p, is_brief: bool) -> int:
+        """Runs a host step, see `host_step.HostStep`.
 
         A brief one keeps Python's lock: whoever gives it away may wait 5 ms for it. An emulated host takes its time.
         """
         functions = self._brief_functions if is_brief and "host" not in self.emulated else self._functions
-        return functions.jaxferry_host_update(*arguments) == 0
+        result: int = functions.jaxferry_host_update(record)
+        return result
 
     @property
     def host_step_bytes(self) -> int:

@@ -103,8 +103,11 @@ class Updater:
         packed = self.layers[0].pack([leaves[leaf.index] for leaf in self.layers[0].leaves])
         packed = packed if dtype is None else [vector.astype(dtype) for vector in packed]
         place = make_placement()
-        arrived = [tuple(jax.device_put(v, place.update_output) for v in packed)]
-        numbers = [jax.device_put(jnp.float32(x), place.host_compute) for x in (norm, scale)]
+        arrived = [tuple(jax.block_until_ready(jax.device_put(v, place.update_output)) for v in packed)]
+        numbers = [
+            x if isinstance(x, (jax.Array, np.floating)) else jax.device_put(np.float32(x), place.host_compute)
+            for x in (norm, scale)
+        ]
         given = self.vectors if vectors is None else vectors
         self.vectors = self.unit.programs[(True,)](self.unit, given, arrived, *numbers)
         return self.unit.masters, self.unit.state, self.vectors
@@ -252,20 +255,33 @@ def test_the_arrays_of_a_unit_are_free_once_they_are_replaced():
 
 
 def test_units_that_count_alike_share_the_factors_of_a_step(monkeypatch):
-    """Their program runs once a step, whatever the number of layers, and anew where a count, norm or scale differs."""
+    """Their program runs once a step, whatever the number of units, and anew where a count, norm or scale differs."""
     updater = Updater.make(PAIRS["schedule"][0], jnp.bfloat16, clip_norm=1.0)
+    other = Updater.make(PAIRS["schedule"][0], jnp.bfloat16, clip_norm=1.0)
+    other.unit.programs = updater.unit.programs
     factors, place = updater.unit.programs[(True,)]._factors, make_placement()
     runs, program = [], factors._program
     monkeypatch.setattr(factors, "_program", lambda *given: (runs.append(given), program(*given))[1])
     norms = [jax.device_put(np.float32(norm), place.host_compute) for norm in (0.5, 3)]
-    one, two = ([np.int32(number), np.int32(number)] for number in (1, 2))
-    asked = [(one, 0, 1.0), (one, 0, 1.0), (one, 1, 1.0), (one, 1, 1.0), (one, 1, 2.0), (two, 1, 2.0), (two, 1, 2.0)]
-    found = [factors.of(counts, norms[norm], np.float32(scale)) for counts, norm, scale in asked]
-    assert len(runs) == 4
-    clips = [given[FACTORS.index("clip")] for given in found]
-    np.testing.assert_allclose(clips, [1, 1, *[1 / 3] * 5], rtol=1e-6)
-    rates = -np.asarray([given[FACTORS.index("rate")] for given in found])
-    np.testing.assert_allclose(rates, [SCHEDULE(count) for count in [1] * 5 + [2] * 2], rtol=1e-6)
+    scales = [np.float32(1), np.float32(2)]
+
+    def step(updater, norm, scale):
+        updater.step(gradients_at(0, jnp.bfloat16), norms[norm], scales[scale])
+        return len(runs)
+
+    steps = [
+        (updater, 0, 0),
+        (other, 0, 0),
+        (updater, 0, 0),
+        (other, 0, 0),
+        (updater, 1, 0),
+        (other, 1, 1),
+        (other, 1, 1),
+    ]
+    assert [step(*each) for each in steps] == [1, 1, 2, 2, 3, 4, 5]
+    assert [np.asarray(program(*given))[FACTORS.index("clip")] for given in runs] == pytest.approx([1, 1, *[1 / 3] * 3])
+    rates = [-np.asarray(program(*given))[FACTORS.index("rate")] for given in runs]
+    np.testing.assert_allclose(rates, [SCHEDULE(count) for count in (0, 1, 2, 2, 3)], rtol=1e-6)
 
 
 def test_counts_end_at_the_largest_integer():
@@ -282,7 +298,7 @@ def test_counts_end_at_the_largest_integer():
 def test_gradients_of_another_layout_are_refused_before_anything_changes():
     updater = Updater.make(PAIRS["adamw"][0], jnp.bfloat16)
     before = [np.array(array) for array in (*updater.unit.masters, *updater.unit.state)]
-    with pytest.raises(ValueError, match="an update takes gradients of"):
+    with pytest.raises(ValueError, match="an update takes a gradient of"):
         updater.step(gradients_at(0, jnp.float32), dtype=jnp.float32)
     assert_same_bits([*updater.unit.masters, *updater.unit.state], before)
 

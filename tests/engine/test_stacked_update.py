@@ -78,7 +78,7 @@ class Run:
         return packed
 
     def step(self, gradients):
-        packed, vectors = self.pack(gradients), self.pack(random(0))
+        packed, vectors = jax.block_until_ready((self.pack(gradients), self.pack(random(0))))
         numbers = [jax.device_put(np.float32(x), self.place.host_compute) for x in (0, 1)]
         for unit in self.units:
             update = unit.programs[(True,) * len(unit.layers)]

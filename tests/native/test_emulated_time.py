@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxferry.native import library
-from jaxferry.native.host_step import FACTORS, HostStep, StepPart, StepRule
+from jaxferry.native.host_step import HostStep, StepFactors, StepPart, StepRule
 from native.native_operations import Operations, numbers
 
 ROWS, COLUMNS = 256, 512
@@ -94,9 +94,10 @@ def test_a_host_step_takes_as_long_as_its_bytes(cpu):
     gradient, copy = (np.ones(size, dtypes[0]) for _ in range(2))
     masters, first, second = ([np.ones(size, np.float32)] for _ in range(3))
     rule = StepRule("adam", b1=0.9, b2=0.99, eps=1e-8)
-    step = HostStep(rule, [StepPart(0, 0, False)], masters, [first, second], dtypes, dtypes)
+    factors = StepFactors(0)
+    step = HostStep(rule, [StepPart(0, 0, False)], masters, [first, second], dtypes, dtypes, [], factors)
+    step.gradients[0], step.copies[0] = gradient.ctypes.data, copy.ctypes.data
     cpu.set_bandwidth("load", SILENT)
     cpu.set_bandwidth("store", SILENT)
     cpu.set_bandwidth("host", 28 * size / SECONDS)  # two for the gradient and the copy, eight for each of the others
-    addresses = [gradient.ctypes.data], [copy.ctypes.data]
-    assert seconds_of(lambda: step.run(np.ones(len(FACTORS), np.float32), *addresses)) >= SECONDS
+    assert seconds_of(step.run) >= SECONDS

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxferry.native.host_step import FACTORS, KINDS, NUM_MOMENTS, HostStep, StepPart, StepRule
+from jaxferry.native.host_step import FACTORS, KINDS, NUM_MOMENTS, HostStep, StepFactors, StepPart, StepRule
 from jaxferry.native.library import SIMD
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
@@ -47,13 +47,16 @@ def arrays_of(kind, size, gradient_dtype=ml_dtypes.bfloat16, copy_dtype=ml_dtype
     return normal(size, gradient_dtype, 0, 900), normal(size, np.float32, 1), moments, np.zeros(size, copy_dtype)
 
 
-def run(kind, gradients, masters, moments, copies, parts, numbers=NUMBERS):
+def run(kind, gradients, masters, moments, copies, parts, numbers=NUMBERS, counts=()):
     """The step by the library, on copies of masters, moments and compute copies; returns these."""
     masters, moments, copies = jax.tree.map(np.array, (masters, moments, copies))
     dtypes = ([array.dtype for array in arrays] for arrays in (gradients, copies))
-    step = HostStep(rule_of(kind), parts, masters, moments, *dtypes)
-    factors = np.asarray([numbers[name] for name in FACTORS], np.float32)
-    step.run(factors, *([array.ctypes.data for array in arrays] for arrays in (gradients, copies)))
+    factors = StepFactors(len(counts))
+    factors.values[:], factors.counts[:] = [numbers[name] for name in FACTORS], counts
+    step = HostStep(rule_of(kind), parts, masters, moments, *dtypes, counts, factors)
+    for addresses, arrays in ((step.gradients, gradients), (step.copies, copies)):
+        addresses[:] = [array.ctypes.data for array in arrays]
+    assert step.run()
     return masters, moments, copies
 
 
@@ -229,23 +232,50 @@ def test_without_parameters_nothing_happens(steps):
 def test_moments_that_cannot_be_updated_in_place_are_refused(steps, wrong):
     master, dtypes = np.ones(10, np.float32), [np.dtype(np.float32)]
     with pytest.raises(ValueError, match="masters and moments are writable fp32 arrays"):
-        HostStep(rule_of("momentum"), [StepPart(0, 0, True)], [master], [[wrong]], dtypes, dtypes)
+        HostStep(rule_of("momentum"), [StepPart(0, 0, True)], [master], [[wrong]], dtypes, dtypes, [], StepFactors(0))
+
+
+def test_counts_that_the_factors_are_not_of_are_refused(steps):
+    dtypes, counts = [np.dtype(np.float32)], [np.zeros((), np.int64)]
+    given = (rule_of("sgd"), [StepPart(0, 0, True)], [np.ones(10, np.float32)], [], dtypes, dtypes)
+    for counts, number in (([np.zeros((), np.int64)], 1), ([np.zeros((), np.int32)], 2)):
+        with pytest.raises(ValueError, match=f"the factors are of {number} counts, int32, got"):
+            HostStep(*given, counts, StepFactors(number))
+
+
+def test_a_step_counts_itself_and_does_nothing_with_factors_of_another_step(steps):
+    dtypes, counts = [np.dtype(np.float32)], [np.array(3, np.int32), np.array(2**31 - 1, np.int32)]
+    master, gradient, copy, factors = (
+        np.ones(10, np.float32),
+        np.ones(10, np.float32),
+        np.zeros(10, np.float32),
+        StepFactors(2),
+    )
+    step = HostStep(rule_of("sgd"), [StepPart(0, 0, False)], [master], [], dtypes, dtypes, counts, factors)
+    step.gradients[0], step.copies[0] = gradient.ctypes.data, copy.ctypes.data
+    factors.values[:] = [{"unscale": 1, "clip": 1, "rate": -0.5}.get(name, 0) for name in FACTORS]
+    factors.counts[:] = 3, 2**31 - 1
+    assert step.run() and not step.run()
+    assert (master == 0.5).all() and (copy == 0.5).all()
+    assert [int(count) for count in counts] == [4, 2**31 - 1]
 
 
 WAKES = """
 import os
 import numpy as np
 from jaxferry.native import library
-from jaxferry.native.host_step import FACTORS, HostStep, StepPart, StepRule
+from jaxferry.native.host_step import HostStep, StepFactors, StepPart, StepRule
 
 library("cpu").set_host_threads(4)
 for sizes in ([100] * 300, [100_000]):
     arrays = [[np.ones(size, np.float32) for size in sizes] for _ in range(3)]
     dtypes = [np.dtype(np.float32)] * len(sizes)
     parts = [StepPart(i, 0, False) for i in range(len(sizes))]
-    step = HostStep(StepRule("sgd"), parts, arrays[0], [], dtypes, dtypes)
+    step = HostStep(StepRule("sgd"), parts, arrays[0], [], dtypes, dtypes, [], StepFactors(0))
+    for addresses, each in zip((step.gradients, step.copies), arrays[1:]):
+        addresses[:] = [array.ctypes.data for array in each]
     before = len(os.listdir("/proc/self/task"))
-    step.run(np.ones(len(FACTORS), np.float32), *([a.ctypes.data for a in each] for each in arrays[1:]))
+    step.run()
     print(len(os.listdir("/proc/self/task")) - before)
 """
 

@@ -46,8 +46,7 @@ void jaxferry_ferry_set_delay(double seconds, unsigned seed);
 void jaxferry_set_blas(void* sgemm);
 int64_t jaxferry_set_host_threads(int64_t count);
 int jaxferry_set_host_simd(int simd);
-int jaxferry_host_update(int rule, const double* constants, const float* factors, int64_t count, const int64_t* rows,
-                         const void* const* gradients, void* const* copies);
+int jaxferry_host_update(const void* record);
 int64_t jaxferry_host_step_bytes();
 void jaxferry_host_clear(void* destination, int64_t num_bytes);
 void jaxferry_host_add(int from, const void* source, int to, void* destination, int64_t size, int adds);

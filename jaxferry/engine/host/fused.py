@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ from jaxferry.engine.host.pinned import Vectors, as_numpy, updated_vectors
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import Placement
 from jaxferry.native import is_available
-from jaxferry.native.host_step import FACTORS, HostStep, StepPart
+from jaxferry.native.host_step import FACTORS, HostStep, StepFactors, StepPart
 from jaxferry.native.operations import DTYPES
 from jaxferry.optimizers import FusedTransformation, HostRule
 from jaxferry.partition import Layer
@@ -90,26 +92,31 @@ class Factors:
 
     Args:
       program: the compiled function of `factors_program`.
+      num_counts: of a unit's state.
+
+    Attributes:
+      shared: the factors.
+      norm, scale: the numbers that they were computed with.
     """
 
-    def __init__(self, program: Callable[..., Any]) -> None:
-        self._program = program
-        self._latest: tuple[Any, ...] = (None, None, None, None)
+    def __init__(self, program: Callable[..., Any], num_counts: int) -> None:
+        self._program, self.shared = program, StepFactors(num_counts)
+        self.norm: Any = None
+        self.scale: Any = None
 
-    def of(self, counts: Sequence[np.ndarray], norm: Any, scale: np.floating) -> np.ndarray:
-        """The factors, fp32 `[7]`.
+    def compute(self, counts: Sequence[np.ndarray], norm: Any, scale: Any) -> None:
+        """Computes them.
 
         Args:
           counts: int32 scalars, see `factors_program`.
           norm: fp32 scalar, the global norm of all gradients after the division by `scale`; one object for a step.
-          scale: divides gradients.
+          scale: fp32 scalar, the divisor of gradients; likewise.
         """
-        taken = [count.item() for count in counts]
-        known_taken, known_norm, known_scale, found = self._latest
-        if known_taken != taken or known_norm is not norm or known_scale != scale:
-            found = np.asarray(self._program([np.int32(count) for count in taken], norm, scale))
-            self._latest = (taken, norm, scale, found)
-        return found
+        self.norm = self.scale = None
+        taken = [np.int32(count) for count in counts]
+        self.shared.values[:] = np.asarray(self._program(taken, norm, scale))
+        self.shared.counts[:] = taken
+        self.norm, self.scale = norm, scale
 
 
 class FusedUpdate:
@@ -151,22 +158,64 @@ class FusedUpdate:
 
     def __call__(
         self, unit: UpdateGroup, vectors: Sequence[Vectors], gradients: Sequence[Vectors], norm: Any, scale: Any
-    ) -> list[Vectors]:
+    ) -> Sequence[Vectors]:
         """See `update_programs.Update`. The arrays of the unit stay, with new content."""
         prepared = unit.prepared
         if prepared is None or prepared.update is not self:
-            prepared = unit.prepared = _Prepared(self, unit)
-        arrived = [vector for of_layer in gradients for vector in of_layer]
-        if [(vector.size, vector.dtype) for vector in arrived] != self._gradients:
-            raise ValueError(f"an update takes gradients of {self._gradients}, got {arrived}")
-        factors = self._factors.of(prepared.counts, norm, scale)
-        addresses = [vector.unsafe_buffer_pointer() for vector in arrived]
-        if self._writes_in_place:
-            prepared.run(factors, addresses, prepared.addresses_of(vectors))
-            return list(vectors)
-        made = [np.empty(vector.size, vector.dtype) for vector in self._copies]
-        prepared.run(factors, addresses, [array.ctypes.data for array in made])
-        return self._stored(vectors, made)
+            prepared = self._prepare(unit)
+        number = 0
+        for of_layer in gradients:
+            for vector in of_layer:
+                if prepared.arrived[number]() is not vector:
+                    self._note_gradient(prepared, number, vector)
+                number += 1
+        if not self._writes_in_place:
+            made = [np.empty(vector.size, vector.dtype) for vector in self._copies]
+            prepared.step.copies[:] = [array.ctypes.data for array in made]
+            self._run(prepared, norm, scale)
+            return self._stored(vectors, made)
+        for known, of_layer in zip(prepared.vectors, vectors, strict=True):
+            if known is not of_layer:
+                self._note_copies(prepared, vectors)
+        self._run(prepared, norm, scale)
+        return vectors
+
+    def begin_step(self, unit: UpdateGroup, norm: Any, scale: Any) -> None:
+        """See `update_programs.Update`."""
+        self._factors.compute((unit.prepared or self._prepare(unit)).counts, norm, scale)
+
+    def _run(self, prepared: _Prepared, norm: Any, scale: Any) -> None:
+        factors = self._factors
+        is_known = factors.norm is norm and factors.scale is scale
+        if not (is_known and prepared.step.run()):
+            factors.compute(prepared.counts, norm, scale)
+            prepared.step.run()
+
+    def _prepare(self, unit: UpdateGroup) -> _Prepared:
+        masters, state = (list(map(as_numpy, own)) for own in (unit.masters, unit.state))
+        moments, counts = [[state[i] for i in places] for places in self._moments], [state[i] for i in self._counts]
+        dtypes = [dtype for _, dtype in self._gradients], [vector.dtype for vector in self._copies]
+        given = (self._rule.step, self._parts, masters, moments, *dtypes, counts, self._factors.shared)
+        unit.prepared = _Prepared(
+            self, HostStep(*given), counts, [_nothing for _ in self._gradients], [()] * len(self._layers)
+        )
+        return unit.prepared
+
+    def _note_gradient(self, prepared: _Prepared, number: int, vector: jax.Array) -> None:
+        """Notes where a gradient is. Later ones are mostly in the same arrays, which only the transport keeps alive."""
+        if (vector.size, vector.dtype) != self._gradients[number]:
+            raise ValueError(
+                f"an update takes a gradient of {self._gradients[number]}, got {vector.shape} {vector.dtype}"
+            )
+        prepared.step.gradients[number] = vector.unsafe_buffer_pointer()
+        prepared.arrived[number] = weakref.ref(vector)
+
+    def _note_copies(self, prepared: _Prepared, vectors: Sequence[Vectors]) -> None:
+        """Notes where the compute copy is: each layer's vectors of trained parameters are its first ones."""
+        pairs = zip(vectors, self._layers, strict=True)
+        trained = [vector for of_layer, layer in pairs for vector in of_layer[: len(layer.vectors)]]
+        prepared.step.copies[:] = [vector.unsafe_buffer_pointer() for vector in jax.block_until_ready(trained)]
+        prepared.vectors = list(vectors)
 
     def _stored(self, vectors: Sequence[Vectors], made: Sequence[np.ndarray]) -> list[Vectors]:
         """The compute copy with these vectors of trained parameters."""
@@ -174,43 +223,25 @@ class FusedUpdate:
         new = [tuple(next(left) for _ in layer.vectors) for layer in self._layers]
         return updated_vectors(vectors, new, self._placement, self._layers)
 
-    def addresses(self, vectors: Sequence[Vectors]) -> list[int]:
-        """Where each layer's vectors of trained parameters, its first ones, are."""
-        pairs = zip(vectors, self._layers, strict=True)
-        trained = [vector for of_layer, layer in pairs for vector in of_layer[: len(layer.vectors)]]
-        return [vector.unsafe_buffer_pointer() for vector in jax.block_until_ready(trained)]
 
-    def step_of(self, masters: Sequence[np.ndarray], state: Sequence[np.ndarray]) -> tuple[HostStep, list[np.ndarray]]:
-        """A unit's prepared step, and the counts of its state."""
-        moments = [[state[place] for place in places] for places in self._moments]
-        dtypes = [dtype for _, dtype in self._gradients], [vector.dtype for vector in self._copies]
-        return HostStep(self._rule.step, self._parts, masters, moments, *dtypes), [state[i] for i in self._counts]
-
-
+@dataclasses.dataclass
 class _Prepared:
     """What an update knows of a unit until its arrays are replaced.
 
-    Args:
+    Attributes:
       update: the update.
-      unit: the unit.
+      step: the library's step.
+      counts: of the unit's state.
+      arrived: references to the vectors of gradients that the step reads.
+      vectors: the compute copy that it writes.
     """
 
-    def __init__(self, update: FusedUpdate, unit: UpdateGroup) -> None:
-        self.update = update
-        self._step, self.counts = update.step_of(*(list(map(as_numpy, own)) for own in (unit.masters, unit.state)))
-        self._vectors: Sequence[Vectors] = ()
-        self._addresses: list[int] = []
+    update: FusedUpdate
+    step: HostStep
+    counts: list[np.ndarray]
+    arrived: list[Callable[[], Any]]
+    vectors: list[Vectors]
 
-    def addresses_of(self, vectors: Sequence[Vectors]) -> list[int]:
-        """The addresses of a compute copy that is written in place."""
-        if len(vectors) != len(self._vectors) or any(
-            old is not new for old, new in zip(self._vectors, vectors, strict=True)
-        ):
-            self._addresses, self._vectors = self.update.addresses(vectors), tuple(vectors)
-        return self._addresses
 
-    def run(self, factors: np.ndarray, gradients: Sequence[int], copies: Sequence[int]) -> None:
-        """Runs a step and counts it."""
-        self._step.run(factors, gradients, copies)
-        for count in self.counts:
-            np.add(count, 1, out=count, where=count < np.iinfo(count.dtype).max)
+def _nothing() -> None:
+    """Refers to no array."""

@@ -40,7 +40,7 @@ class Update(Protocol):
 
     def __call__(
         self, unit: UpdateGroup, vectors: Sequence[Vectors], gradients: Sequence[Vectors], norm: Any, scale: Any
-    ) -> list[Vectors]:
+    ) -> Sequence[Vectors]:
         """Updates a unit's masters and state, and returns the new compute copy; waits for both.
 
         Args:
@@ -51,6 +51,10 @@ class Update(Protocol):
           norm: fp32 scalar, the global norm of the gradients after the division.
           scale: fp32 scalar, the divisor of the gradients.
         """
+        ...
+
+    def begin_step(self, unit: UpdateGroup, norm: Any, scale: Any) -> None:
+        """Does what the first update of a step does for all units, for a measurement of the others."""
         ...
 
 
@@ -78,6 +82,9 @@ class CompiledUpdate:
         made = jax.block_until_ready(self.program(unit.masters, unit.state, old, gradients, norm, scale))
         unit.masters, unit.state, new = made
         return updated_vectors(vectors, new, self._placement, self._layers)
+
+    def begin_step(self, unit: UpdateGroup, norm: Any, scale: Any) -> None:
+        """See `Update`."""
 
 
 class _InitialState:
@@ -172,7 +179,8 @@ class UpdatePrograms:
             missing[_FACTORS] = (missing[key][0], rules[key])
         programs = compile_shared(contents, lambda key: self._lowered(key, missing[key][0], missing[key][1], layers))
         if _FACTORS in programs:
-            self._factors = Factors(programs.pop(_FACTORS))
+            counts, *_ = programs[_FACTORS].args_info[0]
+            self._factors = Factors(programs.pop(_FACTORS), len(counts))
         for key, program in programs.items():
             self._updates[key] = CompiledUpdate(program, self._placement, self._trained(missing[key][0], layers))
         for key, rule in rules.items():
