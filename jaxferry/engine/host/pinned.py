@@ -138,7 +138,7 @@ def to_pinned(vectors: Sequence[jax.Array], placement: Placement, layer: Layer |
 def updated_vectors(
     old: Sequence[Vectors], made: Sequence[Sequence[Any]], placement: Placement, layers: Sequence[Layer] = ()
 ) -> list[Vectors]:
-    """The compute copy after an update, in pinned memory.
+    """The compute copy after an update, in the pinned memory of an accelerator.
 
     Args:
       old: each layer's vectors before it. No program may be reading them: they are overwritten if the CPU can.
@@ -148,7 +148,7 @@ def updated_vectors(
     """
     wanted: Sequence[Layer | None] = layers or [None] * len(made)
     pairs = zip(old, made, wanted, strict=True)
-    if placement.is_cpu or not writes_in_place(placement):
+    if not writes_in_place(placement):
         stored = [(jax.block_until_ready(to_pinned(new, placement, layer)), vectors) for vectors, new, layer in pairs]
         return [(*new, *vectors[len(new) :]) for new, vectors in stored]
     for vectors, new, _ in pairs:

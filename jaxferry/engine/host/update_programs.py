@@ -81,6 +81,8 @@ class CompiledUpdate:
         old = [of_layer[:num] if self._placement.is_cpu else () for of_layer, num in pairs]
         made = jax.block_until_ready(self.program(unit.masters, unit.state, old, gradients, norm, scale))
         unit.masters, unit.state, new = made
+        if self._placement.is_cpu:
+            return [(*own, *of_layer[num:]) for own, of_layer, num in zip(new, vectors, self._nums, strict=True)]
         return updated_vectors(vectors, new, self._placement, self._layers)
 
     def begin_step(self, unit: UpdateGroup, norm: Any, scale: Any) -> None:
