@@ -6,7 +6,7 @@
 One step takes a bf16 gradient, a loss scale and a clip factor, updates fp32 master and both moments, and writes a bf16
 compute copy. These run in turn, in one process, on the same number of CPUs and threads:
 
-- fused: `jaxferry.adamw`'s native operation in a jitted program with donated arguments, as the engine calls it;
+- fused: `jaxferry.adamw`'s native operation, as the engine calls it;
 - (a) memory: a memory-bandwidth baseline, a loop that reads and writes the same bytes (read_write.cc) of the same
   arrays;
 - (b) optax: `optax.adamw`, casts and scale in one jitted program with donated arguments;
@@ -14,8 +14,8 @@ compute copy. These run in turn, in one process, on the same number of CPUs and 
   torch (optional).
 
 Expected for at least 1e7 parameters: at least 0.9 of the speed of (a), at least 1.5 times that of (b) and (c). Smaller
-sizes deviate for three reasons. A call of a jitted program takes about 15 microseconds, longer than the arithmetic of
-1e4 parameters, while (a) is called once for all passes. With one thread per CPU, the calling thread needs a share of a
+sizes deviate for three reasons. A call from Python takes microseconds, as long as the arithmetic of 1e4 parameters,
+while (a) is called once for all passes. With one thread per CPU, the calling thread needs a share of a
 CPU too. And while all arrays fit into a cache, a root and a quotient per parameter take longer than its bytes. (b) has
 the same calls, and (c) moves two thirds more bytes at any size. Where one thread saturates memory
 (host_step_epyc.json), two threads hide the arithmetic of (b) and (c) behind their bytes, and the fused step is 1.46 to
@@ -46,9 +46,8 @@ from rich.table import Table
 
 import jaxferry
 import measure
-from jaxferry.engine.host.fused import fused_update
 from jaxferry.native import library
-from jaxferry.partition.layout import make_layer
+from jaxferry.native.host_step import FACTORS, HostStep, StepFactors, StepPart
 
 try:
     import torch
@@ -67,31 +66,23 @@ class Fused:
     """The native operation, called as in the engine."""
 
     def __init__(self, size):
-        optimizer = jaxferry.adamw(**SETTINGS)
-        layer = make_layer("layer", [0], ["w"], [jax.ShapeDtypeStruct((size,), jnp.bfloat16)], [np.dtype(np.float32)])
-
-        def step(gradient, clip, scale, params, state, copy):
-            params, state, copies = fused_update(
-                optimizer.rule, [layer], params, state, [[copy]], [[gradient]], clip, scale
-            )
-            return params, state, copies[0][0]
-
-        self.numbers = jnp.float32(1), jnp.float32(1)
-        self.gradient = jnp.full(size, 1e-3, jnp.bfloat16)
-        params = jnp.ones(size)
-        self.arrays = params, optimizer.init(params), jnp.ones(size, jnp.bfloat16)
-        self.step = jax.jit(step, donate_argnums=(3, 4, 5)).lower(self.gradient, *self.numbers, *self.arrays).compile()
+        rule, dtypes = jaxferry.adamw(**SETTINGS).rule.step, [np.dtype(jnp.bfloat16)]
+        self.gradient, self.copy = np.full(size, 1e-3, *dtypes), np.ones(size, *dtypes)
+        self.updated = [np.full(size, value, np.float32) for value in (1, 0, 0)]
+        factors = StepFactors(0)
+        numbers = {"unscale": 1, "clip": 1, "rate": -SETTINGS["learning_rate"], "decay": SETTINGS["weight_decay"]}
+        factors.values[:] = [numbers.get(name, 10) for name in FACTORS]
+        master, *moments = ([array] for array in self.updated)
+        self.step = HostStep(rule, [StepPart(0, 0, True)], master, moments, dtypes, dtypes, [], factors)
+        self.step.gradients[0], self.step.copies[0] = self.gradient.ctypes.data, self.copy.ctypes.data
 
     def __call__(self, num_steps):
         for _ in range(num_steps):
-            self.arrays = self.step(self.gradient, *self.numbers, *self.arrays)
-        jax.block_until_ready(self.arrays)
+            self.step.run()
 
     def pointers(self):
         """Returns the pointers of master, moments, gradient and copy."""
-        params, state, copy = jax.block_until_ready(self.arrays)
-        arrays = (params, state[0].mu, state[0].nu, self.gradient, copy)
-        return [array.unsafe_buffer_pointer() for array in arrays]
+        return [array.ctypes.data for array in (*self.updated, self.gradient, self.copy)]
 
 
 class Memory:

@@ -64,13 +64,6 @@ class HostRule:
         """Returns the trees of the rule's moments in a state."""
         return [getattr(state[0], name) for name in _MOMENTS[self.step.kind][1]]
 
-    def advance(self, state: Any, moments: list[Any]) -> Any:
-        """Returns the state after a step: new moments, every count incremented."""
-        names = _MOMENTS[self.step.kind][1]
-        counts = state[0]._replace(**dict.fromkeys(names))
-        first, *others = jax.tree.map(optax.safe_increment, (counts, *state[1:]))
-        return first._replace(**dict(zip(names, moments, strict=True))), *others
-
     def decays(self, params: Any) -> list[bool]:
         """Returns for each parameter of a tree whether weight decay applies."""
         if self.weight_decay is None or (not callable(self.weight_decay) and self.weight_decay == 0):

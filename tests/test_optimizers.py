@@ -11,6 +11,7 @@ import pytest
 
 import jaxferry
 import models
+from jaxferry.engine.host.fused import FusedUpdate
 from jaxferry.engine.host.separable import WholeUpdate, part_content
 from jaxferry.modes import Mode
 from jaxferry.native.host_step import StepRule
@@ -62,7 +63,7 @@ def two_layers():
 
 
 def is_fused(state):
-    return all("jaxferry_host_step" in p.as_text() for unit in state.host.units for p in unit.programs.values())
+    return all(isinstance(p, FusedUpdate) for unit in state.host.units for p in unit.programs.values())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,7 +20,7 @@ from jax.profiler import TraceAnnotation
 
 from jaxferry.engine.calls import Call, CalledUse
 from jaxferry.engine.global_arrays import moved
-from jaxferry.engine.host.pinned import Vectors, update_targets, updated_vectors
+from jaxferry.engine.host.pinned import Vectors
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import Operation
 from jaxferry.engine.lanes import Wait
@@ -115,14 +115,16 @@ def update(step: StepContext, call: Call) -> None:
         return
     norm: jax.Array | None = step.runnable.norms.none
     if step.runnable.rules.need_all_gradients:
-        is_finite, norm = step.judged()
+        is_finite, norm = jax.block_until_ready(step.judged())
     else:
         is_finite = step.is_finite()
     if step.runnable.is_first:
         step.gradients.wait_for_all()
     units = _units_to_update(step, call)
+    gradients = [step.gradients.gathered(unit) for unit in units]
     # A device error surfaces at this wait, before any master is donated.
-    gradients, norm = jax.block_until_ready(([step.gradients.gathered(unit) for unit in units], norm))
+    for vector in (vector for of_unit in gradients for vectors in of_unit for vector in vectors):
+        vector.block_until_ready()
     if is_finite and step.work.commit():
         step.is_updating = True
         for unit, vectors in zip(units, gradients, strict=True):
@@ -380,14 +382,9 @@ def _update_unread(step: StepContext) -> Wait | None:
 
 
 def _update_unit(step: StepContext, unit: UpdateGroup, gradients: Sequence[Vectors], norm: jax.Array | None) -> None:
-    host, placement = step.state.host, step.runnable.resources.placement
-    trained = [host.layers[group].trained for group in unit.layers]
-    num_trained = [len(layer.vectors) for layer in trained]
-    old = [host.vectors[group][:num] for group, num in zip(unit.layers, num_trained, strict=True)]
-    program = unit.programs[tuple(bool(used) for used in gradients)]
-    made = program(unit.masters, unit.state, update_targets(old, placement), gradients, norm, step.scale)
-    unit.masters, unit.state, packed = jax.block_until_ready(made)
+    vectors, update = step.state.host.vectors, unit.programs[tuple(map(bool, gradients))]
     # The gradients have arrived, so no program of this step reads the compute copy any more.
-    for group, new, num in zip(unit.layers, updated_vectors(old, packed, placement, trained), num_trained, strict=True):
-        host.vectors[group] = (*new, *host.vectors[group][num:])
+    made = update(unit, [vectors[group] for group in unit.layers], gradients, norm, step.scale)
+    for group, new in zip(unit.layers, made, strict=True):
+        vectors[group] = new
     step.gradients.recycle(unit)

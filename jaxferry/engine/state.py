@@ -365,7 +365,7 @@ class TrainState:
 
     @by_one_thread
     def masters(self) -> list[Any]:
-        """Returns the master parameters in the order of the flattened tree, without copies.
+        """Returns the master parameters in the order of the flattened tree, without copies: later updates change them.
 
         A `Stacked` stands for one that is stored in parts, an `Owned` for one of which this process has some elements.
         """
@@ -376,7 +376,8 @@ class TrainState:
         """Returns the master parameters and the leaves of the optimizer's state, in the form of `masters`.
 
         Args:
-          copied: whether all are copies; else those of layers that are updated on the device are.
+          copied: whether all are copies; else those of layers that are updated on the device are, and later updates
+            change the others.
 
         Raises:
           HostMemoryError: if host memory cannot hold the copies; nothing is allocated then.
@@ -398,7 +399,8 @@ class TrainState:
     def optimizer_state(self) -> dict[str, Any]:
         """Returns the leaves of the optimizer's state by path; leaves shared by all layers (a count) occur once.
 
-        Leaves of parameters that are stored in parts, or of which processes have some elements, are joined, as copies.
+        Leaves of parameters that are stored in parts, or of which processes have some elements, are joined, as copies;
+        later updates change the others.
         """
         self.settle()
         shapes = self.optimizer.state_shapes()

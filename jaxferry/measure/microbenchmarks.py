@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxferry.engine.device_updates import DeviceUpdateCompiler
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pinned import Vectors, update_targets, updated_vectors
+from jaxferry.engine.host.pinned import Vectors
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_functions import joined
@@ -189,6 +189,9 @@ def gradient_shapes(partition: Partition, derivative: Derivative) -> list[list[A
     return made
 
 
+_SCALE = np.float32(1)
+
+
 class HostUpdate:
     """A unit's host update on new state, until the compute copy is where the device reads it.
 
@@ -216,37 +219,32 @@ class HostUpdate:
         self._layers, self._parts = layers, [layers[i].trained for i in unit.layers]
         self.text = optimizer.updates.text(unit, layers, is_read)
         self.num_bytes = sum(master.size * master.dtype.itemsize for master in unit.masters)
-        self._program: Any = None
-        self._scalars: list[jax.Array] = []
+        self._scalar = jax.device_put(np.float32(1), placement.host_compute)
 
     def arguments(self) -> list[Any]:
-        """New masters, state, compute copies and gradients."""
+        """The unit with new masters and state, compute copies and gradients."""
         masters = [sample(aval, self._placement.host) for aval in self._unit.masters]
         state = self._optimizer.updates.init_state(self._unit, masters)
-        if self._program is None:
-            self._compile(masters, state)
+        own = dataclasses.replace(self._unit, masters=masters, state=state, programs={})
+        self._optimizer.updates.compile([own], self._layers, self._is_read)
         vectors = [sample_vectors(part, self._placement.pinned) for part in self._parts]
         where = self._placement.update_output
         gradients = [
             sample_vectors(part, where) if self._is_read[i] else ()
             for i, part in zip(self._unit.layers, self._parts, strict=True)
         ]
-        return [masters, state, vectors, gradients]
+        return [own, vectors, jax.block_until_ready(gradients)]
 
-    def _compile(self, masters: list[jax.Array], state: Any) -> None:
-        own = dataclasses.replace(self._unit, masters=masters, state=state, programs={})
-        self._optimizer.updates.compile([own], self._layers, self._is_read)
-        [self._program] = own.programs.values()
-        # The gradient's norm, and all further scalars.
-        num_scalars = len(self._program.args_info[0]) - 4
-        self._scalars = [jax.device_put(np.float32(1), self._placement.host_compute) for _ in range(num_scalars)]
-
-    def __call__(self, held: list[Any]) -> list[Any]:
+    def __call__(self, held: list[Any]) -> None:
         """Updates in place; the results, which are ready, take the places of the arguments."""
-        masters, state, vectors, gradients = held
-        made = self._program(masters, state, update_targets(vectors, self._placement), gradients, *self._scalars)
-        masters, state, packed = jax.block_until_ready(made)
-        held[:] = [masters, state, updated_vectors(vectors, packed, self._placement, self._parts), gradients]
+        own, vectors, gradients = held
+        [update] = own.programs.values()
+        held[1] = update(own, vectors, gradients, self._scalar, _SCALE)
+
+    def begin_step(self, held: list[Any]) -> list[Any]:
+        """Computes what all updates of a step share; returns the argument."""
+        [update] = held[0].programs.values()
+        update.begin_step(held[0], self._scalar, _SCALE)
         return held
 
 
@@ -259,7 +257,7 @@ def update_subject(
     def time(effort: Effort) -> float:
         held = update.arguments()
         cold = cold_caches(placement.host_compute)
-        return median_s(timed_call(update, lambda: (held,), empty_caches=cold), effort)
+        return median_s(timed_call(update, lambda: (update.begin_step(held),), empty_caches=cold), effort)
 
     return Subject(f"update {layers[unit.layers[0]].name}", f"update\n{update.text}", time)
 

@@ -1,14 +1,14 @@
-"""Runs an optimizer step on host memory in one pass: the operation `jaxferry_host_step` (`xla_ffi/README.md`)."""
+"""Runs an optimizer step on host memory in one pass: the function `jaxferry_host_update` (`xla_ffi/README.md`)."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 import numpy as np
 
+from jaxferry.errors import NativeError
 from jaxferry.native.library import library
 from jaxferry.native.targets import DTYPE_NUMBERS
 
@@ -19,7 +19,11 @@ NUM_MOMENTS = {"adam": 2, "nadam": 2, "lion": 1, "sgd": 0, "momentum": 1, "neste
 """Number of moments, arrays of a parameter's shape, that each rule keeps."""
 
 FACTORS = ("unscale", "clip", "rate", "decay", "first", "gradient", "second")
-"""Factors that change from step to step, in the order of the operand `factors`."""
+"""Factors that change from step to step, in the order of the argument `factors`."""
+
+_NO_MEMORY = 1
+_BRIEF_PARAMETERS = 1 << 15
+"""A step of so many takes the time of some ten calls from Python, on one thread."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,65 +60,89 @@ class StepPart:
     decays: bool
 
 
-def host_step(
-    rule: StepRule,
-    parts: Sequence[StepPart],
-    factors: jax.Array,
-    gradients: Sequence[jax.Array],
-    masters: Sequence[jax.Array],
-    moments: Sequence[Sequence[jax.Array]],
-    copies: Sequence[Any] | jax.Array,
-    copy_dtypes: Sequence[Any] = (),
-) -> tuple[list[jax.Array], list[list[jax.Array]], list[jax.Array]]:
-    """Updates all parameters of a layer, inside a jitted function on the CPU backend.
+class StepFactors:
+    """The factors that several steps read, and the counts of steps that they belong to.
+
+    Args:
+      num_counts: of an optimizer's state.
+
+    Attributes:
+      values: fp32 `[7]`, see `FACTORS`.
+      counts: int32 `[num_counts]`, before the step.
+    """
+
+    def __init__(self, num_counts: int) -> None:
+        self.values, self.counts = np.zeros(len(FACTORS), np.float32), np.full(num_counts, -1, np.int32)
+
+
+class HostStep:
+    """Updates parameters in host memory in place: all that the library is told is prepared once.
+
+    A step of a small layer finds the code of a hundred calls of Python's in memory, not in a cache: each takes some ten
+    microseconds then.
 
     Args:
       rule: the arithmetic.
       parts: each parameter's location in the vectors.
-      factors: fp32 `[7]`, see `FACTORS`.
-      gradients: flat vectors, fp32, bf16 or fp16.
-      masters: the fp32 parameters, of any shapes; donated.
-      moments: for each moment of the rule, fp32 arrays of the masters' shapes; donated.
-      copies: the flat vectors of the compute copy, donated; or `jax.ShapeDtypeStruct`s to allocate them. Or one array,
-        uint8 `[8 * vectors]`: the addresses of vectors in host memory with the shapes of the gradients. They are
-        overwritten, and must outlive the call.
-      copy_dtypes: the dtypes of copies at addresses; not read otherwise.
+      masters: writable fp32 arrays, contiguous; they stay where they are.
+      moments: for each moment of the rule, such arrays of the masters' sizes.
+      gradient_dtypes: of each vector of gradients: fp32, bf16 or fp16.
+      copy_dtypes: likewise of the compute copy.
+      counts: int32 scalars, writable, which each step increments up to their maximum.
+      factors: those of the next step.
 
-    Returns:
-      Masters, moments and copies, in the buffers of the donated arguments. No copies if their addresses are given.
+    Attributes:
+      gradients: the address of each vector of gradients, to be set before a step.
+      copies: likewise of the compute copy, which is overwritten.
 
     Raises:
       NativeError: if the CPU library cannot be used.
     """
-    library("cpu")
-    updated = [*masters, *(array for moment in moments for array in moment)]
-    aliased, made, addresses = list(updated), list(updated), []
-    if isinstance(copies, jax.Array):
-        addresses = [copies]
-    else:
-        aliased += [copy for copy in copies if isinstance(copy, jax.Array)]
-        made += copies
-    structs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in made]
-    first = 1 + len(gradients)
-    aliases = {first + i: i for i in range(len(aliased))}
-    call = jax.ffi.ffi_call("jaxferry_host_step", structs, input_output_aliases=aliases)
-    results = list(
-        call(
-            factors,
-            *gradients,
-            *aliased,
-            *addresses,
-            rule=np.int64(KINDS.index(rule.kind)),
-            vectors=np.asarray([part.vector for part in parts], np.int64),
-            offsets=np.asarray([part.offset for part in parts], np.int64),
-            decays=np.asarray([part.decays for part in parts], np.int64),
-            copies=np.asarray([DTYPE_NUMBERS[np.dtype(dtype)] for dtype in copy_dtypes if addresses], np.int64),
-            b1=np.float64(rule.b1),
-            b2=np.float64(rule.b2),
-            eps=np.float64(rule.eps),
-            eps_root=np.float64(rule.eps_root),
+
+    def __init__(
+        self,
+        rule: StepRule,
+        parts: Sequence[StepPart],
+        masters: Sequence[np.ndarray],
+        moments: Sequence[Sequence[np.ndarray]],
+        gradient_dtypes: Sequence[np.dtype],
+        copy_dtypes: Sequence[np.dtype],
+        counts: Sequence[np.ndarray],
+        factors: StepFactors,
+    ) -> None:
+        rows = np.zeros((len(parts), 9), np.int64)
+        for row, part, *arrays in zip(rows, parts, masters, *moments, strict=True):
+            dtypes = (gradient_dtypes[part.vector], copy_dtypes[part.vector])
+            numbers = [DTYPE_NUMBERS[np.dtype(dtype)] for dtype in dtypes]
+            row[:6] = part.vector, part.offset, arrays[0].size, part.decays, *numbers
+            for array in arrays:
+                if array.dtype != np.float32 or array.size != row[2] or not array.flags.carray:
+                    raise ValueError(f"masters and moments are writable fp32 arrays, got {array.dtype}{array.shape}")
+            row[6 : 6 + len(arrays)] = [array.ctypes.data for array in arrays]
+        if len(counts) != factors.counts.size or any(count.dtype != np.int32 for count in counts):
+            raise ValueError(f"the factors are of {factors.counts.size} counts, int32, got {counts}")
+        self.gradients, self.copies = ((ctypes.c_void_p * len(each))() for each in (gradient_dtypes, copy_dtypes))
+        constants = np.asarray([rule.b1, rule.b2, rule.eps, rule.eps_root])
+        of_counts = np.asarray([count.ctypes.data for count in counts], np.int64)
+        record = np.asarray(
+            [
+                *(KINDS.index(rule.kind), len(parts), len(counts)),
+                *(constants.ctypes.data, rows.ctypes.data),
+                *(ctypes.addressof(self.gradients), ctypes.addressof(self.copies)),
+                *(array.ctypes.data for array in (of_counts, factors.values, factors.counts)),
+            ]
         )
-    )
-    n = len(masters)
-    split = [results[start : start + n] for start in range(0, len(updated), n)] if n else [[], *([] for _ in moments)]
-    return split[0], split[1:], results[len(updated) :]
+        self._kept = (masters, moments, counts, factors, rows, constants, of_counts, record)
+        self._library, self._is_brief = library("cpu"), bool(rows[:, 2].sum() <= _BRIEF_PARAMETERS)
+        self._record = ctypes.c_void_p(record.ctypes.data)
+
+    def run(self) -> bool:
+        """Runs a step; nothing else may use the arrays meanwhile. Returns False if the factors are of other counts.
+
+        Raises:
+          NativeError: if there is no memory for the call.
+        """
+        result = self._library.host_update(self._record, self._is_brief)
+        if result == _NO_MEMORY:
+            raise NativeError("the host has no memory for an update")
+        return not result

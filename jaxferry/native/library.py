@@ -47,8 +47,8 @@ TARGETS = (
     "jaxferry_mark",
 )
 
-CPU_TARGETS = ("jaxferry_host_step",)
-"""Additional targets of the CPU library, which run on host memory for any device."""
+CPU_FUNCTIONS = ("jaxferry_host_update",)
+"""What the CPU library must have besides, for host memory of any device."""
 
 SIMD = ("portable", "avx2", "avx512", "avx512-bf16")
 """Instruction sets of the host step, in ascending order."""
@@ -92,6 +92,8 @@ class NativeLibrary:
     def __init__(self, platform: str, functions: ctypes.CDLL):
         self.platform = platform
         self._functions = functions
+        # The same library, called without releasing Python's lock.
+        self._brief_functions = ctypes.PyDLL(functions._name) if platform == "cpu" else functions
         self.emulated: dict[str, float] = {}
         self._threads_wanted, self._best_simd = 0, SIMD[-1]
 
@@ -255,6 +257,15 @@ class NativeLibrary:
         added = (numbers[0], _data(rows), _data(indices), *sizes[:2])
         self._functions.jaxferry_host_add_rows(*added, numbers[1], _data(target), *sizes[2:])
 
+    def host_update(self, record: ctypes.c_void_p, is_brief: bool) -> int:
+        """Runs a host step, see `host_step.HostStep`.
+
+        A brief one keeps Python's lock: whoever gives it away may wait 5 ms for it. An emulated host takes its time.
+        """
+        functions = self._brief_functions if is_brief and "host" not in self.emulated else self._functions
+        result: int = functions.jaxferry_host_update(record)
+        return result
+
     @property
     def host_step_bytes(self) -> int:
         """The bytes of host memory that all host steps of the process have read and written so far."""
@@ -395,7 +406,8 @@ def _mismatch(platform: str, abi: int, build_info: dict[str, Any], functions: ct
         return f"has version {abi} of the native interface, but this package needs version {ABI}"
     if build_info.get("platform") != platform:
         return f"is for platform {build_info.get('platform')!r}, not {platform!r}"
-    missing = [target for target in _targets(platform) if not hasattr(functions, target)]
+    wanted = (*TARGETS, *CPU_FUNCTIONS) if platform == "cpu" else TARGETS
+    missing = [name for name in wanted if not hasattr(functions, name)]
     if missing:
         return f"lacks {', '.join(missing)}"
     # XLA accepts handlers of an older minor version than its own; with newer ones it fails to start.
@@ -404,10 +416,6 @@ def _mismatch(platform: str, abi: int, build_info: dict[str, Any], functions: ct
         here = f"jaxlib {jaxlib.version.__version__} has {installed[0]}.{installed[1]}"
         return f"was built for version {built[0]}.{built[1]} of XLA's FFI (jaxlib {build_info.get('jaxlib')}), {here}"
     return None
-
-
-def _targets(platform: str) -> tuple[str, ...]:
-    return (*TARGETS, *CPU_TARGETS) if platform == "cpu" else TARGETS
 
 
 @functools.cache
@@ -419,7 +427,7 @@ def _load(platform: str) -> tuple[LibraryStatus, NativeLibrary | None]:
         functions = ctypes.CDLL(str(found.path))
         if platform == "cpu":
             functions.jaxferry_set_blas(ctypes.c_void_p(_sgemm()))
-        for target in _targets(platform):
+        for target in TARGETS:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(functions, target)), platform=platform)
         loaded = NativeLibrary(platform, functions)
         if platform == "cpu":

@@ -1,6 +1,8 @@
 """The compiled update of a unit, fused and generic, against plain Optax: 100 steps, all dtypes, clipping, scales."""
 
 import dataclasses
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +11,12 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.engine.host.fused import fused_rule
+from jaxferry.engine.host.fused import FusedUpdate, fused_rule
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pinned import update_targets
 from jaxferry.engine.host.subtree import path_names
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import make_placement
+from jaxferry.native.host_step import FACTORS
 from jaxferry.partition.layout import make_layer
 from planned import assert_same_bits
 from tolerances import FUSED_RTOL
@@ -96,17 +98,19 @@ class Updater:
         packed = layers[0].pack([masters[i] for i in indices])
         return cls(host, unit, layers, [tuple(jax.device_put(v, place.pinned, may_alias=False) for v in packed)])
 
-    def step(self, gradients, norm=0.0, scale=1.0, vectors=None):
+    def step(self, gradients, norm=0.0, scale=1.0, vectors=None, dtype=None):
         leaves = jax.tree.leaves(gradients)
         packed = self.layers[0].pack([leaves[leaf.index] for leaf in self.layers[0].leaves])
+        packed = packed if dtype is None else [vector.astype(dtype) for vector in packed]
         place = make_placement()
-        arrived = [tuple(jax.device_put(v, place.pinned) for v in packed)]
-        numbers = [jax.device_put(jnp.float32(x), place.host_compute) for x in (norm, scale)]
+        arrived = [tuple(jax.block_until_ready(jax.device_put(v, place.update_output)) for v in packed)]
+        numbers = [
+            x if isinstance(x, (jax.Array, np.floating)) else jax.device_put(np.float32(x), place.host_compute)
+            for x in (norm, scale)
+        ]
         given = self.vectors if vectors is None else vectors
-        program = self.unit.programs[(True,)]
-        results = program(self.unit.masters, self.unit.state, given, arrived, *numbers)
-        self.unit.masters, self.unit.state, self.vectors = results
-        return results
+        self.vectors = self.unit.programs[(True,)](self.unit, given, arrived, *numbers)
+        return self.unit.masters, self.unit.state, self.vectors
 
 
 @pytest.fixture
@@ -115,7 +119,7 @@ def is_fused():
 
     def check(optimizer):
         updater = Updater.make(optimizer, jnp.bfloat16)
-        return "jaxferry_host_step" in updater.unit.programs[(True,)].as_text()
+        return isinstance(updater.unit.programs[(True,)], FusedUpdate)
 
     return check
 
@@ -202,45 +206,120 @@ def test_gradients_that_are_not_finite_make_parameters_that_are_not(which):
     assert np.isnan(np.asarray(vector).astype(np.float32)).sum() == 1
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_masters_state_and_compute_copy_stay_where_they_are(name):
-    updater = Updater.make(PAIRS[name][0], jnp.bfloat16)
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(
+    "name", [name if name == "adamw" else pytest.param(name, marks=pytest.mark.slow) for name in PAIRS]
+)
+def test_masters_state_and_compute_copy_stay_where_they_are(name, which):
+    updater = Updater.make(PAIRS[name][which], jnp.bfloat16)
 
     def arrays():
         return [*updater.unit.masters, *(leaf for leaf in updater.unit.state if leaf.shape), *updater.vectors[0]]
 
     updater.step(gradients_at(0, jnp.bfloat16))
     before = [array.unsafe_buffer_pointer() for array in jax.block_until_ready(arrays())]
-    stats = updater.unit.programs[(True,)].memory_analysis()
-    assert stats.alias_size_in_bytes >= sum(array.nbytes for array in arrays())
-    assert stats.temp_size_in_bytes < 500
     updater.step(gradients_at(1, jnp.bfloat16))
     assert [array.unsafe_buffer_pointer() for array in arrays()] == before
 
 
+def test_replaced_masters_and_state_are_those_that_are_updated():
+    """What is prepared for an update belongs to the arrays that it was prepared for."""
+    ours, theirs = (Updater.make(PAIRS["adamw"][0], jnp.bfloat16) for _ in range(2))
+    for number in range(2):
+        theirs.step(gradients_at(number, jnp.bfloat16))
+        ours.step(gradients_at(number, jnp.bfloat16))
+        before = [*map(np.asarray, (*ours.unit.masters, *ours.unit.state))]
+        expected = [array.copy() for array in before]
+        # In other places, and in a unit that is made of this one.
+        copies = [
+            [jax.device_put(np.array(array), ours.unit.masters[0].sharding, may_alias=False) for array in arrays]
+            for arrays in (ours.unit.masters, ours.unit.state)
+        ]
+        if number:
+            ours.unit = dataclasses.replace(ours.unit, masters=copies[0], state=copies[1])
+        else:
+            ours.unit.masters, ours.unit.state = copies
+    ours.step(gradients_at(2, jnp.bfloat16))
+    theirs.step(gradients_at(2, jnp.bfloat16))
+    assert_same_bits(before, expected)
+    assert_same_bits([*ours.unit.masters, *ours.unit.state], [*theirs.unit.masters, *theirs.unit.state])
+
+
+def test_the_arrays_of_a_unit_are_free_once_they_are_replaced():
+    updater = Updater.make(PAIRS["adamw"][0], jnp.bfloat16)
+    updater.step(gradients_at(0, jnp.bfloat16))
+    freed = weakref.ref(updater.unit.masters[0])
+    updater.unit.masters = [jnp.array(master) for master in updater.unit.masters]
+    gc.collect()
+    assert freed() is None
+
+
+def test_units_that_count_alike_share_the_factors_of_a_step(monkeypatch):
+    """Their program runs once a step, whatever the number of units, and anew where a count, norm or scale differs."""
+    updater = Updater.make(PAIRS["schedule"][0], jnp.bfloat16, clip_norm=1.0)
+    other = Updater.make(PAIRS["schedule"][0], jnp.bfloat16, clip_norm=1.0)
+    other.unit.programs = updater.unit.programs
+    factors, place = updater.unit.programs[(True,)]._factors, make_placement()
+    runs, program = [], factors._program
+    monkeypatch.setattr(factors, "_program", lambda *given: (runs.append(given), program(*given))[1])
+    norms = [jax.device_put(np.float32(norm), place.host_compute) for norm in (0.5, 3)]
+    scales = [np.float32(1), np.float32(2)]
+
+    def step(updater, norm, scale):
+        updater.step(gradients_at(0, jnp.bfloat16), norms[norm], scales[scale])
+        return len(runs)
+
+    steps = [
+        (updater, 0, 0),
+        (other, 0, 0),
+        (updater, 0, 0),
+        (other, 0, 0),
+        (updater, 1, 0),
+        (other, 1, 1),
+        (other, 1, 1),
+    ]
+    assert [step(*each) for each in steps] == [1, 1, 2, 2, 3, 4, 5]
+    assert [np.asarray(program(*given))[FACTORS.index("clip")] for given in runs] == pytest.approx([1, 1, *[1 / 3] * 3])
+    rates = [-np.asarray(program(*given))[FACTORS.index("rate")] for given in runs]
+    np.testing.assert_allclose(rates, [SCHEDULE(count) for count in (0, 1, 2, 2, 3)], rtol=1e-6)
+
+
+def test_counts_end_at_the_largest_integer():
+    updater = Updater.make(PAIRS["schedule"][0], jnp.bfloat16)
+    updater.unit.state = [
+        leaf if leaf.shape or leaf.dtype != np.int32 else jax.device_put(np.int32(2**31 - 2), leaf.sharding)
+        for leaf in updater.unit.state
+    ]
+    for number in range(2):
+        updater.step(gradients_at(number, jnp.bfloat16))
+    assert [int(leaf) for leaf in updater.unit.state if leaf.dtype == np.int32] == [2**31 - 1] * 2
+
+
+def test_gradients_of_another_layout_are_refused_before_anything_changes():
+    updater = Updater.make(PAIRS["adamw"][0], jnp.bfloat16)
+    before = [np.array(array) for array in (*updater.unit.masters, *updater.unit.state)]
+    with pytest.raises(ValueError, match="an update takes a gradient of"):
+        updater.step(gradients_at(0, jnp.float32), dtype=jnp.float32)
+    assert_same_bits([*updater.unit.masters, *updater.unit.state], before)
+
+
 @pytest.mark.parametrize("reaches", [True, False])
-def test_where_the_device_is_no_cpu_the_compute_copy_is_written_in_place_or_made(monkeypatch, reaches):
-    expected = Updater.make(PAIRS["adamw"][0], jnp.bfloat16)
+@pytest.mark.parametrize("which", [0, 1])
+def test_where_the_device_is_no_cpu_the_compute_copy_is_written_in_place_or_made(monkeypatch, reaches, which):
+    expected = Updater.make(PAIRS["adamw"][which], jnp.bfloat16)
     expected.step(gradients_at(0, jnp.bfloat16))
     place = make_placement()
     monkeypatch.setattr(type(place), "is_cpu", property(lambda self: False))
     for name in ("can_view", "writes_in_place") if not reaches else ():
         for module in ("pinned", "update_programs"):
             monkeypatch.setattr(f"jaxferry.engine.host.{module}.{name}", lambda placement: False, raising=False)
-    updater = Updater.make(PAIRS["adamw"][0], jnp.bfloat16)
-    assert "jaxferry_host_step" in updater.unit.programs[(True,)].as_text()
-    gradients = gradients_at(0, jnp.bfloat16)
-    leaves = jax.tree.leaves(gradients)
-    packed = updater.layers[0].pack([leaves[leaf.index] for leaf in updater.layers[0].leaves])
-    arrived = [tuple(jax.device_put(v, place.host) for v in packed)]
-    numbers = [jax.device_put(jnp.float32(x), place.host_compute) for x in (0, 1)]
-    targets = update_targets(updater.vectors, place)
-    masters, _, made = updater.unit.programs[(True,)](
-        updater.unit.masters, updater.unit.state, targets, arrived, *numbers
-    )
+    updater = Updater.make(PAIRS["adamw"][which], jnp.bfloat16)
+    before = [vector.unsafe_buffer_pointer() for vector in updater.vectors[0]]
+    masters, _, [made] = updater.step(gradients_at(0, jnp.bfloat16))
     assert_same_bits(masters, expected.unit.masters)
-    assert made == [()] if reaches else made[0][0].sharding.memory_kind == "unpinned_host"
-    assert_same_bits(updater.vectors if reaches else made, expected.vectors)
+    assert_same_bits(made, expected.vectors[0])
+    assert all(vector.sharding.memory_kind == "pinned_host" for vector in made)
+    assert ([vector.unsafe_buffer_pointer() for vector in made] == before) == reaches
 
 
 NOT_FUSED = {

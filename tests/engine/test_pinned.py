@@ -90,7 +90,6 @@ def test_a_client_that_tells_no_addresses_has_no_views(monkeypatch):
 
 def test_without_views_there_are_copies(accelerator, unreachable, vectors):
     place = accelerator
-    assert pinned.update_targets([tuple(vectors)], place) == [()]
     made = [jax.device_put(-np.arange(vector.size, dtype=np.float32), place.host) for vector in vectors]
     [new] = pinned.updated_vectors([tuple(vectors)], [tuple(made)], place)
     assert all(vector.sharding.memory_kind == "pinned_host" for vector in new)

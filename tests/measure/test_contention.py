@@ -71,8 +71,16 @@ def test_updates_take_turns_on_arrays_of_their_own():
     given = setting()
     layers = given.partition.layers
     [unit] = given.optimizer.units_of(layers)
-    call = in_turn(HostUpdate(given.optimizer, given.placement, unit, layers, [True]))
-    masters = [call()[0][0].unsafe_buffer_pointer() for _ in range(2)]
+    masters = []
+
+    class Noted(HostUpdate):
+        def __call__(self, held):
+            super().__call__(held)
+            masters.append(held[0].masters[0].unsafe_buffer_pointer())
+
+    call = in_turn(Noted(given.optimizer, given.placement, unit, layers, [True]))
+    call()
+    call()
     assert len(set(masters)) == 2
 
 

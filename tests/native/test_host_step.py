@@ -1,17 +1,15 @@
 """The host step against NumPy, operation by operation: every rule, dtype, instruction set and number of threads."""
 
-import functools
 import os
 import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxferry.native.host_step import FACTORS, KINDS, NUM_MOMENTS, StepPart, StepRule, host_step
+from jaxferry.native.host_step import FACTORS, KINDS, NUM_MOMENTS, HostStep, StepFactors, StepPart, StepRule
 from jaxferry.native.library import SIMD
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
@@ -49,17 +47,17 @@ def arrays_of(kind, size, gradient_dtype=ml_dtypes.bfloat16, copy_dtype=ml_dtype
     return normal(size, gradient_dtype, 0, 900), normal(size, np.float32, 1), moments, np.zeros(size, copy_dtype)
 
 
-def run(kind, gradients, masters, moments, copies, parts, numbers=NUMBERS, copy_dtypes=()):
-    """The step by the library; arrays become JAX's own first."""
-
-    @functools.partial(jax.jit, donate_argnums=(2, 3, 4))
-    def step(factors, gradients, masters, moments, copies):
-        return host_step(rule_of(kind), parts, factors, gradients, masters, moments, copies, copy_dtypes)
-
-    factors = jnp.asarray([numbers[name] for name in FACTORS], jnp.float32)
-    # An address is no memory to donate.
-    step = step if isinstance(copies, list) else jax.jit(step.__wrapped__, donate_argnums=(2, 3))
-    return jax.tree.map(np.asarray, step(factors, *jax.tree.map(jnp.array, (gradients, masters, moments, copies))))
+def run(kind, gradients, masters, moments, copies, parts, numbers=NUMBERS, counts=()):
+    """The step by the library, on copies of masters, moments and compute copies; returns these."""
+    masters, moments, copies = jax.tree.map(np.array, (masters, moments, copies))
+    dtypes = ([array.dtype for array in arrays] for arrays in (gradients, copies))
+    factors = StepFactors(len(counts))
+    factors.values[:], factors.counts[:] = [numbers[name] for name in FACTORS], counts
+    step = HostStep(rule_of(kind), parts, masters, moments, *dtypes, counts, factors)
+    for addresses, arrays in ((step.gradients, gradients), (step.copies, copies)):
+        addresses[:] = [array.ctypes.data for array in arrays]
+    assert step.run()
+    return masters, moments, copies
 
 
 def run_one(kind, gradient, master, moments, copy, decays=True, numbers=NUMBERS):
@@ -226,143 +224,66 @@ def test_without_parameters_nothing_happens(steps):
     assert (masters, moments, copies) == ([], [[], []], [])
 
 
-def test_all_is_updated_where_it_lies_and_needs_no_memory(steps):
-    size = 4 * CHUNK
-    gradient, master, moments, copy = arrays_of("adam", size)
-    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="unpinned_host")
-
-    @functools.partial(jax.jit, donate_argnums=(2, 3, 4), out_shardings=host)
-    def step(factors, gradient, master, moments, copy):
-        gradient, master, moments, copy = jax.device_put((gradient, master, moments, copy), jax.memory.Space.Device)
-        return host_step(
-            rule_of("adam"), [StepPart(0, 0, True)], factors, [gradient], [master], [[m] for m in moments], [copy]
-        )
-
-    gradient, *given = [jax.device_put(x, host, may_alias=False) for x in (gradient, master, *moments, copy)]
-    factors = jnp.ones(len(FACTORS))
-    compiled = step.lower(factors, gradient, given[0], given[1:3], given[3]).compile()
-    stats = compiled.memory_analysis()
-    assert stats.alias_size_in_bytes == size * (4 + 4 + 4 + 2)
-    assert stats.temp_size_in_bytes < 1000
-    addresses = []
-    for _ in range(3):
-        results = compiled(factors, gradient, given[0], given[1:3], given[3])
-        given = jax.block_until_ready(jax.tree.leaves(results))
-        addresses.append([x.unsafe_buffer_pointer() for x in given])
-    assert addresses[1:] == addresses[:-1]
-
-
-def test_copies_are_made_where_none_are_given(steps):
-    gradient, master, moments, copy = arrays_of("adam", 100)
-    shape = jax.ShapeDtypeStruct(copy.shape, copy.dtype)
-
-    @functools.partial(jax.jit, donate_argnums=(2, 3))
-    def step(factors, gradient, master, moments):
-        return host_step(rule_of("adam"), [StepPart(0, 0, True)], factors, [gradient], [master], moments, [shape])
-
-    factors = jnp.asarray([NUMBERS[name] for name in FACTORS], jnp.float32)
-    given = jax.tree.map(jnp.array, (gradient, master, [[m] for m in moments]))
-    _, _, [made] = step(factors, *given)
-    assert_same_bits([np.asarray(made)], expected_of("adam", gradient, master, moments, copy)[-1:])
-
-
-@pytest.mark.parametrize("is_wide", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_copies_are_written_to_the_addresses_that_are_given(steps, dtype, is_wide):
-    size = CHUNK + 17
-    of_gradients = np.float32 if is_wide else dtype
-    gradient, master, moments, copy = arrays_of("adam", size, of_gradients, dtype)
-    others = arrays_of("adam", 5, of_gradients, dtype)
-    parts = [StepPart(0, 0, True), StepPart(1, 2, False)]
-    given = [
-        [gradient, np.concatenate([others[0][:2], others[0]])],
-        [master, others[1]],
-        [list(pair) for pair in zip(moments, others[2], strict=True)],
-    ]
-    expected = run("adam", *given, [copy, np.zeros(7, dtype)], parts)
-    targets = [np.full(size, 3, dtype), np.full(7, 3, dtype)]
-    addresses = np.asarray([target.ctypes.data for target in targets], np.uint64).view(np.uint8)
-    masters, moments, copies = run("adam", *given, addresses, parts, copy_dtypes=[dtype, dtype])
-    assert copies == []
-    assert_same_bits(jax.tree.leaves([masters, moments, targets[0]]), jax.tree.leaves([*expected[:2], expected[2][0]]))
-    assert_same_bits(targets[1][2:], expected[2][1][2:])
-    assert (targets[1][:2] == 3).all()
-
-
 @pytest.mark.parametrize(
-    ("addresses", "copies", "message"),
-    [
-        (np.zeros(8, np.uint8), [1], "the address of copy 0 must be a multiple of 2 other than 0, got 0"),
-        (np.asarray([65], np.uint64).view(np.uint8), [1], "must be a multiple of 2 other than 0, got 65"),
-        (np.zeros(8, np.uint8), [3], r"copies must lie in \[0, 2\], got 3"),
-        (np.zeros(8, np.uint8), [], "copies must have the dtype of each of the 1 copies, got 0"),
-        (np.zeros(7, np.uint8), [1], r"must be their addresses, uint8\[8\], got uint8\[7\]"),
-        (np.zeros(8, np.int8), [1], r"must be their addresses, uint8\[8\], got int8\[8\]"),
-    ],
+    "wrong",
+    [np.ones(10), np.ones(9, np.float32), np.ones(20, np.float32)[::2], np.broadcast_to(np.float32(1), (10,))],
+    ids=["dtype", "size", "strides", "read-only"],
 )
-def test_addresses_that_are_none_are_refused(steps, addresses, copies, message):
-    given = [*arguments()[:-1], jnp.asarray(addresses)]
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given[2:-1]]
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"host_step: .*{message}"):
-        jax.block_until_ready(raw(given, structs, copies=copies))
+def test_moments_that_cannot_be_updated_in_place_are_refused(steps, wrong):
+    master, dtypes = np.ones(10, np.float32), [np.dtype(np.float32)]
+    with pytest.raises(ValueError, match="masters and moments are writable fp32 arrays"):
+        HostStep(rule_of("momentum"), [StepPart(0, 0, True)], [master], [[wrong]], dtypes, dtypes, [], StepFactors(0))
 
 
-def raw(arguments, results, **changes):
-    """The operation as XLA knows it, for Adam on one parameter, with some attributes changed."""
-    attributes = {"rule": 0, "vectors": [0], "offsets": [0], "decays": [1], "copies": []} | changes
-    aliases = {2 + i: i for i in range(min(len(results), len(arguments) - 2))}
-    numbers = {name: np.float64(0.5) for name in ("b1", "b2", "eps", "eps_root")}
-
-    def convert(value):
-        return np.asarray(value, np.int64) if isinstance(value, list) else np.int64(value)
-
-    attributes = {name: convert(value) for name, value in attributes.items()}
-    operation = jax.ffi.ffi_call("jaxferry_host_step", results, input_output_aliases=aliases, has_side_effect=True)
-    return jax.jit(lambda *a: operation(*a, **attributes, **numbers))(*arguments)
+def test_counts_that_the_factors_are_not_of_are_refused(steps):
+    dtypes, counts = [np.dtype(np.float32)], [np.zeros((), np.int64)]
+    given = (rule_of("sgd"), [StepPart(0, 0, True)], [np.ones(10, np.float32)], [], dtypes, dtypes)
+    for counts, number in (([np.zeros((), np.int64)], 1), ([np.zeros((), np.int32)], 2)):
+        with pytest.raises(ValueError, match=f"the factors are of {number} counts, int32, got"):
+            HostStep(*given, counts, StepFactors(number))
 
 
-def arguments(**changes):
-    arrays = {
-        "factors": jnp.ones(7),
-        "gradient": jnp.ones(10, jnp.bfloat16),
-        "master": jnp.ones(10),
-        "first": jnp.ones(10),
-        "second": jnp.ones(10),
-        "copy": jnp.ones(10, jnp.bfloat16),
-    } | changes
-    return list(arrays.values())
+def test_a_step_counts_itself_and_does_nothing_with_factors_of_another_step(steps):
+    dtypes, counts = [np.dtype(np.float32)], [np.array(3, np.int32), np.array(2**31 - 1, np.int32)]
+    master, gradient, copy, factors = (
+        np.ones(10, np.float32),
+        np.ones(10, np.float32),
+        np.zeros(10, np.float32),
+        StepFactors(2),
+    )
+    step = HostStep(rule_of("sgd"), [StepPart(0, 0, False)], [master], [], dtypes, dtypes, counts, factors)
+    step.gradients[0], step.copies[0] = gradient.ctypes.data, copy.ctypes.data
+    factors.values[:] = [{"unscale": 1, "clip": 1, "rate": -0.5}.get(name, 0) for name in FACTORS]
+    factors.counts[:] = 3, 2**31 - 1
+    assert step.run() and not step.run()
+    assert (master == 0.5).all() and (copy == 0.5).all()
+    assert [int(count) for count in counts] == [4, 2**31 - 1]
 
 
-WRONG = {
-    "rule must lie in": ({}, {"rule": 6}),
-    "factors must be float32": ({"factors": jnp.ones(6)}, {}),
-    "the gradient must be float32, bfloat16": ({"gradient": jnp.ones(10, jnp.int32)}, {}),
-    "the copy must be float32, bfloat16": ({"copy": jnp.ones(10, jnp.int32)}, {}),
-    "the master must be float32": ({"master": jnp.ones(10, jnp.bfloat16)}, {}),
-    "the second moment must have the size of its master": ({"second": jnp.ones(9)}, {}),
-    "do not lie inside the gradient": ({"gradient": jnp.ones(9)}, {}),
-    "do not lie inside the copy": ({"copy": jnp.ones(9)}, {}),
-    "from offset 1 on": ({}, {"offsets": [1]}),
-    "vectors must lie in": ({}, {"vectors": [1]}),
-    "decays must be 0 or 1": ({}, {"decays": [2]}),
-    "must have one number for each parameter": ({}, {"decays": [1, 0]}),
-    "masters and moments and the copies as results": ({}, {"vectors": [0, 0], "offsets": [0, 0], "decays": [1, 0]}),
-}
+WAKES = """
+import os
+import numpy as np
+from jaxferry.native import library
+from jaxferry.native.host_step import HostStep, StepFactors, StepPart, StepRule
+
+library("cpu").set_host_threads(4)
+for sizes in ([100] * 300, [100_000]):
+    arrays = [[np.ones(size, np.float32) for size in sizes] for _ in range(3)]
+    dtypes = [np.dtype(np.float32)] * len(sizes)
+    parts = [StepPart(i, 0, False) for i in range(len(sizes))]
+    step = HostStep(StepRule("sgd"), parts, arrays[0], [], dtypes, dtypes, [], StepFactors(0))
+    for addresses, each in zip((step.gradients, step.copies), arrays[1:]):
+        addresses[:] = [array.ctypes.data for array in each]
+    before = len(os.listdir("/proc/self/task"))
+    step.run()
+    print(len(os.listdir("/proc/self/task")) - before)
+"""
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_errors_name_the_operation_the_argument_and_the_shapes(steps, message):
-    changes, attributes = WRONG[message]
-    given = arguments(**changes)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"host_step: .*{message}"):
-        jax.block_until_ready(raw(given, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given[2:]], **attributes))
-
-
-def test_a_missing_argument_is_an_error(steps):
-    given = arguments()[:-2]
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments()[2:]]
-    with pytest.raises(jax.errors.JaxRuntimeError, match="host_step: there must be 5 arguments, or 6"):
-        jax.block_until_ready(raw(given, structs))
+def test_many_small_parameters_wake_no_thread_and_many_elements_do():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    given = {"capture_output": True, "text": True, "timeout": 60, "check": True}
+    assert subprocess.run([sys.executable, "-c", WAKES], env=environment, **given).stdout.split() == ["0", "3"]
 
 
 def test_the_number_of_threads_comes_from_the_environment_and_can_be_set(steps):

@@ -10,11 +10,11 @@ import pytest
 
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native import library, status
-from jaxferry.native.library import ABI, CPU_TARGETS, TARGETS, ffi_version, find_library, inspect_library
+from jaxferry.native.library import ABI, CPU_FUNCTIONS, TARGETS, ffi_version, find_library, inspect_library
 from jaxferry.native.paths import DIRECTORY_VARIABLE, FILE_NAMES
 
 INFO = r"{\"platform\": \"%s\", \"compiler\": \"a test\", \"jaxlib\": \"9.8.7\", \"ffi_major\": %d, \"ffi_minor\": %d}"
-ALL_TARGETS = (*TARGETS, *CPU_TARGETS)
+ALL_TARGETS = (*TARGETS, *CPU_FUNCTIONS)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_a_library_that_describes_itself_by_deeply_nested_json_is_refused(fake):
 
 
 def test_the_host_step_is_asked_of_the_cpu_s_library_alone(fake):
-    assert "lacks jaxferry_host_step" in refusal(fake(targets=TARGETS))
+    assert "lacks jaxferry_host_update" in refusal(fake(targets=TARGETS))
     assert inspect_library(fake("CUDA", targets=TARGETS), "CUDA").is_available
 
 
@@ -201,7 +201,8 @@ def test_the_package_and_its_library_speak_of_the_same_interface():
     header = pathlib.Path(__file__).parents[2] / "xla_ffi" / "common" / "exports.h"
     text = header.read_text()
     assert re.search(r"#define JAXFERRY_ABI (\d+)", text)[1] == str(ABI)
-    assert set(re.findall(r"XLA_FFI_Error\* (jaxferry_\w+)", text)) == set(ALL_TARGETS)
+    assert set(re.findall(r"XLA_FFI_Error\* (jaxferry_\w+)", text)) == set(TARGETS)
+    assert set(CPU_FUNCTIONS) <= set(re.findall(r"\b(jaxferry_\w+)\(", text))
 
 
 def test_asking_for_a_library_that_is_not_there_is_an_error(tmp_path, monkeypatch, fake):

@@ -26,9 +26,6 @@ XLA_FFI_Error* jaxferry_ferry_wait(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_ferry_vacate(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_mark(XLA_FFI_CallFrame*);
 
-// The CPU's library alone.
-XLA_FFI_Error* jaxferry_host_step(XLA_FFI_CallFrame*);
-
 }  // extern "C"
 }  // namespace jaxferry
 
@@ -49,6 +46,7 @@ void jaxferry_ferry_set_delay(double seconds, unsigned seed);
 void jaxferry_set_blas(void* sgemm);
 int64_t jaxferry_set_host_threads(int64_t count);
 int jaxferry_set_host_simd(int simd);
+int jaxferry_host_update(const void* record);
 int64_t jaxferry_host_step_bytes();
 void jaxferry_host_clear(void* destination, int64_t num_bytes);
 void jaxferry_host_add(int from, const void* source, int to, void* destination, int64_t size, int adds);

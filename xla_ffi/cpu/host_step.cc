@@ -42,13 +42,15 @@ void RunChunk(const void* data, int64_t chunk) {
 }  // namespace
 
 void RunHostStep(const HostStep& step) {
-  int64_t num_chunks = 0;
+  int64_t num_chunks = 0, num_elements = 0;
   for (int64_t i = 0; i < step.num_parts; ++i) {
     step.parts[i].first_chunk = num_chunks;
     num_chunks += (step.parts[i].size + kStepChunk - 1) / kStepChunk;
+    num_elements += step.parts[i].size;
   }
   const StepJob job{step, CurrentStepKernel()};
-  HostThreads::Get().Run(RunChunk, &job, num_chunks);
+  // A layer of many small parameters has many chunks and little work.
+  HostThreads::Get().Run(RunChunk, &job, num_chunks, (num_elements + kStepChunk - 1) / kStepChunk);
 }
 
 }  // namespace jaxferry

@@ -65,8 +65,8 @@ int64_t HostThreads::NumThreads() {
 
 void HostThreads::SetNumThreads(int64_t count) { chosen_threads.store(count); }
 
-void HostThreads::Run(Work work, const void* data, int64_t num_chunks) {
-  Job job{work, data, num_chunks, std::min(NumThreads(), num_chunks) - 1};
+void HostThreads::Run(Work work, const void* data, int64_t num_chunks, int64_t max_threads) {
+  Job job{work, data, num_chunks, std::min({NumThreads(), num_chunks, max_threads}) - 1};
   if (job.num_helpers_wanted <= 0) return Take(job);
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -76,7 +76,8 @@ void HostThreads::Run(Work work, const void* data, int64_t num_chunks) {
       *last = &job;
     }
   }
-  posted_.notify_all();
+  // All of a hundred threads would wake for a job of two.
+  for (int64_t helper = 0; helper < job.num_helpers_wanted; ++helper) posted_.notify_one();
   Take(job);
   std::unique_lock<std::mutex> lock(mutex_);
   Remove(job);

@@ -23,8 +23,9 @@ class HostThreads {
   static HostThreads& Get();
 
   // Calls `work(job, chunk)` once for each chunk in [0, num_chunks), on the caller and on idle threads, and waits for
-  // all of them.
-  void Run(Work work, const void* job, int64_t num_chunks);
+  // all of them. No more than `max_threads` work on it, the caller among them: to wake one costs more than little work.
+  void Run(Work work, const void* job, int64_t num_chunks, int64_t max_threads);
+  void Run(Work work, const void* job, int64_t num_chunks) { Run(work, job, num_chunks, num_chunks); }
 
   // Ends the threads; running and later jobs are done by their callers alone.
   void Stop();

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ _CHECKED_BYTES = 1 << 16
 _ALIGNMENT = 64
 """The CPU backend copies memory that is not aligned to as many bytes."""
 _MOST_VIEWS = 1 << 14
-"""Views and addresses that are remembered, of a few hundred bytes each."""
+"""Views that are remembered, of a few hundred bytes each."""
 
 
 class _Memory:
@@ -134,49 +135,24 @@ def to_pinned(vectors: Sequence[jax.Array], placement: Placement, layer: Layer |
     return tuple(jax.device_put(np.array(vector), placement.pinned) for vector in vectors)
 
 
-def update_targets(vectors: Sequence[Vectors], placement: Placement) -> list[Vectors] | jax.Array:
-    """The argument of an update for the compute copy of its layers.
-
-    Args:
-      vectors: each layer's vectors of trained parameters, in pinned memory.
-      placement: where arrays live.
-
-    Returns:
-      The vectors themselves, to be donated, if the device is a CPU. Otherwise their addresses, (8 * vectors,) bytes,
-      for updates that write there; or empty tuples if the CPU cannot reach them.
-    """
-    if placement.is_cpu:
-        return list(vectors)
-    if not writes_in_place(placement):
-        return [() for _ in vectors]
-    return _addresses(tuple(vector.unsafe_buffer_pointer() for of_layer in vectors for vector in of_layer), placement)
-
-
-@functools.lru_cache(maxsize=_MOST_VIEWS)
-def _addresses(addresses: tuple[int, ...], placement: Placement) -> jax.Array:
-    return jax.device_put(np.asarray(addresses, np.uint64).view(np.uint8), placement.host)
-
-
 def updated_vectors(
-    old: Sequence[Vectors], made: Sequence[Vectors], placement: Placement, layers: Sequence[Layer] = ()
+    old: Sequence[Vectors], made: Sequence[Sequence[Any]], placement: Placement, layers: Sequence[Layer] = ()
 ) -> list[Vectors]:
-    """The compute copy after an update, in pinned memory.
+    """The compute copy after an update, in the pinned memory of an accelerator.
 
     Args:
       old: each layer's vectors before it. No program may be reading them: they are overwritten if the CPU can.
-      made: what the update has returned for each layer: vectors of the CPU backend, or nothing if it has written into
-        the old ones.
+      made: new vectors of each layer's trained parameters, which are its first ones, in ordinary memory.
       placement: where arrays live.
-      layers: their trained parameters; needed where several devices share the vectors.
+      layers: these parameters; needed where several devices share the vectors.
     """
-    if placement.is_cpu:
-        return list(made)
+    wanted: Sequence[Layer | None] = layers or [None] * len(made)
+    pairs = zip(old, made, wanted, strict=True)
     if not writes_in_place(placement):
-        wanted: Sequence[Layer | None] = layers or [None] * len(made)
-        pairs = zip(made, wanted, strict=True)
-        return [jax.block_until_ready(to_pinned(vectors, placement, layer)) for vectors, layer in pairs]
-    for targets, vectors in zip(old, made, strict=True):
-        for target, vector in zip(targets, vectors, strict=bool(vectors)):
+        stored = [(jax.block_until_ready(to_pinned(new, placement, layer)), vectors) for vectors, new, layer in pairs]
+        return [(*new, *vectors[len(new) :]) for new, vectors in stored]
+    for vectors, new, _ in pairs:
+        for target, vector in zip(vectors, new, strict=False):
             np.copyto(as_numpy(target), np.asarray(vector))
     return list(old)
 

@@ -24,10 +24,11 @@ class UpdateGroup:
       masters: master parameters in the order of `leaves`, in host memory.
       state: leaves of the Optax state, in host memory.
       state_keys: their paths, and which part of a stacked parameter they belong to.
-      programs: compiled updates, by which of the layers any segment reads.
+      programs: its updates (`update_programs.Update`), by which of the layers any segment reads.
       parts: for each master its part of the leaf, or some elements of it; empty if all are whole.
       is_on_device: whether masters and state are on the device instead.
       subgroups: what holds them if updates stream them through the GPU; masters and state are then shapes.
+      prepared: what an update has prepared for masters and state as they are.
     """
 
     layers: tuple[int, ...]
@@ -39,6 +40,13 @@ class UpdateGroup:
     parts: tuple[Part | Span | None, ...] = ()
     is_on_device: bool = False
     subgroups: list[Subgroup] = dataclasses.field(default_factory=list)
+    prepared: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Replaces a field; what is prepared for other arrays would keep these alive."""
+        if name in ("masters", "state"):
+            super().__setattr__("prepared", None)
+        super().__setattr__(name, value)
 
     @property
     def is_on_host(self) -> bool:

@@ -2,8 +2,8 @@
 
     gradient vectors --unscale, clip--> update --> master, state (in place), compute copy (in place)
 
-With an optimizer of `jaxferry.optimizers` and the native library, the update is one operation (`fused.py`); otherwise
-XLA compiles Optax's update. Masters and state are leaves of the model's own tree; gradients and the compute copy are
+With an optimizer of `jaxferry.optimizers`, an update is one call into the native library (`fused.py`). Otherwise XLA
+compiles Optax's update. Masters and state are leaves of the model's own tree; gradients and the compute copy are
 flat vectors.
 """
 
@@ -11,27 +11,82 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxferry.engine.host.fused import clip_factor, fused_rule, fused_update
+from jaxferry.engine.host.fused import Factors, FusedUpdate, factors_program, fused_rule
 from jaxferry.engine.host.optimized_tree import OptimizedTree
 from jaxferry.engine.host.pieces import filled
-from jaxferry.engine.host.pinned import writes_in_place
+from jaxferry.engine.host.pinned import Vectors, updated_vectors, writes_in_place
 from jaxferry.engine.host.separable import init_content
 from jaxferry.engine.host.stacked_update import Held
-from jaxferry.engine.host.subtree import path_names, subtree
+from jaxferry.engine.host.subtree import path_names, select, subtree
 from jaxferry.engine.host.update_group import UpdateGroup, by_leaf, packed, put_together, taken_apart
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.shared_programs import compile_shared
 from jaxferry.native import host_sums
-from jaxferry.native.donation import check_donated
 from jaxferry.optimizers import FusedTransformation, HostRule
 from jaxferry.partition import Layer
 from jaxferry.partition.graph import bits_of, result_shapes, trace, zeros_of
+
+_FACTORS = "factors"
+
+
+class Update(Protocol):
+    """Updates units of one layout on the host."""
+
+    def __call__(
+        self, unit: UpdateGroup, vectors: Sequence[Vectors], gradients: Sequence[Vectors], norm: Any, scale: Any
+    ) -> Sequence[Vectors]:
+        """Updates a unit's masters and state, and returns the new compute copy; waits for both.
+
+        Args:
+          unit: the unit; its old masters and state are overwritten.
+          vectors: the compute copy of each of its layers, in pinned memory, which is overwritten where the CPU can.
+          gradients: for each layer the vectors of its trained parameters, which have arrived; empty for a layer that no
+            segment reads.
+          norm: fp32 scalar, the global norm of the gradients after the division.
+          scale: fp32 scalar, the divisor of the gradients.
+        """
+        ...
+
+    def begin_step(self, unit: UpdateGroup, norm: Any, scale: Any) -> None:
+        """Does what the first update of a step does for all units, for a measurement of the others."""
+        ...
+
+
+class CompiledUpdate:
+    """An update that XLA has compiled.
+
+    Args:
+      program: maps `(masters, state, vectors, gradients, norm, scale)` to `(masters, state, vectors)`, with vectors of
+        trained parameters alone. Masters and state are donated; if the device is a CPU, so are vectors, else there are
+        none.
+      placement: where arrays live.
+      layers: of such a unit, the trained parameters.
+    """
+
+    def __init__(self, program: Any, placement: Placement, layers: Sequence[Layer]) -> None:
+        self.program, self._placement, self._layers = program, placement, layers
+        self._nums = [len(layer.vectors) for layer in layers]
+
+    def __call__(
+        self, unit: UpdateGroup, vectors: Sequence[Vectors], gradients: Sequence[Vectors], norm: Any, scale: Any
+    ) -> list[Vectors]:
+        """See `Update`."""
+        pairs = zip(vectors, self._nums, strict=True)
+        old = [of_layer[:num] if self._placement.is_cpu else () for of_layer, num in pairs]
+        made = jax.block_until_ready(self.program(unit.masters, unit.state, old, gradients, norm, scale))
+        unit.masters, unit.state, new = made
+        if self._placement.is_cpu:
+            return [(*own, *of_layer[num:]) for own, of_layer, num in zip(new, vectors, self._nums, strict=True)]
+        return updated_vectors(vectors, new, self._placement, self._layers)
+
+    def begin_step(self, unit: UpdateGroup, norm: Any, scale: Any) -> None:
+        """See `Update`."""
 
 
 class _InitialState:
@@ -80,7 +135,8 @@ class UpdatePrograms:
         self._tree, self._placement, self._clip_norm = tree, placement, clip_norm
         self._accumulates = accumulates
         self._programs: dict[Any, Any] = {}
-        self._updates: dict[Any, Any] = {}
+        self._updates: dict[Any, Update] = {}
+        self._factors: Factors | None = None
 
     def init_state(self, unit: UpdateGroup, masters: Sequence[jax.Array]) -> list[jax.Array]:
         """The initial Optax state of a unit, in host memory."""
@@ -106,15 +162,7 @@ class UpdatePrograms:
         return state
 
     def compile(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], is_read: Sequence[bool]) -> None:
-        """Stores the compiled update of every unit in `unit.programs`; equal units share it.
-
-        It maps `(masters, state, vectors, gradients, norm, scale)` to `(masters, state, vectors)`. `vectors` and
-        `gradients` hold the flat vectors of each layer's trained parameters; `gradients` is an empty tuple for a layer
-        that no segment reads. Gradients are divided by `scale` first; `norm` is the global norm after the division.
-        Both are fp32 scalars. Masters and state are donated. The old `vectors` only provide memory: they are donated if
-        the device is a CPU; otherwise they are what `pinned.update_targets` returns, and the native operation, which
-        writes to addresses, returns no vectors.
-        """
+        """Stores the `Update` of every unit in `unit.programs`; equal units share it."""
         missing: dict[Any, Any] = {}
         wanted = []
         for unit in units:
@@ -124,10 +172,27 @@ class UpdatePrograms:
                 wanted.append((unit, reads, key))
                 if key not in self._updates:
                     missing.setdefault(key, (unit, reads))
-        contents = {key: self._content(key, unit, layers, reads) for key, (unit, reads) in missing.items()}
-        self._updates |= compile_shared(contents, lambda key: self._lower(missing[key][0], layers, missing[key][1]))
+        found = {key: self._rule(unit, reads, layers) for key, (unit, reads) in missing.items()}
+        rules = {key: rule for key, rule in found.items() if rule is not None}
+        contents = {key: self._content(key, given[0]) for key, given in missing.items() if key not in rules}
+        if rules and self._factors is None:
+            key = next(iter(rules))
+            contents[_FACTORS] = self._factors_content(missing[key][0])
+            missing[_FACTORS] = (missing[key][0], rules[key])
+        programs = compile_shared(contents, lambda key: self._lowered(key, missing[key][0], missing[key][1], layers))
+        if _FACTORS in programs:
+            counts, *_ = programs[_FACTORS].args_info[0]
+            self._factors = Factors(programs.pop(_FACTORS), len(counts))
+        for key, program in programs.items():
+            self._updates[key] = CompiledUpdate(program, self._placement, self._trained(missing[key][0], layers))
+        for key, rule in rules.items():
+            self._updates[key] = self._fused(rule, missing[key][0], layers)
         for unit, reads, key in wanted:
             unit.programs[reads] = self._updates[key]
+
+    def _lowered(self, key: Any, unit: UpdateGroup, how: Any, layers: Sequence[Layer]) -> Any:
+        """A program before XLA compiles it: of the factors by a rule, or of a unit's update by what is read."""
+        return self._lower_factors(unit, how) if key == _FACTORS else self._lower(unit, layers, how)
 
     def plain(self, unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[..., Any]:
         """The update of a unit by Optax, for a jitted function on any device.
@@ -167,50 +232,61 @@ class UpdatePrograms:
         is_shared = content is not None and not unit.parts and len(unit.layers) == 1
         return (content or unit.leaves, self._clip_norm), is_shared
 
-    def _content(self, key: Any, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[bool]) -> Hashable | None:
-        """Everything that an update depends on, whatever the model; None if that cannot be compared."""
+    def _content(self, key: Any, unit: UpdateGroup) -> Hashable | None:
+        """Everything that a compiled update depends on, whatever the model; None if that cannot be compared."""
         if unit.parts or len(unit.layers) > 1 or self._tree.whole.content(unit.leaves) is None:
             return None
-        is_fused = self._rule(unit, self._state_tree(unit), self._owned(unit, layers), reads) is not None
         place = self._placement
-        return (
-            "update",
-            key,
-            is_fused,
-            self._clip_norm,
-            self._accumulates,
-            place,
-            place.is_cpu,
-            writes_in_place(place),
-        )
+        return ("update", key, self._clip_norm, self._accumulates, place, place.is_cpu)
+
+    def _factors_content(self, unit: UpdateGroup) -> Hashable | None:
+        """Likewise for the factors of a step."""
+        content = self._tree.whole.content(unit.leaves)
+        return content and ("factors", content, self._clip_norm, self._placement)
 
     def text(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
-        """Returns the text of a unit's update before XLA compiles it; masters and state may be shapes."""
-        text: str = self._lower(unit, layers, tuple(is_read[i] for i in unit.layers)).as_text()
-        return text
+        """Returns a text that says what a unit's update does; masters and state may be shapes."""
+        reads = tuple(is_read[i] for i in unit.layers)
+        rule = self._rule(unit, reads, layers)
+        if rule is None:
+            text: str = self._lower(unit, layers, reads).as_text()
+            return text
+        layouts = [layer.layout for layer in self._owned(unit, layers)]
+        return f"fused {rule.step} {self._accumulates} {writes_in_place(self._placement)} {layouts}"
+
+    def _lower_factors(self, unit: UpdateGroup, rule: HostRule) -> Any:
+        state, where = self._state_tree(unit), self._placement.host_compute
+        count, number = (jax.ShapeDtypeStruct((), dtype, sharding=where) for dtype in (jnp.int32, jnp.float32))
+        function, num_counts = factors_program(rule, state, self._clip_norm)
+        jitted = jax.jit(function, out_shardings=where, keep_unused=True)
+        return jitted.trace([count] * num_counts, number, number).lower()
+
+    def _fused(self, rule: HostRule, unit: UpdateGroup, layers: Sequence[Layer]) -> FusedUpdate:
+        assert self._factors is not None
+        own, place, arrived = self._owned(unit, layers), self._placement, self._arrived(unit, layers)
+        return FusedUpdate(
+            rule,
+            self._factors,
+            own,
+            self._state_tree(unit),
+            self._decays(rule, unit),
+            [vector.dtype for of_layer in arrived for vector in of_layer],
+            place,
+            place.is_cpu or writes_in_place(place),
+        )
 
     def _lower(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[bool]) -> Any:
         place, unit_layers = self._placement, self._owned(unit, layers)
         state = self._state_tree(unit)
-        rule = self._rule(unit, state, unit_layers, reads)
-        if rule is not None:
-            update: Any = functools.partial(self._fused_update, rule, self._decays(rule, unit))
-        elif unit.parts:
-            update = functools.partial(self._part_update, unit.keys)
-        else:
-            update = self._optax_update
+        update: Any = functools.partial(self._part_update, unit.keys) if unit.parts else self._optax_update
 
         def flat_update(masters: Any, state_leaves: Any, vectors: Any, gradients: Any, *numbers: jax.Array) -> Any:
             # Operands of different memory kinds do not mix; on a CPU this placement copies nothing.
             host = (masters, state_leaves, vectors, gradients)
             masters, state_leaves, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
-            if rule is None and isinstance(vectors, jax.Array):
-                vectors = [() for _ in unit_layers]
             params, before = masters, state_leaves
-            if rule is not None or not unit.parts:
-                params = subtree(
-                    self._tree.tree, dict(zip(unit.leaves, masters, strict=True)), self._tree.prunes and not unit.parts
-                )
+            if not unit.parts:
+                params = subtree(self._tree.tree, dict(zip(unit.leaves, masters, strict=True)), self._tree.prunes)
                 before = jax.tree.unflatten(jax.tree.structure(state), state_leaves)
             params, after, packed = update(unit_layers, params, before, vectors, gradients, *numbers)
             return jax.tree.leaves(params), jax.tree.leaves(after), packed
@@ -221,9 +297,11 @@ class UpdatePrograms:
         def structs(layer: Layer) -> Any:
             return tuple(struct(v, place.update_output) for v in layer.vectors)
 
-        arrived = [structs(layer.wide if self._accumulates else layer) for layer in unit_layers]
-        gradients = [vectors if is_read else () for vectors, is_read in zip(arrived, reads, strict=True)]
-        vectors = list(map(structs, unit_layers)) if place.is_cpu else _targets(unit_layers, place)
+        arrived = zip(self._arrived(unit, layers), reads, strict=True)
+        gradients = [
+            tuple(struct(v, place.update_output) for v in vectors) if is_read else () for vectors, is_read in arrived
+        ]
+        vectors = [structs(layer) if place.is_cpu else () for layer in unit_layers]
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute)
         masters, states = ([struct(x, place.host) for x in leaves] for leaves in (unit.masters, unit.state))
 
@@ -233,21 +311,27 @@ class UpdatePrograms:
             keep_unused=True,
             out_shardings=(place.host, place.host, place.update_output),
         )
-        lowered = jitted.trace(masters, states, vectors, gradients, number, number).lower()
-        if rule is not None:
-            check_donated(lowered, "the host update")
-        return lowered
+        return jitted.trace(masters, states, vectors, gradients, number, number).lower()
+
+    def _arrived(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[tuple[Any, ...]]:
+        """The vectors of gradients that arrive, of each of a unit's layers; shapes."""
+        own = self._owned(unit, layers)
+        return [layer.wide.vectors if self._accumulates else layer.vectors for layer in own]
+
+    def _trained(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
+        return [layers[i].trained for i in unit.layers]
 
     def _owned(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
         """The trained parameters of a unit's layers, as this process holds them."""
         return [self._placement.ownership.of(layers[i].trained) for i in unit.layers]
 
-    def _rule(self, unit: UpdateGroup, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:
+    def _rule(self, unit: UpdateGroup, reads: Sequence[bool], layers: Sequence[Layer]) -> HostRule | None:
         """Returns the native library's rule for a unit; None if Optax has to update it."""
-        is_cut = any(leaf.part is not None for layer in layers for leaf in layer.leaves)
+        own, state = self._owned(unit, layers), self._state_tree(unit)
+        is_cut = any(leaf.part is not None for layer in own for leaf in layer.leaves)
         if state is None or (is_cut and not unit.parts) or [name for name, _ in unit.state_keys] != path_names(state):
             return None
-        return fused_rule(self._tree.optimizer, state, layers, reads)
+        return fused_rule(self._tree.optimizer, state, own, reads)
 
     def _state_tree(self, unit: UpdateGroup) -> Any:
         """Returns shapes of a unit's Optax state; None if parts have no usable state tree of their own."""
@@ -257,33 +341,17 @@ class UpdatePrograms:
             return None
         return result_shapes(self._tree.optimizer.init, self._tree.subtree_of(unit.leaves))
 
-    def _decays(self, rule: HostRule, unit: UpdateGroup) -> list[bool] | None:
-        """Returns which masters of a unit of parts decay, by the mask of the model's own tree."""
-        if not unit.parts:
-            return None
+    def _decays(self, rule: HostRule, unit: UpdateGroup) -> list[bool]:
+        """Returns which masters of a unit decay; of a unit of parts, by the mask of the model's own tree."""
         found: list[bool] = []
-        shown = self._tree.subtree_of(self._tree.shown)
+        leaves, tree = unit.leaves, self._tree
+        if unit.parts:
+            leaves, shown = tuple(tree.shown), tree.subtree_of(tree.shown)
+        else:
+            shown = tree.subtree(select(tree.avals, leaves))
         jax.eval_shape(lambda params: found.extend(rule.decays(params)), shown)
-        decays = dict(zip(self._tree.shown, found, strict=True))
+        decays = dict(zip(sorted(leaves), found, strict=True))
         return [decays[leaf] for leaf in unit.leaves]
-
-    def _fused_update(
-        self,
-        rule: HostRule,
-        decays: Sequence[bool] | None,
-        layers: Sequence[Layer],
-        params: Any,
-        state: Any,
-        vectors: Any,
-        gradients: Any,
-        norm: jax.Array,
-        scale: jax.Array,
-    ) -> Any:
-        copies = vectors
-        if not isinstance(vectors, jax.Array):
-            copies = [into or layer.vectors for layer, into in zip(layers, vectors, strict=True)]
-        clip = clip_factor(norm, self._clip_norm)
-        return fused_update(rule, layers, params, state, copies, gradients, clip, scale, decays)
 
     def _part_update(
         self,
@@ -325,11 +393,3 @@ class UpdatePrograms:
             i: jnp.where(norm < limit, g, (g / norm.astype(g.dtype)) * limit.astype(g.dtype))
             for i, g in gradients.items()
         }
-
-
-def _targets(layers: Sequence[Layer], placement: Placement) -> Any:
-    """Shapes of what `pinned.update_targets` returns on an accelerator."""
-    if not writes_in_place(placement):
-        return [() for _ in layers]
-    num_bytes = 8 * sum(len(layer.vectors) for layer in layers)
-    return jax.ShapeDtypeStruct((num_bytes,), jnp.uint8, sharding=placement.host)

@@ -1,0 +1,103 @@
+// The update of a unit, as Python calls it: from the record that it has prepared once to the parts of a host step.
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <limits>
+#include <vector>
+
+#include "common/exports.h"
+#include "cpu/emulated_time.h"
+#include "cpu/host_step.h"
+
+namespace jaxferry {
+
+namespace {
+
+std::atomic<int64_t> moved_bytes{0};
+
+enum Result { kDone = 0, kNoMemory = 1, kOtherCounts = 2 };
+
+// A parameter's place in the vectors of gradients and copies, and where master and moments are.
+struct UpdateRow {
+  int64_t vector, offset, size, decays, gradient_dtype, copy_dtype;
+  float *master, *first, *second;
+};
+
+// README.md describes it.
+struct UpdateRecord {
+  int64_t rule, num_rows, num_counts;
+  const double* constants;
+  const UpdateRow* rows;
+  const void* const* gradients;
+  void* const* copies;
+  int32_t* const* counts;
+  const float* factors;
+  const int32_t* counts_of_factors;
+};
+
+static_assert(sizeof(UpdateRow) == 9 * sizeof(int64_t) && sizeof(UpdateRecord) == 10 * sizeof(int64_t));
+
+StepPart PartOf(const UpdateRow& row, const UpdateRecord& record) {
+  StepPart part{};
+  part.gradient_dtype = static_cast<Dtype>(row.gradient_dtype);
+  part.copy_dtype = static_cast<Dtype>(row.copy_dtype);
+  part.gradient = Skip(part.gradient_dtype, record.gradients[row.vector], row.offset);
+  part.copy = Skip(part.copy_dtype, record.copies[row.vector], row.offset);
+  part.master = row.master;
+  part.first = row.first;
+  part.second = row.second;
+  part.size = row.size;
+  part.decays = row.decays != 0;
+  return part;
+}
+
+// The bytes that a step reads and writes: gradient and copy once, master and moments twice.
+int64_t MovedBytes(const StepPart& part, StepRule rule) {
+  const int64_t updated = 2 * sizeof(float) * (1 + NumMoments(rule));
+  return part.size * (ItemSize(part.gradient_dtype) + ItemSize(part.copy_dtype) + updated);
+}
+
+StepConstants ConstantsFrom(const double* c) {
+  return {static_cast<float>(c[0]),     static_cast<float>(1 - c[0]), static_cast<float>(c[1]),
+          static_cast<float>(1 - c[1]), static_cast<float>(c[2]),     static_cast<float>(c[3])};
+}
+
+Result Update(const UpdateRecord& record) {
+  for (int64_t i = 0; i < record.num_counts; ++i) {
+    if (*record.counts[i] != record.counts_of_factors[i]) return kOtherCounts;
+  }
+  // Kept per thread, so that calls stop allocating once it fits the largest layer.
+  thread_local std::vector<StepPart> parts;
+  parts.resize(static_cast<size_t>(record.num_rows));
+  const StepRule rule = static_cast<StepRule>(record.rule);
+  int64_t num_bytes = 0;
+  for (int64_t i = 0; i < record.num_rows; ++i) {
+    parts[i] = PartOf(record.rows[i], record);
+    num_bytes += MovedBytes(parts[i], rule);
+  }
+  moved_bytes += num_bytes;
+  const EmulatedTime updating(kHost, num_bytes);
+  const float* f = record.factors;
+  const StepFactors factors{f[0], f[1], f[2], f[3], f[4], f[5], f[6]};
+  RunHostStep({rule, factors, ConstantsFrom(record.constants), parts.data(), record.num_rows});
+  for (int64_t i = 0; i < record.num_counts; ++i) {
+    *record.counts[i] += *record.counts[i] < std::numeric_limits<int32_t>::max();
+  }
+  return kDone;
+}
+
+int64_t AllMovedBytes() { return moved_bytes; }
+
+}  // namespace
+
+}  // namespace jaxferry
+
+int jaxferry_host_update(const void* record) {
+  try {
+    return jaxferry::Update(*static_cast<const jaxferry::UpdateRecord*>(record));
+  } catch (const std::exception&) {
+    return jaxferry::kNoMemory;
+  }
+}
+
+int64_t jaxferry_host_step_bytes() { return jaxferry::AllMovedBytes(); }
