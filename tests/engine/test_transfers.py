@@ -26,7 +26,7 @@ from jaxferry.partition.layout import make_layer
 from jaxferry.plan.records import LayerPlan, Plan
 from planned import assert_same_bits, plan_of, train, trained
 from steps import after_each_program, transport_of, with_sums_in_host_memory, wrap
-from watched import becomes, device_arrays, device_bytes, settled
+from watched import becomes, device_arrays, device_bytes, live_arrays, settled
 
 PARAMS = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}, "c": np.ones(2)}
 
@@ -434,7 +434,7 @@ def test_tied_tables_keep_no_more_pinned_memory_after_more_steps(first, transpor
 
     def pinned():
         state.block_until_ready()
-        return sum(a.nbytes for a in jax.live_arrays() if a.sharding.memory_kind == "pinned_host")
+        return sum(a.nbytes for a in live_arrays() if a.sharding.memory_kind == "pinned_host")
 
     for _ in range(3):
         state, _ = step(state, *batch)
@@ -457,7 +457,7 @@ def test_rows_of_many_micro_batches_are_added_as_they_come(transport):
         state, _ = step(state, tokens)
         time.sleep(0.01)
         gc.collect()
-        counts.append(len(jax.live_arrays()))
+        counts.append(len(live_arrays()))
     assert min(counts[-4:]) <= max(counts[4:8]) + 8
 
 
