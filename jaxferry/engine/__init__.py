@@ -18,7 +18,15 @@ from jaxferry.engine.lanes import make_lanes
 from jaxferry.engine.lifetimes import unsplit_by_step
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.lower import lower, summed_groups
-from jaxferry.engine.memory import Footprint, Peak, footprints, groups_to_keep, loads_ahead, peak_bytes
+from jaxferry.engine.memory import (
+    Footprint,
+    Peak,
+    footprints,
+    groups_to_keep,
+    groups_to_reserve,
+    loads_ahead,
+    peak_bytes,
+)
 from jaxferry.engine.norms import Norms
 from jaxferry.engine.owner import Owner
 from jaxferry.engine.placement import Placement, make_placement
@@ -82,6 +90,7 @@ __all__ = [
     "footprints",
     "groups_summed_on_host",
     "groups_to_keep",
+    "groups_to_reserve",
     "host_array",
     "loads_ahead",
     "lower",

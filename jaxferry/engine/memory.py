@@ -168,6 +168,37 @@ def loads_ahead(
     return leading[: bisect.bisect_right(counts, False, key=takes_more)]
 
 
+def groups_to_reserve(
+    program: StepProgram,
+    ahead: Sequence[int],
+    peak_of: Callable[[StepProgram], Peak],
+    budget_bytes: int | None = None,
+) -> frozenset[int]:
+    """Groups whose device buffers may stay allocated until their load for the next step.
+
+    In new memory, a load would wait for all programs issued before, which may use it. Some buffers are taken over by
+    other loads of the step. Of the rest, those of the groups that are loaded first stay, as long as the peak of
+    parameters does not rise and the total is within the budget.
+
+    Args:
+      program: the instructions of a step.
+      ahead: its loads that may run in the previous step.
+      peak_of: the most device memory that a step needs.
+      budget_bytes: device memory; None for no limit.
+    """
+    left = {drop.load for instruction in program.programs for drop in instruction.drops if not drop.is_reused}
+    groups = [program.instructions[load].group for load in ahead if load in left]
+    groups = [group for group in groups if program.loaded[group] == 1 and group not in program.kept]
+    within = peak_of(program)
+
+    def takes_more(count: int) -> bool:
+        peak = peak_of(dataclasses.replace(program, reserved=frozenset(groups[:count])))
+        return peak.parameters > within.parameters or not peak.fits(budget_bytes)
+
+    counts = range(1, len(groups) + 1)
+    return frozenset(groups[: bisect.bisect_right(counts, False, key=takes_more)])
+
+
 def groups_to_keep(
     program: StepProgram,
     temporary_bytes: Mapping[ProgramKey, int],
@@ -310,6 +341,8 @@ class Transfers:
         for load, last in self.last_use.items():
             group = program.instructions[load].group
             self.copies_of[group][self.last_program[load] + 1 : last + 1] += self._bytes_of(load)
+        for group in program.reserved:
+            self.copies_of[group][:] = program.partition.layers[group].num_bytes
         self.copies = self._copies()
         self.offloaded = self._offloaded()
         self._add_kept_gradients()
@@ -421,8 +454,9 @@ class Transfers:
             self.ahead_from[load] = first
             offloads = [i for update in updates for i in tasks[update].after if tasks[i].lane is Lane.D2H]
             arrived = max([arrived, *offloads])
+            num_bytes = 0 if self._program.instructions[load].group in self._program.reserved else self._bytes_of(load)
             for place in range(first, self._num_places):
-                copies[place] += self._bytes_of(load)
+                copies[place] += num_bytes
                 gone = sum(size for index, size in self._gradients_at[place].items() if index <= arrived)
                 more[place] = max(more[place], copies[place] - gone)
         return copies, more

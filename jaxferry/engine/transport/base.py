@@ -104,17 +104,23 @@ class Transport:
         that are issued before the copy is dropped.
         """
 
-    def drop(self, held: DeviceLayer, is_reused: bool = True) -> None:
+    @property
+    def reserves(self) -> bool:
+        """Whether buffers that stay allocated let a load start earlier."""
+        return False
+
+    def drop(self, held: DeviceLayer, is_reused: bool = True, is_reserved: bool = False) -> None:
         """Frees a device copy once the programs that read it have run; does nothing if it is freed already.
 
         Args:
           held: the copy.
           is_reused: whether its buffers may be kept for another load.
+          is_reserved: whether its buffers stay allocated for the next load of the layer, or until `release`.
         """
         if held.is_dropped:
             return
         held.is_dropped = True
-        self._drop(held, is_reused)
+        self._drop(held, is_reused, is_reserved)
         self.held.add(-held.num_bytes)
 
     def take(self, held: DeviceLayer) -> list[jax.Array]:
@@ -313,7 +319,7 @@ class Transport:
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         raise NotImplementedError
 
-    def _drop(self, held: DeviceLayer, is_reused: bool) -> None:
+    def _drop(self, held: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
         delete_all(held.arrays)
 
     def _store_rows(

@@ -4,7 +4,8 @@ One program enqueues a copy and another waits for it, so the copy overlaps every
 two. A parameter is copied directly into a buffer of its own shape, and a large gradient from one. All small gradients
 of a vector leave as one transfer, since a transfer of each would be mostly latency: their program has joined them. The
 next layer of the same layout reuses the buffers of a dropped layer. Its load waits for their last reader, and for
-nothing that the device runs after that: a program which is issued behind the last reader tells the library.
+nothing that the device runs after that: a program which is issued behind the last reader tells the library. So that the
+first loads of the next step need not wait either, the buffers of some layers stay allocated for them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from jaxferry.engine.program_keys import NO_JOINS, Joins
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.engine.transport.base import Transport
-from jaxferry.engine.transport.held import CopyInFlight, DeviceLayer, HostGradient
+from jaxferry.engine.transport.held import CopyInFlight, DeviceLayer, HostGradient, delete_all
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES, InFlight
 from jaxferry.engine.transport.queued import queue_stores
 from jaxferry.engine.transport.stored_copies import StoredCopy, hold_together
@@ -46,6 +47,7 @@ class Ferry(Transport):
         numbers: dict[Any, int] = {}
         self._layouts = [numbers.setdefault(layer.layout, len(numbers)) for layer in layers]
         self._free: dict[int, list[Sequence[jax.Array]]] = {number: [] for number in numbers.values()}
+        self._reserved: dict[int, Sequence[jax.Array]] = {}
         self._landed = shared_function(("landed", placement, placement.is_cpu), lambda: landed_program(placement))
         # Copies that nothing has waited for. JAX does not know of them, so their sources and targets must stay alive.
         self.in_flight: InFlight = {}
@@ -109,12 +111,9 @@ class Ferry(Transport):
                 copy.forget()
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
-        free = self._free[self._layouts[layer]]
-        if not free:
-            self.release()
-        load, wait = self.program(self._load_program(layer, vectors), layer), self.program("arrived", layer)
-        # Those that have been free for longest.
-        given = (vectors, free.pop(0)) if free else (vectors,)
+        into = self._buffers_of(layer)
+        load, wait = self.program(self._load_program(vectors, into), layer), self.program("arrived", layer)
+        given = (vectors,) if into is None else (vectors, into)
 
         def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
             arrived: Sequence[jax.Array] = wait(arrays, vectors)
@@ -127,8 +126,18 @@ class Ferry(Transport):
             self.in_flight[id(held)] = (held, vectors)
         return held
 
-    def _load_program(self, layer: int, vectors: Vectors) -> str:
-        if not self._free[self._layouts[layer]]:
+    def _buffers_of(self, layer: int) -> Sequence[jax.Array] | None:
+        """The buffers that a load of the layer overwrites; None for new ones."""
+        if layer in self._reserved:
+            return self._reserved.pop(layer)
+        free = self._free[self._layouts[layer]]
+        if not free:
+            self._release_free()
+        # Those that have been free for longest.
+        return free.pop(0) if free else None
+
+    def _load_program(self, vectors: Vectors, into: Sequence[jax.Array] | None) -> str:
+        if into is None:
             return "load"
         # What writes the vectors may be a program behind the last reader of the buffers.
         is_vacant = not self._placement.is_cpu and _are_ready(vectors)
@@ -142,21 +151,33 @@ class Ferry(Transport):
             with deferred_interrupts():
                 held.arrays, held.is_vacant = self.program("vacate", held.layer)(arrays), True
 
-    def _drop(self, held: DeviceLayer, is_reused: bool) -> None:
-        if is_reused:
-            if not held.is_vacant:
-                self.vacate(held)
+    @property
+    def reserves(self) -> bool:
+        """See `Transport`. On a CPU, a load runs when its buffers are free."""
+        return not self._placement.is_cpu
+
+    def _drop(self, held: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
+        if (is_reused or is_reserved) and not held.is_vacant:
+            self.vacate(held)
+        if is_reserved:
+            assert held.layer not in self._reserved, "two buffers of a layer are reserved"
+            self._reserved[held.layer] = held.parameters()
+        elif is_reused:
             self._free[self._layouts[held.layer]].append(held.parameters())
         else:
-            for array in held.parameters():
-                array.delete()
+            delete_all(held.parameters())
 
     def release(self) -> None:
-        """See `Transport.release`. Loads call it, so there are never more buffers than were in use at one time."""
+        """See `Transport.release`."""
+        while self._reserved:
+            delete_all(self._reserved.popitem()[1])
+        self._release_free()
+
+    def _release_free(self) -> None:
+        """Frees all others. Loads call it, so there are never more of these than were in use at one time."""
         for buffers in self._free.values():
             while buffers:
-                for array in buffers.pop():
-                    array.delete()
+                delete_all(buffers.pop())
 
     def _jitted(self, name: str, layer: Layer) -> Any:
         made = _load_programs(layer, self._placement) | _store_programs(layer, self._placement)
