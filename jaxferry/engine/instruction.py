@@ -116,7 +116,7 @@ class StepProgram:
       instructions: one for each task, in the same order.
       summed: groups whose gradients are summed on the device over micro-batches; other sums are in host memory.
       kept: groups whose loaded copies stay on the device from one micro-batch to the next, until their update.
-      reserved: groups whose device buffers stay allocated for their next load, which then waits for no other program.
+      reserved: groups whose device buffers stay allocated for the next step's load, which then waits for no program.
     """
 
     partition: Partition

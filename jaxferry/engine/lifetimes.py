@@ -98,7 +98,7 @@ class Lifetimes:
         self._add(num_bytes, start, end)
 
     def _add_loads(self, ahead: Sequence[int]) -> None:
-        """Adds copies of parameters that do not stay: as soon as they may be loaded, or when a reader needs them."""
+        """Adds copies of parameters: as soon as they may be loaded, or when their first reader needs them."""
         first_use: dict[int, int] = {}
         for instruction in self._program.programs:
             for load in instruction.copies:
@@ -106,9 +106,11 @@ class Lifetimes:
                     first_use.setdefault(load, instruction.place)
         for load, last in self._transfers.last_use.items():
             group = self._program.instructions[load].group
-            if group in self._program.reserved:
-                continue
             layer = self._parts.layers[group]
+            if group in self._program.reserved:
+                for leaf in layer.leaves:
+                    self._add(leaf.size * leaf.dtype.itemsize, 0, self.end)
+                continue
             first, use = self._transfers.last_program[load] + 1, first_use[load]
             if load in ahead:
                 first = self._transfers.ahead_from[load] - self._num_places

@@ -8,7 +8,6 @@ program.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import dataclasses
 import functools
@@ -21,7 +20,7 @@ import numpy as np
 from jaxferry.engine.instruction import Instruction, Operation, StepProgram
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind
 from jaxferry.partition import Derivative, Partition, Segment
-from jaxferry.schedule import Lane, leading_loads
+from jaxferry.schedule import Lane
 
 _SCALAR_BYTES = {ProgramKind.FORWARD: 1, ProgramKind.LOSS: 5, ProgramKind.BACKWARD: 4}
 """Until the step ends, programs keep a flag for finite outputs and the norm of their gradient."""
@@ -143,89 +142,6 @@ def footprints(
         )
         values.leave(key.kind, instruction.segment, instruction.frees)
     return found
-
-
-def loads_ahead(
-    program: StepProgram, peak_of: Callable[[Sequence[int]], Peak], budget_bytes: int | None = None
-) -> tuple[int, ...]:
-    """The loads that may run before their step is called, as soon as the previous step's updates allow it.
-
-    These are as many leading loads as fit: they never raise the peak of parameters within one step, and keep the total
-    within the budget.
-
-    Args:
-      program: the instructions of a step.
-      peak_of: the most device memory that a step needs if these loads run in the previous step.
-      budget_bytes: device memory; None for no limit.
-    """
-    leading, within = leading_loads(program.schedule), peak_of(())
-
-    def takes_more(count: int) -> bool:
-        peak = peak_of(leading[:count])
-        return peak.parameters > within.parameters or not peak.fits(budget_bytes)
-
-    counts = range(1, len(leading) + 1)
-    return leading[: bisect.bisect_right(counts, False, key=takes_more)]
-
-
-def groups_to_reserve(
-    program: StepProgram,
-    ahead: Sequence[int],
-    peak_of: Callable[[StepProgram], Peak],
-    budget_bytes: int | None = None,
-) -> frozenset[int]:
-    """Groups whose device buffers may stay allocated until their load for the next step.
-
-    In new memory, a load would wait for all programs issued before, which may use it. Some buffers are taken over by
-    other loads of the step. Of the rest, those of the groups that are loaded first stay, as long as the peak of
-    parameters does not rise and the total is within the budget.
-
-    Args:
-      program: the instructions of a step.
-      ahead: its loads that may run in the previous step.
-      peak_of: the most device memory that a step needs.
-      budget_bytes: device memory; None for no limit.
-    """
-    left = {drop.load for instruction in program.programs for drop in instruction.drops if not drop.is_reused}
-    groups = [program.instructions[load].group for load in ahead if load in left]
-    groups = [group for group in groups if program.loaded[group] == 1 and group not in program.kept]
-    within = peak_of(program)
-
-    def takes_more(count: int) -> bool:
-        peak = peak_of(dataclasses.replace(program, reserved=frozenset(groups[:count])))
-        return peak.parameters > within.parameters or not peak.fits(budget_bytes)
-
-    counts = range(1, len(groups) + 1)
-    return frozenset(groups[: bisect.bisect_right(counts, False, key=takes_more)])
-
-
-def groups_to_keep(
-    program: StepProgram,
-    temporary_bytes: Mapping[ProgramKey, int],
-    other_bytes: int = 0,
-    budget_bytes: int | None = None,
-) -> frozenset[int]:
-    """Groups whose loaded copies may stay on the device between micro-batches.
-
-    Each that fits beside the others is taken: first those that are loaded twice, then those that are needed first.
-
-    Args:
-      program: the instructions of a step.
-      temporary_bytes: as for `footprints`.
-      other_bytes: likewise.
-      budget_bytes: device memory; None for no limit.
-    """
-    groups = sorted(program.loaded, key=lambda group: -program.loaded[group])
-    if budget_bytes is None:
-        return frozenset(groups)
-    totals = np.array([found.total for found in footprints(program, temporary_bytes, other_bytes)])
-    counted, kept = Transfers(program, ()).copies_of, set()
-    for group in groups:
-        more = program.partition.layers[group].num_bytes - counted[group]
-        if (totals + more).max() <= budget_bytes:
-            totals += more
-            kept.add(group)
-    return frozenset(kept)
 
 
 def _resident_bytes(program: StepProgram) -> int:

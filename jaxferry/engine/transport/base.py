@@ -42,7 +42,7 @@ from jaxferry.engine.transport.held import (
 from jaxferry.native import NativeLibrary, host_sums
 from jaxferry.partition import Gradient, Layer, RowGradient
 
-_OF_LOADS = frozenset({"unpack", "load", "load onto", "load vacant", "arrived", "vacate"})
+_OF_LOADS = frozenset({"unpack", "load", "load onto", "load vacant", "load unused", "arrived", "vacate"})
 """Programs that move parameters; all others move gradients."""
 
 
@@ -106,7 +106,7 @@ class Transport:
 
     @property
     def reserves(self) -> bool:
-        """Whether buffers that stay allocated let a load start earlier."""
+        """Whether loads into buffers that stay allocated start earlier."""
         return False
 
     def drop(self, held: DeviceLayer, is_reused: bool = True, is_reserved: bool = False) -> None:
@@ -115,7 +115,8 @@ class Transport:
         Args:
           held: the copy.
           is_reused: whether its buffers may be kept for another load.
-          is_reserved: whether its buffers stay allocated for the next load of the layer, or until `release`.
+          is_reserved: whether its buffers stay allocated for the next load of the layer, or until `release`. That load
+            must not be issued before the last reader of the copy is known to have ended.
         """
         if held.is_dropped:
             return
