@@ -12,6 +12,7 @@ import pytest
 import jaxferry
 from accelerator import emulate
 from jaxferry.engine import peak_bytes
+from jaxferry.engine.placement import Placement
 from jaxferry.engine.transport.ferry import Ferry
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import library
@@ -157,8 +158,9 @@ def test_a_load_that_fails_ahead_is_tried_again_when_its_step_is_called(monkeypa
     assert transport.held.now == LOADED_BYTES
 
 
-def test_what_is_loaded_ahead_takes_the_place_of_gradients_so_the_least_budget_has_room_for_it():
+def test_what_is_loaded_ahead_takes_the_place_of_gradients_so_the_least_budget_has_room_for_it(monkeypatch):
     """A load waits for its update, so its group's gradient has left before."""
+    monkeypatch.setattr(Placement, "allocator", None)  # what XLA's takes beyond buffers varies with their number
     free, params = made()
     free.init(params)
     prepared = free.prepare(BATCH)
