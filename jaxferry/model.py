@@ -29,6 +29,9 @@ from jaxferry.partition import Layer, Ownership, Span, frozen_leaves, held_whole
 from jaxferry.partition.graph import aval_bytes
 from jaxferry.partition.packed import stored_struct
 
+ACCELERATOR_DTYPE: Any = jnp.bfloat16
+"""The dtype in which an accelerator sees fp32 parameters, unless `compute_dtype` says otherwise."""
+
 _COPIES = "copies to read in place"
 _SAVED = "saved activations"
 _OF_STEPS = ("compute copy", "gradients", "sums of gradients")
@@ -277,7 +280,7 @@ def abstract(params: Any) -> Any:
 
 def _compute_dtype(params: Any, options: Options, placement: Placement) -> Any:
     is_single = all(getattr(leaf, "dtype", None) == np.float32 for leaf in jax.tree.leaves(params))
-    by_default = jnp.bfloat16 if placement.platform != "cpu" and is_single else None
+    by_default = ACCELERATOR_DTYPE if placement.platform != "cpu" and is_single else None
     return by_default if options.compute_dtype is None else options.compute_dtype
 
 

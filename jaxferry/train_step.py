@@ -148,8 +148,10 @@ def train_step(
         and biases of a block together, so that a plan can read these in place while it loads the matrices, and no copy
         is larger than a module's. `"auto"`: modules where the policy's plan is then faster by a roofline model, with
         the time that more copies take to issue, or where blocks do not fit; with a given plan or profile, whichever it
-        names. Programs are the same, so results are equal up to the rounding of gradients' sums, and for one
-        granularity bit-identical under every plan. Small modules are not merged.
+        names. Programs are the same, so results are equal up to the rounding of gradients' sums. For one granularity,
+        plans that load their matrices and update on the host give the same bits. Products with matrices in host memory
+        (DHA, the forward of DFGB), large gradients of GO and updates on the device are summed in another order, so
+        results then agree within the dtype's rounding. Small modules are not merged.
 
     Raises:
       InputError: if an argument is invalid.

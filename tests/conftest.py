@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -96,6 +97,9 @@ def pytest_collection_finish(session):
         lowering = sys.modules.get("jax._src.interpreters.mlir")
         if hasattr(lowering, "make_ir_context"):
             lowering.make_ir_context = _kept(lowering.make_ir_context)
+    if os.environ["JAX_PLATFORMS"] != "cpu":
+        # Tests compare with plain Optax in fp32, whatever JAX's default device is.
+        importlib.import_module("jaxferry.model").ACCELERATOR_DTYPE = None
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
@@ -136,6 +140,20 @@ def forgotten_programs():
         jax.clear_caches()
         gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def cpu_by_default(request, monkeypatch):
+    """Makes a CPU JAX's default device in tests that are marked so, where it is another one."""
+    import jax  # after the environment is set
+
+    if request.node.get_closest_marker("cpu_device") is None or jax.default_backend() == "cpu":
+        yield
+        return
+    devices = jax.devices
+    monkeypatch.setattr(jax, "devices", lambda backend="cpu": devices(backend))
+    with jax.default_device(devices("cpu")[0]):
+        yield
 
 
 @pytest.fixture

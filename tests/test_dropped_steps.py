@@ -15,6 +15,7 @@ import pytest
 
 import dropped_steps
 import jaxferry
+from watched import live_arrays
 
 PARAMS = {name: {"w": np.full((4, 4), 0.1, np.float32)} for name in "ab"}
 MAX_OBJECTS = 250
@@ -39,7 +40,7 @@ def left(known):
     end_s = time.monotonic() + 60
     while True:
         gc.collect()
-        arrays = sum(id(array) not in known for array in jax.live_arrays())
+        arrays = sum(id(array) not in known for array in live_arrays())
         if arrays == 0 or time.monotonic() > end_s:
             return arrays, len(jax.devices()[0].client.live_executables()), len(gc.get_objects())
         time.sleep(0.01)
@@ -53,10 +54,10 @@ def left(known):
     ],
 )
 def test_dropped_steps_leave_nothing(num_steps, optimizer, options):
-    others = jax.live_arrays()
+    others = live_arrays()
     known = {id(array) for array in others}
     held = train(optimizer, **options)
-    held_counts = len(jax.live_arrays()) - len(others), *left({id(array) for array in jax.live_arrays()})[1:]
+    held_counts = len(live_arrays()) - len(others), *left({id(array) for array in live_arrays()})[1:]
     del held
     before = left(known)
     assert all(count > less for count, less in zip(held_counts, before, strict=True)), "the counts count a step"

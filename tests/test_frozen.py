@@ -20,6 +20,7 @@ from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.schedule import Kind
 from planned import assert_same_bits, train
 from tolerances import LOSS_RTOL, PARAMS_RTOL
+from watched import live_arrays
 
 WIDTH, RANK, DEPTH = 16, 2, 4
 ADAMW, CLIPPED = optax.adamw(1e-2, eps=1e-3), optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2))
@@ -81,7 +82,7 @@ def place(array):
 
 
 def host_arrays():
-    return [a for a in jax.live_arrays() if a.sharding.memory_kind == "unpinned_host" and not a.is_deleted()]
+    return [a for a in live_arrays() if a.sharding.memory_kind == "unpinned_host" and not a.is_deleted()]
 
 
 def frozen_copies(state):

@@ -33,6 +33,8 @@ from native.compile_for_gpu import compile_lowered
 from native.compile_for_gpu import text as compiled_text
 from watched import SCALARS_BYTES, most_on_one_device
 
+pytestmark = pytest.mark.cpu_device  # one accelerator is no mesh
+
 NUM_STEPS, BATCH, WIDTH, WORDS = 5, 4, 6, 7
 NAMES = ("table", "first", "second", "head")
 """Sizes that two devices do not divide, in a vector of several parameters."""

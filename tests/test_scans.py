@@ -16,6 +16,7 @@ from models import Task, plain_loop
 from planned import assert_same_bits, plan_of, train
 from scanned import DEPTH
 from tolerances import LOSS_RTOL
+from watched import live_arrays
 
 MIXED = (Mode.GFGB, Mode.RELOAD, Mode.RESIDENT)
 
@@ -247,7 +248,7 @@ def test_host_memory_holds_stacked_parameters_once():
         return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ params["e"], params["l"])[0] ** 2)
 
     def whole():
-        return sum(array.shape == shape and not array.is_deleted() for array in jax.live_arrays())
+        return sum(array.shape == shape and not array.is_deleted() for array in live_arrays())
 
     gc.collect()
     before = whole()

@@ -127,3 +127,22 @@ def test_no_load_changes_what_a_program_reads(tmp_path):
 @pytest.mark.parametrize("seed", range(2, 5))
 def test_no_load_changes_what_a_program_of_many_plans_reads(tmp_path, seed):
     check_bits(seed, 12, tmp_path / "trace")
+
+
+SLOW_THERE = "large or product_before_it or random_loads"
+
+CHOSEN = {
+    "operations": (
+        ["tests/gpu/test_operations.py", "-k", f"(Copies or Products or Ferry) and not ({SLOW_THERE})"],
+        250,
+    ),
+    "half precision": (["tests/test_loss_scale.py"], 14),
+    "transports": (["tests/engine/test_transfers.py", "-k", "what_is_loaded or dropped_first or rows_of_many"], 4),
+}
+"""By what they show: tests to run, and how many of them at least."""
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_tests_pass_where_cuda_is_the_default_device(name):
+    arguments, least = CHOSEN[name]
+    assert software_gpu.run_tests(*arguments) >= least

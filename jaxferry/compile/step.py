@@ -28,6 +28,7 @@ from jaxferry.engine import (
     fit,
     groups_summed_on_host,
     groups_to_keep,
+    groups_to_reserve,
     loads_ahead,
     lower,
     peak_bytes,
@@ -137,12 +138,14 @@ class StepCompiler:
         self._programs.keep(keys)
         peak_ahead = functools.partial(self._peak, program)
         ahead = loads_ahead(program, peak_ahead, self._options.memory_budget_bytes)
+        if self._resources.transport.reserves:
+            program = self._with_reserved_buffers(program, ahead)
         runnable = self._runnable(program, ahead)
         runner = StepRunner(self._first(runnable), runnable)
         is_changed = program.plan.layers != plan.layers
         size = self._programs.num_executables
         profile = self._profile_of(program.plan, program.summed)
-        return Prepared(program, profile, peak_ahead(ahead), is_changed, size, runner)
+        return Prepared(program, profile, self._peak(program, ahead), is_changed, size, runner)
 
     def _with_kept_copies(self, program: StepProgram) -> StepProgram:
         """The program that keeps the copies that fit from one micro-batch to the next.
@@ -156,6 +159,12 @@ class StepCompiler:
         kept = groups_to_keep(program, *self._counted(program), None if budget is None else budget - unsplit_bytes)
         keeping = dataclasses.replace(program, kept=kept)
         return keeping if self._peak(keeping).fits(budget) else program
+
+    def _with_reserved_buffers(self, program: StepProgram, ahead: Sequence[int]) -> StepProgram:
+        """The program that keeps the buffers of layers that the next step loads early."""
+        budget = self._options.memory_budget_bytes
+        reserved = groups_to_reserve(program, ahead, lambda each: self._peak(each, ahead), budget)
+        return dataclasses.replace(program, reserved=reserved)
 
     def _predicted(self, program: StepProgram) -> StepProgram:
         """The program whose plan predicts its own times; those of a plan that the budget has changed are another's."""

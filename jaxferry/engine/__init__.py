@@ -9,6 +9,7 @@ Lanes                 the threads                   Recorder, Marks   start and 
 
 from jaxferry.engine.budget import fit
 from jaxferry.engine.device_updates import DeviceUpdateCompiler, DeviceUpdates
+from jaxferry.engine.early_loads import groups_to_keep, groups_to_reserve, loads_ahead
 from jaxferry.engine.evaluator import Evaluator
 from jaxferry.engine.host import checkpoint
 from jaxferry.engine.host.initialise import host_array, masters_from_arrays, masters_layer_by_layer
@@ -18,7 +19,7 @@ from jaxferry.engine.lanes import make_lanes
 from jaxferry.engine.lifetimes import unsplit_by_step
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.lower import lower, summed_groups
-from jaxferry.engine.memory import Footprint, Peak, footprints, groups_to_keep, loads_ahead, peak_bytes
+from jaxferry.engine.memory import Footprint, Peak, footprints, peak_bytes
 from jaxferry.engine.norms import Norms
 from jaxferry.engine.owner import Owner
 from jaxferry.engine.placement import Placement, make_placement
@@ -82,6 +83,7 @@ __all__ = [
     "footprints",
     "groups_summed_on_host",
     "groups_to_keep",
+    "groups_to_reserve",
     "host_array",
     "loads_ahead",
     "lower",

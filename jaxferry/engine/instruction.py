@@ -116,6 +116,7 @@ class StepProgram:
       instructions: one for each task, in the same order.
       summed: groups whose gradients are summed on the device over micro-batches; other sums are in host memory.
       kept: groups whose loaded copies stay on the device from one micro-batch to the next, until their update.
+      reserved: groups whose device buffers stay allocated for the next step's load, which then waits for no program.
     """
 
     partition: Partition
@@ -125,6 +126,7 @@ class StepProgram:
     instructions: tuple[Instruction, ...]
     summed: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
+    reserved: frozenset[int] = frozenset()
 
     @functools.cached_property
     def programs(self) -> list[Instruction]:

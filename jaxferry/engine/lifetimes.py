@@ -105,7 +105,12 @@ class Lifetimes:
                 if load is not None:
                     first_use.setdefault(load, instruction.place)
         for load, last in self._transfers.last_use.items():
-            layer = self._parts.layers[self._program.instructions[load].group]
+            group = self._program.instructions[load].group
+            layer = self._parts.layers[group]
+            if group in self._program.reserved:
+                for leaf in layer.leaves:
+                    self._add(leaf.size * leaf.dtype.itemsize, 0, self.end)
+                continue
             first, use = self._transfers.last_program[load] + 1, first_use[load]
             if load in ahead:
                 first = self._transfers.ahead_from[load] - self._num_places

@@ -8,7 +8,6 @@ program.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import dataclasses
 import functools
@@ -21,7 +20,7 @@ import numpy as np
 from jaxferry.engine.instruction import Instruction, Operation, StepProgram
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind
 from jaxferry.partition import Derivative, Partition, Segment
-from jaxferry.schedule import Lane, leading_loads
+from jaxferry.schedule import Lane
 
 _SCALAR_BYTES = {ProgramKind.FORWARD: 1, ProgramKind.LOSS: 5, ProgramKind.BACKWARD: 4}
 """Until the step ends, programs keep a flag for finite outputs and the norm of their gradient."""
@@ -145,58 +144,6 @@ def footprints(
     return found
 
 
-def loads_ahead(
-    program: StepProgram, peak_of: Callable[[Sequence[int]], Peak], budget_bytes: int | None = None
-) -> tuple[int, ...]:
-    """The loads that may run before their step is called, as soon as the previous step's updates allow it.
-
-    These are as many leading loads as fit: they never raise the peak of parameters within one step, and keep the total
-    within the budget.
-
-    Args:
-      program: the instructions of a step.
-      peak_of: the most device memory that a step needs if these loads run in the previous step.
-      budget_bytes: device memory; None for no limit.
-    """
-    leading, within = leading_loads(program.schedule), peak_of(())
-
-    def takes_more(count: int) -> bool:
-        peak = peak_of(leading[:count])
-        return peak.parameters > within.parameters or not peak.fits(budget_bytes)
-
-    counts = range(1, len(leading) + 1)
-    return leading[: bisect.bisect_right(counts, False, key=takes_more)]
-
-
-def groups_to_keep(
-    program: StepProgram,
-    temporary_bytes: Mapping[ProgramKey, int],
-    other_bytes: int = 0,
-    budget_bytes: int | None = None,
-) -> frozenset[int]:
-    """Groups whose loaded copies may stay on the device between micro-batches.
-
-    Each that fits beside the others is taken: first those that are loaded twice, then those that are needed first.
-
-    Args:
-      program: the instructions of a step.
-      temporary_bytes: as for `footprints`.
-      other_bytes: likewise.
-      budget_bytes: device memory; None for no limit.
-    """
-    groups = sorted(program.loaded, key=lambda group: -program.loaded[group])
-    if budget_bytes is None:
-        return frozenset(groups)
-    totals = np.array([found.total for found in footprints(program, temporary_bytes, other_bytes)])
-    counted, kept = Transfers(program, ()).copies_of, set()
-    for group in groups:
-        more = program.partition.layers[group].num_bytes - counted[group]
-        if (totals + more).max() <= budget_bytes:
-            totals += more
-            kept.add(group)
-    return frozenset(kept)
-
-
 def _resident_bytes(program: StepProgram) -> int:
     return sum(program.partition.layers[group].num_bytes for group in program.resident)
 
@@ -310,6 +257,8 @@ class Transfers:
         for load, last in self.last_use.items():
             group = program.instructions[load].group
             self.copies_of[group][self.last_program[load] + 1 : last + 1] += self._bytes_of(load)
+        for group in program.reserved:
+            self.copies_of[group][:] = program.partition.layers[group].num_bytes
         self.copies = self._copies()
         self.offloaded = self._offloaded()
         self._add_kept_gradients()
@@ -421,8 +370,9 @@ class Transfers:
             self.ahead_from[load] = first
             offloads = [i for update in updates for i in tasks[update].after if tasks[i].lane is Lane.D2H]
             arrived = max([arrived, *offloads])
+            num_bytes = 0 if self._program.instructions[load].group in self._program.reserved else self._bytes_of(load)
             for place in range(first, self._num_places):
-                copies[place] += self._bytes_of(load)
+                copies[place] += num_bytes
                 gone = sum(size for index, size in self._gradients_at[place].items() if index <= arrived)
                 more[place] = max(more[place], copies[place] - gone)
         return copies, more

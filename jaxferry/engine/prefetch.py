@@ -99,7 +99,8 @@ class DeviceCopies:
             assert group not in self._kept, "two copies of a group stay"
             self._kept[group] = held
         else:
-            self._transport.drop(held, is_reused)
+            # Before the update the next load does not wait for the gradient that the last reader makes.
+            self._transport.drop(held, is_reused, self.is_last and group in self._program.reserved)
 
     def forget(self, index: int) -> None:
         """Gives up the copy of a load whose arrays a failed program has taken."""

@@ -91,6 +91,8 @@ class StepRunner:
             raise
         action, transport = functools.partial(execute, step), self._resources.transport
         if prefetch is None:
+            # Buffers may be reserved for the loads of another program.
+            transport.release()
             held = [*state.resident.values(), *state.kept.values()]
             transport.held.reset_peak(held if previous is None else None)
             step.work = self._resources.lanes.make(runnable.tasks, action, previous)

@@ -30,7 +30,7 @@ from jaxferry.native.elf import check_is_whole
 from jaxferry.native.paths import FILE_NAMES, REMEDY, describe_missing, library_directories
 from jaxferry.native.targets import DTYPE_NUMBERS
 
-ABI = 5
+ABI = 6
 
 TARGETS = (
     "jaxferry_scratch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.native.shapes import GatherShape, ProductShape
+
+
+class Vacancy(enum.Enum):
+    """Whether nothing uses the memory that a load fills."""
+
+    UNKNOWN = 0
+    """Any work issued so far may use it."""
+    NOTED = 1
+    """No work issued since `ferry_vacate` uses it."""
+    SEEN = 2
+    """No work uses it: its last use is known to have ended."""
+
 
 METHODS = ("auto", "staged", "direct")
 """How `dha_matmul` reads its weight: by size, in panels through the scratch buffer, or directly from the kernel."""
@@ -140,17 +153,17 @@ def ferry_load(
     into: Sequence[jax.Array],
     numbers: Sequence[int],
     offsets: Sequence[int],
-    is_vacant: bool = False,
+    vacancy: Vacancy = Vacancy.UNKNOWN,
 ) -> list[jax.Array]:
     """Queues copies from the host vectors to the arrays `into`, and returns these with the copies in flight.
 
-    The copies wait for all work of the device so far, or for `ferry_vacate` of these arrays alone if they are vacant;
-    then the vectors must be ready.
+    The copies wait for all work of the device so far; into vacant arrays for `ferry_vacate` of these alone, or for
+    nothing. Then the vectors must be ready.
     """
     aliases = {len(vectors) + i: i for i in range(len(into))}
     call = jax.ffi.ffi_call("jaxferry_ferry_load", [_struct(a) for a in into], input_output_aliases=aliases)
     places = {"vectors": np.asarray(numbers, np.int64), "offsets": np.asarray(offsets, np.int64)}
-    return list(call(*vectors, *into, **places, vacant=np.int64(is_vacant)))
+    return list(call(*vectors, *into, **places, vacant=np.int64(vacancy.value)))
 
 
 def ferry_store(

@@ -212,14 +212,15 @@ def test_nor_does_it_where_rows_and_dense_gradients_of_a_table_are_added(
     names = [segment.name for segment in partition(loss_fn, params, batch).segments]
     plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.GFGB, gradient) for name in names))
 
-    def train():
-        step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-3), plan=plan, transport=transport, accumulate=accumulate)
+    def train(**options):
+        options |= {"transport": transport, "accumulate": accumulate}
+        step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-3), plan=plan, **options)
         state = step.init(params)
         for _ in range(6):
             state, _ = step(state, *batch)
         return state.params
 
-    expected = train()
+    expected = train(device=jax.devices("cpu")[0])
     accelerator = emulate(monkeypatch)
     assert_same_bits(train(), expected)
     assert not accelerator.waits, accelerator.waits[0]

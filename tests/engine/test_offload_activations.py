@@ -28,7 +28,7 @@ from models import encoder_decoder, random_streams
 from planned import assert_same_bits, plan_of, state_after, train
 from profiles import lowered, transformer, with_modes
 from steps import delay, fail, wrap
-from watched import SCALARS_BYTES, becomes, settled, watched_steps
+from watched import SCALARS_BYTES, becomes, live_arrays, settled, watched_steps
 
 POLICY = jax.checkpoint_policies.dots_saveable
 REMATS = {"none": "none", "full": "full", "policy": POLICY}
@@ -229,14 +229,14 @@ def test_memory_does_not_grow_with_depth_and_a_budget_admits_larger_batches():
 
 
 def test_nothing_is_left_on_the_device_nor_in_pinned_memory_after_a_step():
-    before = jax.live_arrays()  # of earlier tests, which may be freed meanwhile
+    before = live_arrays()  # of earlier tests, which may be freed meanwhile
     known = set(map(id, before))
     step = offloading(gpt(), remat="full")
     state = step.init(gpt().params)
 
     def live():
         state.block_until_ready()
-        own = [a for a in jax.live_arrays() if id(a) not in known and not a.is_deleted()]
+        own = [a for a in live_arrays() if id(a) not in known and not a.is_deleted()]
         kinds = [a.sharding.memory_kind for a in own]
         return kinds.count("device"), kinds.count("pinned_host")
 

@@ -63,7 +63,7 @@ def test_what_others_drop_goes_while_a_dropped_state_waits_for_the_device(monkey
     """Else another state's steps would need memory that no budget counts."""
     pending, others = Pending(), [Pending() for _ in range(3)]
     arrays, references = [pending, *others], list(map(weakref.ref, others))
-    monkeypatch.setattr(jax, "live_arrays", lambda: arrays)
+    monkeypatch.setattr(jax, "live_arrays", {"cpu": arrays}.get)
     monkeypatch.setattr(Placement, "is_cpu", False)
     copies = OrphanedCopies()
     copies.drop(make_placement(jax.devices("cpu")[1]), ())

@@ -17,7 +17,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import library
 from jaxferry.plan.records import LayerPlan, Plan
 from planned import assert_same_bits
-from watched import becomes, settled
+from watched import becomes, live_arrays, settled
 
 NUM_STEPS = 6
 DEPTH, WIDTH, WORDS = 3, 64, 32
@@ -251,13 +251,13 @@ def test_the_compute_copy_stays_where_it_is(accelerator, transport, plan):
 
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
 def test_a_transport_keeps_no_more_memory_after_more_steps(accelerator, transport):
-    others = jax.live_arrays()  # of earlier tests, which may be freed meanwhile
+    others = live_arrays()  # of earlier tests, which may be freed meanwhile
     known = set(map(id, others))
     step, state, _ = train(transport, plan="in host memory", num_steps=4)
 
     def live():
         state.block_until_ready()
-        return sum(array.nbytes for array in jax.live_arrays() if array.nbytes >= LARGE and id(array) not in known)
+        return sum(array.nbytes for array in live_arrays() if array.nbytes >= LARGE and id(array) not in known)
 
     before = []
     for _ in range(3):  # the next step's first loads may have ended or not

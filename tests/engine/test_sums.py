@@ -111,7 +111,10 @@ def trained_with(places, granularity, options):
     return losses, state.params
 
 
-@pytest.mark.parametrize("device", ["mesh", "device_put", pytest.param("ferry", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("mesh", marks=pytest.mark.cpu_device), "device_put", pytest.param("ferry", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("granularity", [BLOCK, MODULE])
 def test_the_uses_of_a_layer_may_differ_in_gradient_place(monkeypatch, device, accumulate, granularity):

@@ -26,7 +26,7 @@ from jaxferry.partition.layout import make_layer
 from jaxferry.plan.records import LayerPlan, Plan
 from planned import assert_same_bits, plan_of, train, trained
 from steps import after_each_program, transport_of, with_sums_in_host_memory, wrap
-from watched import becomes, device_arrays, device_bytes, settled
+from watched import becomes, device_arrays, device_bytes, live_arrays, settled
 
 PARAMS = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}, "c": np.ones(2)}
 
@@ -199,6 +199,29 @@ def test_a_load_waits_for_its_buffers_alone_once_nothing_else_writes_what_it_rea
     vacant = "load onto" if placement.is_cpu else "load vacant"
     assert loads == ["load", vacant, "load onto", vacant]
     assert calls.count("vacate") == (0 if placement.is_cpu else 4)
+
+
+@pytest.mark.usefixtures("engine_settings")
+def test_reserved_buffers_are_loaded_without_a_wait_by_the_next_load_of_their_layer_alone(calls, monkeypatch):
+    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    monkeypatch.setattr(ArrayImpl, "is_ready", lambda array: True)
+    layer, placement = _mixed(), make_placement()
+    transport = Ferry(placement, [layer, layer])
+
+    def loaded(number, is_reserved):
+        vectors = _pinned(placement, layer, number)
+        held = transport.load(number, vectors)
+        name = calls[-1]
+        assert_same_bits(held.parameters(), layer.unpack([jnp.asarray(v) for v in vectors]))
+        transport.drop(held, is_reused=False, is_reserved=is_reserved)
+        return name
+
+    # Other loads neither take them nor free them.
+    found = [loaded(number, is_reserved) for number, is_reserved in ((0, True), (1, False), (0, True), (1, True))]
+    assert found == ["load", "load", "load unused", "load"]
+    transport.release()
+    assert [loaded(0, True), loaded(0, False), loaded(0, False)] == ["load", "load unused", "load"]
+    assert "vacate" not in calls
 
 
 @pytest.mark.usefixtures("engine_settings")
@@ -434,7 +457,7 @@ def test_tied_tables_keep_no_more_pinned_memory_after_more_steps(first, transpor
 
     def pinned():
         state.block_until_ready()
-        return sum(a.nbytes for a in jax.live_arrays() if a.sharding.memory_kind == "pinned_host")
+        return sum(a.nbytes for a in live_arrays() if a.sharding.memory_kind == "pinned_host")
 
     for _ in range(3):
         state, _ = step(state, *batch)
@@ -457,7 +480,7 @@ def test_rows_of_many_micro_batches_are_added_as_they_come(transport):
         state, _ = step(state, tokens)
         time.sleep(0.01)
         gc.collect()
-        counts.append(len(jax.live_arrays()))
+        counts.append(len(live_arrays()))
     assert min(counts[-4:]) <= max(counts[4:8]) + 8
 
 

@@ -26,6 +26,7 @@ from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.settings import own_settings
 from planned import assert_same_bits, train
+from watched import live_arrays
 
 BACKWARDS = ("backward_s", "backward_dha_s", "backward_go_s")
 TIMES = ("load_s", "offload_s", "update_s", "forward_s", "forward_dha_s", *BACKWARDS)
@@ -292,11 +293,11 @@ def test_nothing_is_left_between_two_measurements():
     layer_bytes = 128 * 128 * 4
     gc.collect()
     gc.disable()  # memory is freed at once, without Python's cycle collector
-    before = {id(array) for array in jax.live_arrays()}
+    before = {id(array) for array in live_arrays()}
     left = []
 
     def look(part, done, total):
-        left.append(sum(array.nbytes for array in jax.live_arrays() if id(array) not in before))
+        left.append(sum(array.nbytes for array in live_arrays() if id(array) not in before))
 
     try:
         setting.measure(progress=look, budget_s=0)

@@ -1,8 +1,19 @@
 """The CPU's native library, as `pip install` or `jaxferry build-native` left it."""
 
+import pathlib
+
 import pytest
 
 from jaxferry.native import library
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    """These tests are of the CPU's library, or of the CUDA one on a CPU; those of a GPU are in tests/gpu."""
+    for item in items:
+        if item.path.parent == FOLDER:
+            item.add_marker("cpu_device")
 
 
 @pytest.fixture

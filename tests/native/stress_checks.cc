@@ -121,9 +121,9 @@ ffi::Error Load(const Sized& dtype, int64_t vector, int64_t offset, int64_t elem
   const size_t array = call.Add(dtype, elements);
   call.Add(dtype, elements, /*is_result=*/true, static_cast<int>(array));
   const int64_t vectors[] = {0}, offsets[] = {offset};
-  bool is_vacant;
+  Vacancy vacancy;
   const ffi::Error error = CheckFerryLoad(call.Arguments(), call.Results(), Integers(vectors, 1), Integers(offsets, 1),
-                                          0, copies, &is_vacant);
+                                          0, copies, &vacancy);
   if (error.success()) {
     const Copy& copy = (*copies)[0];
     // Ends the process under the address sanitizer if either end lies outside.
@@ -187,11 +187,11 @@ void TestAResultOfOtherMemoryIsRefused() {
     const int64_t zero[] = {0};
     Copies copies;
     const Integers zeros(zero, 1);
-    bool is_vacant;
+    Vacancy vacancy;
     EXPECT(
-        Names(CheckFerryLoad(load.Arguments(), load.Results(), zeros, zeros, 0, &copies, &is_vacant), "must alias it"));
-    EXPECT(Names(CheckFerryLoad(load.Arguments(), load.Results(), zeros, zeros, 2, &copies, &is_vacant),
-                 "ferry_load: vacant must be 0 or 1, got 2"));
+        Names(CheckFerryLoad(load.Arguments(), load.Results(), zeros, zeros, 0, &copies, &vacancy), "must alias it"));
+    EXPECT(Names(CheckFerryLoad(load.Arguments(), load.Results(), zeros, zeros, 3, &copies, &vacancy),
+                 "ferry_load: vacant must be 0, 1 or 2, got 3"));
     EXPECT(copies.empty());
     Call wait;
     wait.Add(dtype, 8);

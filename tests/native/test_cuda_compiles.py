@@ -39,7 +39,7 @@ def test_the_library_says_what_it_is_and_what_made_it(library):
     assert (info["ffi_major"], info["ffi_minor"]) >= (0, 1)
     assert re.fullmatch(r"1[2-9]\.\d+\.\d+", info["nvcc"])
     assert 90 in info["architectures"]
-    assert library.jaxferry_abi() == 5
+    assert library.jaxferry_abi() == 6
 
 
 @pytest.mark.slow

@@ -211,6 +211,11 @@ class TestFerry(FerrySuite):
         found = {self.load_between(operations, library, seed, lagging, is_vacant=False) for seed in range(20)}
         assert found == {2}
 
+    def test_a_load_whose_caller_has_seen_the_last_use_end_waits_for_nothing(self, operations, library, lagging):
+        found = {self.load_between(operations, library, seed, lagging, is_vacant=2) for seed in range(40)}
+        # What it does not wait for may write after it.
+        assert 1 in found
+
     def test_an_array_is_vacant_for_one_load(self, operations, library, lagging):
         for seed in range(20):
             library.emulation_lag(0)

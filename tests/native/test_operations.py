@@ -28,7 +28,7 @@ def dtype(request):
     return request.param
 
 
-PLACEMENT = make_placement()
+PLACEMENT = make_placement(jax.devices("cpu")[0])
 
 
 def numbers(shape, dtype, seed=0):

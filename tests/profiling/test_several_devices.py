@@ -29,6 +29,8 @@ from jaxferry.profiling.sharing import shared_by
 from jaxferry.report.tables import host_memory_lines
 from jaxferry.simulate.report import predict
 
+pytestmark = pytest.mark.cpu_device  # one accelerator is no mesh
+
 MACHINE = dataclasses.replace(
     costs.MACHINE, memory_bytes_per_s=1e6, interconnect_bytes_per_s=20.0, launch_s=0.0, link_latency_s=0.0
 )

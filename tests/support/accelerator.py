@@ -236,7 +236,7 @@ def _pinned_memory():
     A list of all arrays would keep alive what the step drops meanwhile.
     """
     with COUNTING:
-        references = [weakref.ref(array) for array in jax.live_arrays()]
+        references = [weakref.ref(array) for array in jax.live_arrays("cpu")]
     for reference in references:
         array = reference()
         with contextlib.suppress(RuntimeError):  # another thread has deleted it

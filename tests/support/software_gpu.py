@@ -6,6 +6,7 @@ It is no part of this repository: tests use the one in the folder that JAXFERRY_
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -55,11 +56,30 @@ def run(script, *arguments, timeout_s=300, **environment):
       timeout_s: seconds.
       **environment: further variables.
     """
+    path = str(ROOT / "tests" / "support" / script)
+    return _execute([path, *map(str, arguments)], timeout_s, {"JAX_COMPILATION_CACHE_DIR": "", **environment})
+
+
+def run_tests(*arguments, timeout_s=800):
+    """Runs tests with the software device as JAX's default device; returns how many have passed.
+
+    Args:
+      *arguments: those of pytest.
+      timeout_s: seconds.
+    """
+    options = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow"]
+    printed = _execute([*options, *arguments], timeout_s, {"JAXFERRY_TESTS_DEVICE": "", "PYTEST_ADDOPTS": ""})
+    return int(re.search(r"(\d+) passed", printed)[1])
+
+
+def _execute(arguments, timeout_s, environment):
+    """Runs Python on the software device and returns what it prints."""
     folder = built_once("software-gpu", _build)
+    native = folder / "checkout" / "jaxferry" / "native"
     settings = {
-        "JAXFERRY_NATIVE_DIR": str(folder / "checkout" / "jaxferry" / "native"),
+        "JAXFERRY_NATIVE_DIR": str(native),
+        "JAXFERRY_CHECK_LIBRARY": str(native / "libjaxferry_cuda.so"),
         "JAXFERRY_CACHE_DIR": "off",
-        "JAX_COMPILATION_CACHE_DIR": "",
         "XLA_FLAGS": "",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         **environment,
@@ -69,13 +89,13 @@ def run(script, *arguments, timeout_s=300, **environment):
     # The environment of env.sh comes first, but for what is stated here.
     exports = "".join(f"export {name}='{value}'; " for name, value in environment.items())
     command = command.replace("exec", f"{exports}exec")
-    given = ["bash", "-c", command, "bash", sys.executable, str(ROOT / "tests" / "support" / script)]
     done = subprocess.run(
-        [*given, *map(str, arguments)],
+        ["bash", "-c", command, "bash", sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=timeout_s,
+        cwd=ROOT,
         env={**os.environ, **settings},
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-5000:]
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return done.stdout

@@ -21,8 +21,14 @@ SCALARS_BYTES = 256
 """What losses, norms and flags take, which live for a moment longer or shorter from run to run."""
 
 
+def live_arrays():
+    """The arrays of all platforms; by itself, JAX lists those of the default one."""
+    platforms = {"cpu", jax.default_backend()}
+    return [array for platform in sorted(platforms) for array in jax.live_arrays(platform)]
+
+
 def device_arrays():
-    return [a for a in jax.live_arrays() if a.sharding.memory_kind == "device" and not a.is_deleted()]
+    return [a for a in live_arrays() if a.sharding.memory_kind == "device" and not a.is_deleted()]
 
 
 def device_bytes(known, size=lambda array: array.nbytes):
@@ -64,7 +70,7 @@ def settled_arrays():
     """Number and bytes of all arrays, once they stay the same."""
 
     def count():
-        arrays = jax.live_arrays()
+        arrays = live_arrays()
         return len(arrays), sum(array.nbytes for array in arrays)
 
     return settled(count)

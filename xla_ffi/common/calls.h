@@ -21,6 +21,10 @@ struct Gather {
   int64_t num_indices, rows, columns;
 };
 
+// Whether nothing uses the memory that a load fills: it may be used by any work so far; not by work since
+// `ferry_vacate`; or by no work, since the caller has seen its last use end.
+enum class Vacancy { kUnknown = 0, kNoted = 1, kSeen = 2 };
+
 enum class Method { kBySize = 0, kPanels = 1, kDirect = 2 };
 
 // y[m, n] = x[m, k] @ w, for w[k, n], or w[n, k] if transposed.

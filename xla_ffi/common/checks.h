@@ -50,7 +50,7 @@ ffi::Error CheckRowStore(ffi::AnyBuffer destination, ffi::AnyBuffer indices, ffi
                          ffi::AnyBuffer result, int64_t offset, int64_t rows, int64_t columns, RowStore* call);
 
 ffi::Error CheckFerryLoad(ffi::RemainingArgs arguments, ffi::RemainingRets results, Integers vectors, Integers offsets,
-                          int64_t vacant, Copies* copies, bool* is_vacant);
+                          int64_t vacant, Copies* copies, Vacancy* vacancy);
 
 ffi::Error CheckFerryStore(ffi::RemainingArgs arguments, ffi::AnyBuffer result, Integers offsets, int64_t accumulate,
                            Copies* copies);

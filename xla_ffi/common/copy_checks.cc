@@ -43,9 +43,12 @@ ffi::Error CheckRead(ffi::AnyBuffer vector, ffi::RemainingRets results, Integers
 }
 
 ffi::Error CheckFerryLoad(ffi::RemainingArgs arguments, ffi::RemainingRets results, Integers vectors, Integers offsets,
-                          int64_t vacant, Copies* copies, bool* is_vacant) {
+                          int64_t vacant, Copies* copies, Vacancy* vacancy) {
   const char* operation = "ferry_load";
-  JAXFERRY_RETURN_IF_ERROR(CheckFlag(operation, "vacant", vacant, is_vacant));
+  if (vacant < 0 || vacant > 2) {
+    return Invalid(operation, "vacant must be 0, 1 or 2, got " + std::to_string(vacant));
+  }
+  *vacancy = static_cast<Vacancy>(vacant);
   const size_t num_arrays = results.size();
   if (num_arrays > arguments.size()) {
     return Invalid(operation, "there must be an argument for each of the " + std::to_string(num_arrays) +

@@ -6,7 +6,7 @@
 
 #include "xla/ffi/api/c_api.h"
 
-#define JAXFERRY_ABI 5
+#define JAXFERRY_ABI 6
 
 #pragma GCC visibility push(default)
 

@@ -18,8 +18,8 @@ static ffi::Error FerryLoad(ffi::RemainingArgs arguments, ffi::RemainingRets res
   return Guarded("ferry_load", [&] {
     Copies copies;
     // XLA calls this once its arguments are free and filled, so there is nothing else to wait for.
-    bool is_vacant;
-    JAXFERRY_RETURN_IF_ERROR(CheckFerryLoad(arguments, results, vectors, offsets, vacant, &copies, &is_vacant));
+    Vacancy vacancy;
+    JAXFERRY_RETURN_IF_ERROR(CheckFerryLoad(arguments, results, vectors, offsets, vacant, &copies, &vacancy));
     return Push("ferry_load", kLoad, std::move(copies));
   });
 }

@@ -46,12 +46,13 @@ void RunQueue(Device& device, const Copies& copies, cudaMemcpyKind kind, cudaStr
 
 }  // namespace
 
-void RunFerryLoad(Device& device, const Copies& copies, bool is_vacant, cudaStream_t stream) {
+void RunFerryLoad(Device& device, const Copies& copies, Vacancy vacancy, cudaStream_t stream) {
   Ranges targets;
   for (const Copy& copy : copies) targets.push_back({copy.destination, copy.bytes});
   // Others may lie where vacant arrays have been freed meanwhile, so what is known of these is forgotten either way.
   std::optional<std::vector<SharedEvent>> vacated = device.vacancies.Take(targets);
-  if (!is_vacant) vacated.reset();
+  if (vacancy == Vacancy::kUnknown) vacated.reset();
+  if (vacancy == Vacancy::kSeen) vacated.emplace();
   RunQueue(device, copies, cudaMemcpyHostToDevice, device.loads.get(), stream, vacated);
 }
 

@@ -10,11 +10,11 @@ static ffi::Error FerryLoad(cudaStream_t stream, int32_t ordinal, ffi::Remaining
                             ffi::RemainingRets results, Integers vectors, Integers offsets, int64_t vacant) {
   return Guarded("ferry_load", [&] {
     Copies copies;
-    bool is_vacant;
-    JAXFERRY_RETURN_IF_ERROR(CheckFerryLoad(arguments, results, vectors, offsets, vacant, &copies, &is_vacant));
+    Vacancy vacancy;
+    JAXFERRY_RETURN_IF_ERROR(CheckFerryLoad(arguments, results, vectors, offsets, vacant, &copies, &vacancy));
     return cuda::RunOn("ferry_load", ordinal, {}, [&](cuda::Device& device) {
       cuda::CheckLoads(copies);
-      cuda::RunFerryLoad(device, copies, is_vacant, stream);
+      cuda::RunFerryLoad(device, copies, vacancy, stream);
     });
   });
 }

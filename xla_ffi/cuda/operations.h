@@ -13,8 +13,9 @@ void RunRead(const Copies& copies, cudaStream_t stream);
 void RunStore(const Store& call, cudaStream_t stream);
 void RunMatmul(Device& device, const Matmul& call, cudaStream_t stream);
 void RunMatmulGradient(Device& device, const MatmulGradient& call, cudaStream_t stream);
-// Loads into vacant arrays wait for the last readers of these alone, others for all of the stream's work so far.
-void RunFerryLoad(Device& device, const Copies& copies, bool is_vacant, cudaStream_t stream);
+// Loads into arrays whose vacancy is noted wait for the last uses of these alone, where it has been seen for nothing,
+// and else for all of the stream's work so far.
+void RunFerryLoad(Device& device, const Copies& copies, Vacancy vacancy, cudaStream_t stream);
 void RunFerryStore(Device& device, const Copies& copies, cudaStream_t stream);
 void RunFerryWait(Device& device, const Ranges& ranges, cudaStream_t stream);
 // Notes that no later work reads or writes these bytes until they are loaded again.

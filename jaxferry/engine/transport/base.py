@@ -42,7 +42,7 @@ from jaxferry.engine.transport.held import (
 from jaxferry.native import NativeLibrary, host_sums
 from jaxferry.partition import Gradient, Layer, RowGradient
 
-_OF_LOADS = frozenset({"unpack", "load", "load onto", "load vacant", "arrived", "vacate"})
+_OF_LOADS = frozenset({"unpack", "load", "load onto", "load vacant", "load unused", "arrived", "vacate"})
 """Programs that move parameters; all others move gradients."""
 
 
@@ -104,17 +104,24 @@ class Transport:
         that are issued before the copy is dropped.
         """
 
-    def drop(self, held: DeviceLayer, is_reused: bool = True) -> None:
+    @property
+    def reserves(self) -> bool:
+        """Whether loads into buffers that stay allocated start earlier."""
+        return False
+
+    def drop(self, held: DeviceLayer, is_reused: bool = True, is_reserved: bool = False) -> None:
         """Frees a device copy once the programs that read it have run; does nothing if it is freed already.
 
         Args:
           held: the copy.
           is_reused: whether its buffers may be kept for another load.
+          is_reserved: whether its buffers stay allocated for the next load of the layer, or until `release`. That load
+            must not be issued before the last reader of the copy is known to have ended.
         """
         if held.is_dropped:
             return
         held.is_dropped = True
-        self._drop(held, is_reused)
+        self._drop(held, is_reused, is_reserved)
         self.held.add(-held.num_bytes)
 
     def take(self, held: DeviceLayer) -> list[jax.Array]:
@@ -313,7 +320,7 @@ class Transport:
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         raise NotImplementedError
 
-    def _drop(self, held: DeviceLayer, is_reused: bool) -> None:
+    def _drop(self, held: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
         delete_all(held.arrays)
 
     def _store_rows(

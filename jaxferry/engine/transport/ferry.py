@@ -4,7 +4,9 @@ One program enqueues a copy and another waits for it, so the copy overlaps every
 two. A parameter is copied directly into a buffer of its own shape, and a large gradient from one. All small gradients
 of a vector leave as one transfer, since a transfer of each would be mostly latency: their program has joined them. The
 next layer of the same layout reuses the buffers of a dropped layer. Its load waits for their last reader, and for
-nothing that the device runs after that: a program which is issued behind the last reader tells the library.
+nothing that the device runs after that: a program which is issued behind the last reader tells the library. The first
+loads of the next step wait for updates, and so for the last readers of their layers: where the buffers of these stay
+allocated, the device need not wait for anything.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ from jaxferry.engine.program_keys import NO_JOINS, Joins
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.engine.transport.base import Transport
-from jaxferry.engine.transport.held import CopyInFlight, DeviceLayer, HostGradient
+from jaxferry.engine.transport.held import CopyInFlight, DeviceLayer, HostGradient, delete_all
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES, InFlight
 from jaxferry.engine.transport.queued import queue_stores
 from jaxferry.engine.transport.stored_copies import StoredCopy, hold_together
 from jaxferry.errors import NativeError
 from jaxferry.native import library, targets
 from jaxferry.native.donation import Donating
+from jaxferry.native.targets import Vacancy
 from jaxferry.partition import Gradient, Layer, RowGradient
 
 
@@ -46,6 +49,7 @@ class Ferry(Transport):
         numbers: dict[Any, int] = {}
         self._layouts = [numbers.setdefault(layer.layout, len(numbers)) for layer in layers]
         self._free: dict[int, list[Sequence[jax.Array]]] = {number: [] for number in numbers.values()}
+        self._reserved: dict[int, Sequence[jax.Array]] = {}
         self._landed = shared_function(("landed", placement, placement.is_cpu), lambda: landed_program(placement))
         # Copies that nothing has waited for. JAX does not know of them, so their sources and targets must stay alive.
         self.in_flight: InFlight = {}
@@ -109,12 +113,19 @@ class Ferry(Transport):
                 copy.forget()
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
-        free = self._free[self._layouts[layer]]
-        if not free:
-            self.release()
-        load, wait = self.program(self._load_program(layer, vectors), layer), self.program("arrived", layer)
-        # Those that have been free for longest.
-        given = (vectors, free.pop(0)) if free else (vectors,)
+        free, reserved = self._free[self._layouts[layer]], self._reserved.pop(layer, None)
+        if reserved is None and not free:
+            self._release_free()
+        # What writes the vectors may be a program behind the last reader of the buffers.
+        is_ready = not self._placement.is_cpu and _are_ready(vectors)
+        given: tuple[Any, ...] = (vectors,)
+        if reserved is not None:
+            name, given = "load unused" if is_ready else "load onto", (vectors, reserved)
+        elif free:  # those that have been free for longest
+            name, given = "load vacant" if is_ready else "load onto", (vectors, free.pop(0))
+        else:
+            name = "load"
+        load, wait = self.program(name, layer), self.program("arrived", layer)
 
         def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
             arrived: Sequence[jax.Array] = wait(arrays, vectors)
@@ -127,13 +138,6 @@ class Ferry(Transport):
             self.in_flight[id(held)] = (held, vectors)
         return held
 
-    def _load_program(self, layer: int, vectors: Vectors) -> str:
-        if not self._free[self._layouts[layer]]:
-            return "load"
-        # What writes the vectors may be a program behind the last reader of the buffers.
-        is_vacant = not self._placement.is_cpu and _are_ready(vectors)
-        return "load vacant" if is_vacant else "load onto"
-
     def vacate(self, held: DeviceLayer) -> None:
         """See `Transport.vacate`. On a CPU, a load runs when its buffers are free."""
         if not self._placement.is_cpu:
@@ -142,21 +146,33 @@ class Ferry(Transport):
             with deferred_interrupts():
                 held.arrays, held.is_vacant = self.program("vacate", held.layer)(arrays), True
 
-    def _drop(self, held: DeviceLayer, is_reused: bool) -> None:
-        if is_reused:
+    @property
+    def reserves(self) -> bool:
+        """See `Transport`. On a CPU, a load runs when its buffers are free."""
+        return not self._placement.is_cpu
+
+    def _drop(self, held: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
+        if is_reserved:
+            assert held.layer not in self._reserved, "two buffers of a layer are reserved"
+            self._reserved[held.layer] = held.parameters()
+        elif is_reused:
             if not held.is_vacant:
                 self.vacate(held)
             self._free[self._layouts[held.layer]].append(held.parameters())
         else:
-            for array in held.parameters():
-                array.delete()
+            delete_all(held.parameters())
 
     def release(self) -> None:
-        """See `Transport.release`. Loads call it, so there are never more buffers than were in use at one time."""
+        """See `Transport.release`."""
+        while self._reserved:
+            delete_all(self._reserved.popitem()[1])
+        self._release_free()
+
+    def _release_free(self) -> None:
+        """Frees all others. Loads call it, so there are never more of these than were in use at one time."""
         for buffers in self._free.values():
             while buffers:
-                for array in buffers.pop():
-                    array.delete()
+                delete_all(buffers.pop())
 
     def _jitted(self, name: str, layer: Layer) -> Any:
         made = _load_programs(layer, self._placement) | _store_programs(layer, self._placement)
@@ -167,12 +183,12 @@ def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[],
     """Makes the programs that move parameters, by name."""
     numbers, offsets = [leaf.vector for leaf in layer.leaves], [leaf.offset for leaf in layer.leaves]
 
-    def load_onto(is_vacant: bool, vectors: Vectors, into: Sequence[jax.Array], *token: jax.Array) -> Any:
-        arrays = targets.ferry_load(vectors, into, numbers, offsets, is_vacant)
+    def load_onto(vacancy: Vacancy, vectors: Vectors, into: Sequence[jax.Array], *token: jax.Array) -> Any:
+        arrays = targets.ferry_load(vectors, into, numbers, offsets, vacancy)
         return arrays, [targets.mark(each, arrays, "load") for each in token]
 
     def load(vectors: Vectors, *token: jax.Array) -> Any:
-        return load_onto(False, vectors, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in layer.leaves], *token)
+        return load_onto(Vacancy.UNKNOWN, vectors, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in layer.leaves], *token)
 
     def arrived(arrays: Sequence[jax.Array], vectors: Vectors) -> list[jax.Array]:
         return targets.ferry_wait(arrays)
@@ -180,8 +196,9 @@ def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[],
     jitted = functools.partial(jax.jit, out_shardings=placement.device)
     return {
         "load": lambda: jitted(load),
-        "load onto": lambda: jitted(functools.partial(load_onto, False), donate_argnums=1),
-        "load vacant": lambda: jitted(functools.partial(load_onto, True), donate_argnums=1),
+        "load onto": lambda: jitted(functools.partial(load_onto, Vacancy.UNKNOWN), donate_argnums=1),
+        "load vacant": lambda: jitted(functools.partial(load_onto, Vacancy.NOTED), donate_argnums=1),
+        "load unused": lambda: jitted(functools.partial(load_onto, Vacancy.SEEN), donate_argnums=1),
         # The copy's source vectors are an argument so that their memory is not reused before it has ended.
         "arrived": lambda: jitted(arrived, donate_argnums=0, keep_unused=True),
         "vacate": lambda: jitted(targets.ferry_vacate, donate_argnums=0),

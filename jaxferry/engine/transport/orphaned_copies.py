@@ -104,7 +104,7 @@ def _wait_for_device(placement: Placement) -> None:
         _probe(placement)().block_until_ready()
     # Copies, and programs of several CPU devices, may overtake the probe. What others drop meanwhile must go, so there
     # is never a reference to more than one array.
-    for reference in list(map(weakref.ref, jax.live_arrays())):
+    for reference in list(map(weakref.ref, jax.live_arrays(placement.platform))):
         if (array := reference()) is not None:
             with contextlib.suppress(Exception):
                 array.block_until_ready()
