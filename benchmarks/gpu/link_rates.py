@@ -59,10 +59,10 @@ class Bench:
         self._stored = self._store(self.loaded[0], self._stored)
         jax.block_until_ready(self._stored)
 
-    def matmul(self, rows, transpose, method=0):
+    def matmul(self, rows, transpose):
         """Measures x @ w, or x @ w.T, with the weight in host memory."""
         like = jax.ShapeDtypeStruct((rows, self.n), jnp.bfloat16)
-        attributes = {"offset": 0, "k": self.k, "n": self.n, "transpose": int(transpose), "method": method}
+        attributes = {"offset": 0, "k": self.k, "n": self.n, "transpose": int(transpose)}
         run = self.operations.compile("dha_matmul", like, **attributes)
         x = self.make((rows, self.k), "device")
         shape = (self.n, self.k) if transpose else (self.k, self.n)
@@ -75,7 +75,7 @@ class Bench:
                 "plain": self.run_load,
             }
         )
-        name = f"dha_matmul rows={rows} transpose={int(transpose)} method={method}"
+        name = f"dha_matmul rows={rows} transpose={int(transpose)}"
         return Rate(name, self.num_bytes, seconds["operation"], seconds["plain"], seconds["compute"])
 
     def store(self, dtype, destination_dtype, accumulate=False):
@@ -129,7 +129,8 @@ class Bench:
         indices = self.operations.device(jnp.arange(rows, dtype=jnp.int32) * 7 % self.n)
         like = jax.ShapeDtypeStruct((rows, self.k), jnp.bfloat16)
         run = self.operations.compile("dha_gather", like, offset=0, rows=self.n, columns=self.k)
-        functions = {"operation": lambda: run(self.weight, indices).block_until_ready(), "plain": self.run_load}
+        scratch = self.operations.scratch(4 * self.n)
+        functions = {"operation": lambda: run(self.weight, indices, scratch).block_until_ready(), "plain": self.run_load}
         seconds = median_seconds(functions)
         num_bytes = 2 * rows * self.k
         return Rate(
@@ -143,10 +144,6 @@ def measure_all(bench):
     for rows in ROWS:
         for transpose in (False, True):
             yield bench.matmul(rows, transpose)
-    # Shows which method is better up to how many rows.
-    for rows in (1, 4, 16):
-        for method in (1, 2):
-            yield bench.matmul(rows, False, method)
     for dtype, destination in STORES:
         for accumulate in (False, True):
             yield bench.store(dtype, destination, accumulate)

@@ -93,14 +93,13 @@ class ProductSuite:
     @ALL
     @pytest.mark.parametrize("kind", list(DTYPES))
     @pytest.mark.parametrize("transpose", [False, True])
-    @pytest.mark.parametrize("method", [1, 2])
     @pytest.mark.parametrize(("m", "k", "n", "offset"), [(3, 64, 96, 8), slow(1, 300, 70, 0), (13, 37, 41, 5)])
     def test_a_product_is_that_of_the_weight_as_x_has_it(
-        self, operations, dtype, kind, transpose, method, m, k, n, offset
+        self, operations, dtype, kind, transpose, m, k, n, offset
     ):
         vector, x = numbers(5, offset + k * n + 3, kind), numbers(6, (m, k), dtype)
         w = vector[offset : offset + k * n].reshape((n, k) if transpose else (k, n)).astype(DTYPES[dtype])
-        options = {"offset": offset, "transpose": transpose, "method": method}
+        options = {"offset": offset, "transpose": transpose}
         # Two halves of a few columns each: several panels, the last one short.
         scratch_bytes = 2 * 24 * (k * 8 + 512)
         found = operations.matmul(
@@ -109,20 +108,18 @@ class ProductSuite:
         assert found.dtype == x.dtype
         check_product(found, x, w.T if transpose else w, dtype, operations.product_epsilon[dtype])
 
-    @pytest.mark.parametrize("method", [0, 1])
-    def test_leading_dimensions_stay_and_float32_results_keep_what_bfloat16_loses(self, operations, method):
+    def test_leading_dimensions_stay_and_float32_results_keep_what_bfloat16_loses(self, operations):
         x, w = numbers(7, (2, 3, 4, 48), "bfloat16"), numbers(8, (48, 40), "bfloat16")
         vector = operations.host(w.reshape(-1))
-        found = operations.matmul(operations.device(x), vector, (48, 40), method=method, result="float32")
+        found = operations.matmul(operations.device(x), vector, (48, 40), result="float32")
         assert found.shape == (2, 3, 4, 40)
         assert found.dtype == np.float32
         check_product(found, x, w, "float32", operations.product_epsilon["bfloat16"])
 
-    @pytest.mark.parametrize("method", [1, 2])
     @pytest.mark.parametrize(("m", "k", "n"), [(0, 8, 8), (3, 0, 8), (3, 8, 0)])
-    def test_an_empty_product_is_empty_or_zero(self, operations, method, m, k, n):
+    def test_an_empty_product_is_empty_or_zero(self, operations, m, k, n):
         x, vector = operations.device(np.ones((m, k), np.float32)), operations.host(np.ones(k * n + 1, np.float32))
-        found = operations.matmul(x, vector, (k, n), method=method)
+        found = operations.matmul(x, vector, (k, n))
         np.testing.assert_array_equal(found, np.zeros((m, n), np.float32))
 
     @pytest.mark.parametrize("transpose", [False, True])
@@ -130,7 +127,7 @@ class ProductSuite:
         k, n = 40, 300
         x, vector = operations.device(numbers(9, (20, k))), operations.host(numbers(10, k * n))
         one, many = (
-            operations.matmul(x, vector, (k, n), transpose=transpose, method=1, scratch_bytes=size)
+            operations.matmul(x, vector, (k, n), transpose=transpose, scratch_bytes=size)
             for size in (1 << 20, 2 * 16 * k * 4)
         )
         # cuBLASLt may choose another algorithm for panels of another size.
@@ -140,12 +137,7 @@ class ProductSuite:
     def test_a_scratch_for_no_panel_is_an_error_that_says_how_much_is_needed(self, operations):
         x, vector = operations.device(np.ones((4, 1000), np.float32)), operations.host(np.ones(3000, np.float32))
         with pytest.raises(Exception, match=r"dha_matmul: scratch must hold two columns of w, at least 8192 bytes"):
-            jax.block_until_ready(operations.matmul(x, vector, (1000, 3), method=1, scratch_bytes=7000))
-
-    def test_too_many_rows_for_the_direct_kernel_are_an_error_that_names_the_shapes(self, operations):
-        x, vector = operations.device(np.ones((17, 8), np.float32)), operations.host(np.ones(64, np.float32))
-        with pytest.raises(Exception, match=r"dha_matmul: method 2 is for at most 16 rows.*x float32\[17,8\]"):
-            jax.block_until_ready(operations.matmul(x, vector, (8, 8), method=2))
+            jax.block_until_ready(operations.matmul(x, vector, (1000, 3), scratch_bytes=7000))
 
     @ALL
     @pytest.mark.parametrize("kind", list(DTYPES))

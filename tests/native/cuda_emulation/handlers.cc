@@ -73,12 +73,11 @@ extern "C" __attribute__((visibility("default"))) void emulation_fill_later(void
 }
 
 extern "C" __attribute__((visibility("default"))) void emulation_cut_into_panels(
-    int64_t total_slices, int64_t slice_bytes, int64_t cast_slice_bytes, int64_t least_slices, int64_t scratch_bytes,
-    int64_t* panels) {
-  const auto cut =
-      jaxferry::cuda::CutIntoPanels(total_slices, slice_bytes, cast_slice_bytes, least_slices, scratch_bytes);
+    int64_t total_slices, int64_t slice_bytes, int64_t second_slice_bytes, int64_t scratch_bytes, int64_t* panels) {
+  const auto cut = jaxferry::cuda::CutIntoPanels(total_slices, slice_bytes, second_slice_bytes, scratch_bytes);
   panels[0] = cut.num_slices;
   panels[1] = cut.half_bytes;
-  panels[2] = cut.cast_offset;
-  panels[3] = jaxferry::cuda::LeastScratchBytes(slice_bytes, cast_slice_bytes);
+  panels[2] = cut.second_offset;
+  panels[3] = jaxferry::cuda::LeastScratchBytes(slice_bytes, second_slice_bytes);
+  panels[4] = cut.padded_slices;
 }
