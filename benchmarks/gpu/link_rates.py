@@ -130,7 +130,10 @@ class Bench:
         like = jax.ShapeDtypeStruct((rows, self.k), jnp.bfloat16)
         run = self.operations.compile("dha_gather", like, offset=0, rows=self.n, columns=self.k)
         scratch = self.operations.scratch(4 * self.n)
-        functions = {"operation": lambda: run(self.weight, indices, scratch).block_until_ready(), "plain": self.run_load}
+        functions = {
+            "operation": lambda: run(self.weight, indices, scratch).block_until_ready(),
+            "plain": self.run_load,
+        }
         seconds = median_seconds(functions)
         num_bytes = 2 * rows * self.k
         return Rate(

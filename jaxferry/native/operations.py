@@ -98,9 +98,9 @@ def dha_matmul(
       transpose: whether to multiply by the transpose; ignored if `shape` is given.
       shape: the weight's location in the host array; None for the whole array.
       out_dtype: dtype of the result; default: that of x.
-      scratch_bytes: maximum size of the scratch buffer; None for 8 MiB, or more where rows or columns of w are
-        long: enough for panels of 128, but at most a quarter of w. It splits no sum. On a CPU, results do not depend on it; on a GPU, the last bits may, because
-        cuBLASLt chooses its algorithm by panel size.
+      scratch_bytes: maximum size of the scratch buffer; None for 8 MiB, or more where rows or columns of w are long:
+        enough for panels of 128, but at most a quarter of w. It splits no sum. On a CPU, results do not depend on it;
+        on a GPU, the last bits may, because cuBLASLt chooses its algorithm by panel size.
       native: see `is_native`.
 
     Returns:

@@ -68,7 +68,7 @@ def dha_gather(table: jax.Array, indices: jax.Array, shape: GatherShape) -> jax.
 
 
 def _aligned(size: int) -> int:
-    """Returns the length of a row of `size` numbers in a product: aligned, except on a CPU, which gains nothing by it."""
+    """Returns the length of a row of `size` numbers in a product: aligned on a GPU; a CPU gains nothing by it."""
     return size if jax.default_backend() == "cpu" else -(-size // ALIGNED_NUMBERS) * ALIGNED_NUMBERS
 
 
@@ -78,9 +78,7 @@ def _pad(x: jax.Array) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
-def dha_matmul(
-    x: jax.Array, w: jax.Array, shape: ProductShape, out_dtype: Any, scratch_bytes: int | None
-) -> jax.Array:
+def dha_matmul(x: jax.Array, w: jax.Array, shape: ProductShape, out_dtype: Any, scratch_bytes: int | None) -> jax.Array:
     """Returns the product of x with a host weight, `[.., n]`."""
     x = _pad(x)
     result = jax.ShapeDtypeStruct((*x.shape[:-1], _aligned(shape.n)), out_dtype)

@@ -85,7 +85,16 @@ class Operations:
         return self.compile("row_store", destination, "pinned_host", {0: 0}, **attributes)(destination, indices, rows)
 
     def matmul_gradient(
-        self, destination, x, dy, shape=None, *, offset=0, transpose=False, accumulate=False, round_to=None,
+        self,
+        destination,
+        x,
+        dy,
+        shape=None,
+        *,
+        offset=0,
+        transpose=False,
+        accumulate=False,
+        round_to=None,
         scratch_bytes=1 << 16,
     ):
         k, n = shape or (x.shape[-1], dy.shape[-1])

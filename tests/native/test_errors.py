@@ -16,10 +16,21 @@ def zeros(shape, dtype=F32):
     return jnp.zeros(shape, dtype)
 
 
-def gather(table=(20,), indices=(3,), result=(3, 4), dtype=F32, index_dtype=jnp.int32, result_dtype=None, scratch_bytes=20, **attributes):
+def gather(
+    table=(20,),
+    indices=(3,),
+    result=(3, 4),
+    dtype=F32,
+    index_dtype=jnp.int32,
+    result_dtype=None,
+    scratch_bytes=20,
+    **attributes,
+):
     attributes = {"offset": 0, "rows": 5, "columns": 4} | attributes
     result = jax.ShapeDtypeStruct(result, result_dtype or dtype)
-    return call("dha_gather", [zeros(table, dtype), zeros(indices, index_dtype), scratch(scratch_bytes)], [result], **attributes)
+    return call(
+        "dha_gather", [zeros(table, dtype), zeros(indices, index_dtype), scratch(scratch_bytes)], [result], **attributes
+    )
 
 
 def matmul(x=(2, 3), w=(12,), y=(2, 4), dtype=F32, w_dtype=F32, y_dtype=None, scratch_dtype=jnp.uint8, **attributes):

@@ -33,10 +33,9 @@ __device__ __forceinline__ void StoreVectorOfRow(const uint4& vector, int64_t be
   }
 }
 
-// Loads a vector of which only the bytes in [begin, end) may be read.
-__device__ __forceinline__ uint4 LoadVectorInside(const unsigned char* vector, const unsigned char* begin,
+// Loads the bytes of a vector that lie in [begin, end).
+__device__ __forceinline__ uint4 LoadPartOfVector(const unsigned char* vector, const unsigned char* begin,
                                                   const unsigned char* end) {
-  if (vector >= begin && vector + kVectorBytes <= end) return *reinterpret_cast<const uint4*>(vector);
   uint32_t words[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int i = 0; i < kVectorBytes / 2; ++i) {
@@ -61,6 +60,8 @@ __global__ void __launch_bounds__(kRowsThreads) ReadRowsKernel(RowsArguments a) 
   for (int64_t first = thread / a.lanes; first < num_items; first += num_groups * kRowsUnroll) {
     uint4 vectors[kRowsUnroll];
     int64_t row[kRowsUnroll], place[kRowsUnroll];
+    bool is_inside[kRowsUnroll], is_whole[kRowsUnroll];
+    // All loads are in flight before the first is used: none is in a branch.
 #pragma unroll
     for (int u = 0; u < kRowsUnroll; ++u) {
       const int64_t item = first + u * num_groups;
@@ -68,19 +69,21 @@ __global__ void __launch_bounds__(kRowsThreads) ReadRowsKernel(RowsArguments a) 
       const unsigned char* start = source + row[u] * a.rows.source_pitch;
       const int64_t skipped = kAligned ? 0 : static_cast<int64_t>(reinterpret_cast<uintptr_t>(start) % kVectorBytes);
       place[u] = ((item - row[u] * a.stretches) * a.lanes + lane) * kVectorBytes - skipped;
-      vectors[u] = make_uint4(0, 0, 0, 0);
-      if (item >= num_items || place[u] >= a.rows.row_bytes) continue;
-      vectors[u] = kAligned ? *reinterpret_cast<const uint4*>(start + place[u])
-                            : LoadVectorInside(start + place[u], source, end);
+      const unsigned char* vector = start + place[u];
+      is_inside[u] = item < num_items && place[u] < a.rows.row_bytes;
+      is_whole[u] = is_inside[u] && (kAligned || (vector >= source && vector + kVectorBytes <= end));
+      vectors[u] = is_whole[u] ? *reinterpret_cast<const uint4*>(vector) : make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
     for (int u = 0; u < kRowsUnroll; ++u) {
-      if (first + u * num_groups >= num_items || place[u] >= a.rows.row_bytes) continue;
+      if (!is_inside[u]) continue;
       unsigned char* start = destination + row[u] * a.rows.destination_pitch;
       if constexpr (kAligned) {
         *reinterpret_cast<uint4*>(start + place[u]) = vectors[u];
       } else {
-        StoreVectorOfRow(vectors[u], place[u], a.rows.row_bytes, start);
+        const unsigned char* vector = source + row[u] * a.rows.source_pitch + place[u];
+        const uint4 part = is_whole[u] ? vectors[u] : LoadPartOfVector(vector, source, end);
+        StoreVectorOfRow(part, place[u], a.rows.row_bytes, start);
       }
     }
   }
