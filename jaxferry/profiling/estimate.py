@@ -64,7 +64,7 @@ class LayerCosts:
       forward_bytes, backward_bytes: bytes of device memory read and written.
       dha_bytes_forward, dha_bytes_backward: bytes that cross the link if the parameters lie in host memory.
       dha_products_forward, dha_products_backward: the products among what reads them, whose weights cross the link in
-        panels. None means that one product, the layer's whole work, reads all of them.
+        panels. None means a kernel that reads host memory all through its work, as in MemFerry's paper.
       forward_kernels, backward_kernels: number of kernels.
       inter_forward_flops, inter_forward_bytes, inter_backward_flops, inter_backward_bytes: parameterless compute right
         after this layer's forward and right before its backward.
@@ -153,6 +153,11 @@ def _share_of_work(layer: LayerCosts, num_devices: int) -> LayerCosts:
         own = min(layer.param_bytes, num_bytes)
         return own + (num_bytes - own) / num_devices
 
+    def shared_products(products: tuple[HostRead, ...] | None) -> tuple[HostRead, ...] | None:
+        if products is None:
+            return None
+        return tuple(dataclasses.replace(product, flops=product.flops / num_devices) for product in products)
+
     again = layer.recomputation
     inter = ("inter_forward_flops", "inter_forward_bytes", "inter_backward_flops", "inter_backward_bytes")
     return dataclasses.replace(
@@ -161,6 +166,8 @@ def _share_of_work(layer: LayerCosts, num_devices: int) -> LayerCosts:
         backward_flops=layer.backward_flops / num_devices,
         forward_bytes=shared_bytes(layer.forward_bytes),
         backward_bytes=shared_bytes(layer.backward_bytes),
+        dha_products_forward=shared_products(layer.dha_products_forward),
+        dha_products_backward=shared_products(layer.dha_products_backward),
         **{key: getattr(layer, key) / num_devices for key in inter},
         recomputation=None
         if again is None
@@ -184,11 +191,11 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         activation_bytes=layer.activation_bytes,
         load_s=machine.transfer_s(layer.param_bytes),
         forward_s=forward_s,
-        forward_dha_s=forward_s + _detour_s(machine, layer, layer.dha_bytes_forward, read, layer.forward_flops),
+        forward_dha_s=forward_s + _detour_s(machine, layer, layer.dha_bytes_forward, read, forward_s),
         backward_s=backward_s,
         backward_dha_s=backward_s
-        + _detour_s(machine, layer, layer.dha_bytes_backward, read_again, layer.backward_flops),
-        backward_go_s=backward_s + _detour_s(machine, layer, layer.grad_bytes, read, layer.forward_flops),
+        + _detour_s(machine, layer, layer.dha_bytes_backward, read_again, backward_s),
+        backward_go_s=backward_s + _detour_s(machine, layer, layer.grad_bytes, read, backward_s),
         forward_read_s=machine.direct_s(layer.dha_bytes_forward),
         backward_read_s=machine.direct_s(layer.dha_bytes_backward),
         backward_write_s=machine.direct_s(layer.grad_bytes),
@@ -229,16 +236,17 @@ def _roofline_s(machine: Machine, layer: LayerCosts, flops: float, num_bytes: fl
 
 
 def _detour_s(
-    machine: Machine, layer: LayerCosts, num_bytes: float, products: tuple[HostRead, ...] | None, flops: float
+    machine: Machine, layer: LayerCosts, num_bytes: float, products: tuple[HostRead, ...] | None, program_s: float
 ) -> float:
-    """The time that a program takes longer if it moves bytes over the link itself.
+    """The time that a program of `program_s` takes longer if it moves bytes over the link itself.
 
-    `products` are those whose weights, or gradients, move in panels; None is one of `flops` that moves all bytes.
+    `products` are those whose weights, or gradients, move in panels; None means all through the program.
     """
     if not num_bytes:
         return 0.0
+    least_s = max(machine.direct_s(num_bytes) - program_s, 0.0)
     if products is None:
-        products = (HostRead(num_bytes, flops),)
+        return least_s
     in_panels = sum(product.num_bytes * product.times for product in products)
     # Of untrained weights there is no gradient.
     scale = min(num_bytes / in_panels, 1.0) if in_panels else 1.0
@@ -250,7 +258,7 @@ def _detour_s(
         moved_s = num_panels * machine.launch_s + machine.direct_s(moved_bytes)
         both_s = max(product_s + moved_s / num_panels, moved_s + product_s / num_panels)
         longer_s += (both_s - product_s) * product.times
-    return longer_s
+    return max(longer_s, least_s)
 
 
 def _panel_bytes(num_bytes: float) -> float:
