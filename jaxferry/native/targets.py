@@ -67,9 +67,14 @@ def dha_gather(table: jax.Array, indices: jax.Array, shape: GatherShape) -> jax.
     return gathered
 
 
+def is_padding() -> bool:
+    """Whether rows of products are padded: on a GPU; a CPU gains nothing by it."""
+    return jax.default_backend() != "cpu"
+
+
 def _aligned(size: int) -> int:
-    """Returns the length of a row of `size` numbers in a product: aligned on a GPU; a CPU gains nothing by it."""
-    return size if jax.default_backend() == "cpu" else -(-size // ALIGNED_NUMBERS) * ALIGNED_NUMBERS
+    """Returns the length of a row of `size` numbers in a product."""
+    return -(-size // ALIGNED_NUMBERS) * ALIGNED_NUMBERS if is_padding() else size
 
 
 def _pad(x: jax.Array) -> jax.Array:

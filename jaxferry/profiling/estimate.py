@@ -193,8 +193,7 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         forward_s=forward_s,
         forward_dha_s=forward_s + _detour_s(machine, layer, layer.dha_bytes_forward, read, forward_s),
         backward_s=backward_s,
-        backward_dha_s=backward_s
-        + _detour_s(machine, layer, layer.dha_bytes_backward, read_again, backward_s),
+        backward_dha_s=backward_s + _detour_s(machine, layer, layer.dha_bytes_backward, read_again, backward_s),
         backward_go_s=backward_s + _detour_s(machine, layer, layer.grad_bytes, read, backward_s),
         forward_read_s=machine.direct_s(layer.dha_bytes_forward),
         backward_read_s=machine.direct_s(layer.dha_bytes_backward),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxferry.engine import make_placement
 from jaxferry.errors import InputError
-from jaxferry.native import operations
+from jaxferry.native import operations, targets
 from jaxferry.native.library import is_available, status
 from jaxferry.native.shapes import GatherShape, ProductShape
 
@@ -120,6 +120,25 @@ def test_the_gradients_of_a_product_are_products(transpose, dtype, native):
     assert_close(dx, exact(dy) @ matrix.T, dtype, scale=3)
     assert_close(dw, expected.T if transpose else expected, dtype, scale=3)
     assert dw.sharding.memory_kind == "pinned_host" and dw.dtype == w.dtype
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_rows_that_are_padded_for_a_gpu_give_the_same_products_and_gradients(monkeypatch, transpose, dtype):
+    x, w = numbers((5, 24 + 1), dtype), on_host(numbers((37, 25) if transpose else (25, 37), dtype, seed=1))
+    dy = numbers((5, 37), dtype, seed=2)
+
+    def run(x, w):
+        y, pull = jax.vjp(lambda x, w: operations.dha_matmul(x, w, transpose=transpose, native=True), x, w)
+        return y, *pull(dy)
+
+    plain = jax.jit(run)(x, w)
+    monkeypatch.setattr(targets, "is_padding", lambda: True)
+    padded = jax.jit(lambda x, w: run(x, w))  # compiled anew
+    program = padded.lower(x, w).as_text()
+    assert "tensor<5x32x" in program and "tensor<5x40x" in program
+    for found, expected in zip(padded(x, w), plain, strict=True):
+        assert found.shape == expected.shape
+        np.testing.assert_array_equal(exact(found), exact(expected))
 
 
 @pytest.mark.parametrize("scratch_bytes", [64, 1000, 1 << 20])
