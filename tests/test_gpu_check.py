@@ -382,7 +382,7 @@ def test_nvcc_alone_builds_the_library_where_there_is_no_cmake(tmp_path):
     assert nvcc, "there is no nvcc: `make test` puts one beside the environment"
     (command,) = build.nvcc_commands(nvcc, tmp_path, "90")
     named = {pathlib.Path(part).name for part in map(str, command)}
-    assert {"direct.cu", "product.cc", "checks.cc"} <= named
+    assert {"rows.cu", "product.cc", "checks.cc"} <= named
     # What nvcc would run, without the minutes that it takes.
     dry = subprocess.run([*map(str, command), "--dryrun"], capture_output=True, text=True)
     assert dry.returncode == 0, dry.stderr

@@ -282,8 +282,11 @@ def test_all_commands_plan_a_profile_of_modules_alike(tmp_path, capsys):
     compared = {row["policy"]: row for row in answer("plan", "--compare", "--reserve-factor", "1")["policies"]}
     assert compared["auto"]["steady_step_s"] == planned
     assert answer("tune", "--policy", "auto", "--reserve-factor", "1")["knee"]["steady_step_s"] == planned
-    alone = plan_for(modules, "auto", Request(1.0, budget))
-    assert planned < alone.predicted.steady_step_s
+    request = Request(1.0, budget)
+    profile, plan = plan_finest(modules, "auto", request, MODULE)
+    assert plan.predicted is not None and plan.predicted.steady_step_s == planned
+    # Launches count as well.
+    assert step_s(profile, plan) < step_s(modules, plan_for(modules, "auto", request))
 
 
 def test_tune_sweeps_a_profile_of_modules_at_any_granularity(modules, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Compares the operations' link rates with plain copies. Usage: link_rates.py LIBRARY OUTPUT.json [MIB]"""
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 from benchmarks.gpu.rates import Rate, median_seconds
 from benchmarks.measure import machine
+from jaxferry.native.targets import ALIGNED_NUMBERS
 from native import gpu_library
 from native.native_operations import DTYPES
 
@@ -16,6 +18,14 @@ ROWS = (1, 16, 64, 512, 4096, 16384)
 STORES = (("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"))
 DEFAULT_MIB = 512
 SCRATCH_BYTES = 64 << 20
+PANELS = tuple((row, pitch) for pitch in (8192, 32_768) for row in (64, 128, 256, 512, 1024, 2048, 4096))
+HEAD = (1024, 50_257)
+"""Columns and rows of GPT-2 medium's table: rows of logits that start at no multiple of sixteen bytes."""
+
+
+def aligned(size):
+    """Returns a row's length in a product that is padded as `jaxferry.native.targets` pads it on a GPU."""
+    return -(-size // ALIGNED_NUMBERS) * ALIGNED_NUMBERS
 
 
 class Bench:
@@ -59,24 +69,37 @@ class Bench:
         self._stored = self._store(self.loaded[0], self._stored)
         jax.block_until_ready(self._stored)
 
-    def matmul(self, rows, transpose, method=0):
-        """Measures x @ w, or x @ w.T, with the weight in host memory."""
-        like = jax.ShapeDtypeStruct((rows, self.n), jnp.bfloat16)
-        attributes = {"offset": 0, "k": self.k, "n": self.n, "transpose": int(transpose), "method": method}
+    def matmul(self, rows, transpose, shape=None, scratch_bytes=None, is_padded=False):
+        """Measures x @ w, or x @ w.T, with a weight of `shape` (k, n) at the start of the host vector."""
+        k, n = shape or (self.k, self.n)
+        depth, width = (aligned(k), aligned(n)) if is_padded else (k, n)
+        like = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
+        attributes = {"offset": 0, "k": k, "n": n, "transpose": int(transpose)}
         run = self.operations.compile("dha_matmul", like, **attributes)
-        x = self.make((rows, self.k), "device")
-        shape = (self.n, self.k) if transpose else (self.k, self.n)
-        on_device = self.loaded[0].reshape(shape)
-        product = jax.jit(lambda x, w: x @ (w.T if transpose else w))
+        x = jnp.pad(self.make((rows, k), "device"), [(0, 0), (0, depth - k)])
+        scratch = self.scratch if scratch_bytes is None else self.operations.scratch(scratch_bytes)
+        on_device = self.loaded[0][: k * n].reshape((n, k) if transpose else (k, n))
+        product = jax.jit(lambda x, w: x[:, :k] @ (w.T if transpose else w))
         seconds = median_seconds(
             {
-                "operation": lambda: run(x, self.weight, self.scratch).block_until_ready(),
+                "operation": lambda: run(x, self.weight, scratch).block_until_ready(),
                 "compute": lambda: product(x, on_device).block_until_ready(),
                 "plain": self.run_load,
             }
         )
-        name = f"dha_matmul rows={rows} transpose={int(transpose)} method={method}"
-        return Rate(name, self.num_bytes, seconds["operation"], seconds["plain"], seconds["compute"])
+        name = f"dha_matmul rows={rows} transpose={int(transpose)}"
+        name += f" k={k} n={n} padded={int(is_padded)}" if shape else ""
+        return self._rate(name, 2 * k * n, seconds)
+
+    def _rate(self, name, num_bytes, seconds):
+        plain_s = seconds["plain"] * num_bytes / self.num_bytes
+        return Rate(name, num_bytes, seconds["operation"], plain_s, seconds.get("compute", 0.0))
+
+    def panels(self, row_bytes, pitch_bytes):
+        """Measures x @ w for one row of x, whose time is that of reading the weight's panels."""
+        k, n = self.num_bytes // pitch_bytes, pitch_bytes // 2
+        rate = self.matmul(1, False, (k, n), scratch_bytes=2 * k * row_bytes)
+        return dataclasses.replace(rate, name=f"panels of {row_bytes} bytes a row, pitch {pitch_bytes}")
 
     def store(self, dtype, destination_dtype, accumulate=False):
         """Measures storing a gradient in a host vector of another dtype; the destination's bytes cross the link."""
@@ -97,12 +120,15 @@ class Bench:
         name = f"gradient_store {dtype} to {destination_dtype} accumulate={int(accumulate)}"
         return Rate(name, self.num_bytes, seconds["operation"], seconds["plain"])
 
-    def matmul_gradient(self, rows):
-        """Measures x.T @ dy into a bfloat16 host vector."""
-        attributes = {"offset": 0, "k": self.k, "n": self.n, "transpose": 0, "accumulate": 0, "round_to": 1}
+    def matmul_gradient(self, rows, shape=None, is_padded=False, accumulate=False):
+        """Measures x.T @ dy, or dy.T @ x of a `shape` (k, n), into a bfloat16 host vector."""
+        k, n = shape or (self.k, self.n)
+        attributes = {"offset": 0, "k": k, "n": n, "transpose": int(shape is not None)}
+        attributes |= {"accumulate": int(accumulate), "round_to": 1}
         run = self.operations.compile("dha_matmul_gradient", self.weight, "pinned_host", {0: 0}, **attributes)
-        x, dy = self.make((rows, self.k), "device"), self.make((rows, self.n), "device")
-        product = jax.jit(lambda x, dy: x.T @ dy)
+        sizes = (aligned(k), aligned(n)) if is_padded else (k, n)
+        x, dy = (self.make((rows, size), "device") for size in sizes)
+        product = jax.jit(lambda x, dy: dy.T @ x if shape else x.T @ dy)
         held = [self.make((self.k * self.n,), "pinned_host")]
 
         def operate():
@@ -111,8 +137,9 @@ class Bench:
 
         functions = {"operation": operate, "compute": lambda: product(x, dy).block_until_ready()}
         seconds = median_seconds(functions | {"plain": self.run_store})
-        name = f"dha_matmul_gradient rows={rows}"
-        return Rate(name, self.num_bytes, seconds["operation"], seconds["plain"], seconds["compute"])
+        name = f"dha_matmul_gradient rows={rows} accumulate={int(accumulate)}"
+        name += f" k={k} n={n} padded={int(is_padded)}" if shape else ""
+        return self._rate(name, 2 * k * n, seconds)
 
     def device_put(self):
         """Measures JAX's eager copy of the weight to the device."""
@@ -124,34 +151,41 @@ class Bench:
         seconds = median_seconds(functions)
         return Rate("eager device_put to the device", self.num_bytes, seconds["operation"], seconds["plain"])
 
-    def gather(self, rows=4096):
-        """Measures a lookup of rows in the weight, treated as a table with `k` columns."""
-        indices = self.operations.device(jnp.arange(rows, dtype=jnp.int32) * 7 % self.n)
+    def gather(self, rows=4096, repeats=1):
+        """Measures a lookup in the weight, treated as a table with `k` columns, that names each row `repeats` times."""
+        distinct = -(-rows // repeats)
+        indices = self.operations.device(jnp.arange(rows, dtype=jnp.int32) % distinct * 7 % self.n)
         like = jax.ShapeDtypeStruct((rows, self.k), jnp.bfloat16)
         run = self.operations.compile("dha_gather", like, offset=0, rows=self.n, columns=self.k)
-        functions = {"operation": lambda: run(self.weight, indices).block_until_ready(), "plain": self.run_load}
+        scratch = self.operations.scratch(4 * self.n)
+        functions = {
+            "operation": lambda: run(self.weight, indices, scratch).block_until_ready(),
+            "plain": self.run_load,
+        }
         seconds = median_seconds(functions)
-        num_bytes = 2 * rows * self.k
-        return Rate(
-            f"dha_gather rows={rows}", num_bytes, seconds["operation"], seconds["plain"] * num_bytes / self.num_bytes
-        )
+        return self._rate(f"dha_gather rows={rows} repeats={repeats}", 2 * distinct * self.k, seconds)
 
 
 def measure_all(bench):
     yield bench.device_put()
-    yield bench.gather()
+    for repeats in (1, 8):
+        yield bench.gather(repeats=repeats)
+    for row_bytes, pitch_bytes in PANELS:
+        yield bench.panels(row_bytes, pitch_bytes)
+    # A head's forward and both halves of its backward; unpadded is what cost 1.1 s on an H200.
+    for is_padded in (True, False):
+        yield bench.matmul(16_384, True, HEAD, is_padded=is_padded)
+        yield bench.matmul(16_384, False, HEAD[::-1], is_padded=is_padded)
+        yield bench.matmul_gradient(16_384, HEAD, is_padded=is_padded)
     for rows in ROWS:
         for transpose in (False, True):
             yield bench.matmul(rows, transpose)
-    # Shows which method is better up to how many rows.
-    for rows in (1, 4, 16):
-        for method in (1, 2):
-            yield bench.matmul(rows, False, method)
     for dtype, destination in STORES:
         for accumulate in (False, True):
             yield bench.store(dtype, destination, accumulate)
     for rows in ROWS:
         yield bench.matmul_gradient(rows)
+    yield bench.matmul_gradient(4096, accumulate=True)
 
 
 def main():

@@ -154,7 +154,7 @@ def make_product(bench: Bench) -> Check:
     shape = ProductShape(_K, n, offset=_NUM_GUARDS)
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        return targets.dha_matmul(x, w, shape, x.dtype, "auto", _scratch_bytes(bench))
+        return targets.dha_matmul(x, w, shape, x.dtype, _scratch_bytes(bench))
 
     def plain(turned: jax.Array, w: jax.Array) -> jax.Array:
         return _sums(turned, w[_NUM_GUARDS:].reshape(_K, n)).astype(turned.dtype)

@@ -26,7 +26,6 @@ from jaxferry.native.library import is_available
 from jaxferry.native.rounding import as_stored
 from jaxferry.native.self_test import is_usable
 from jaxferry.native.shapes import GatherShape, ProductShape
-from jaxferry.native.targets import SCRATCH_BYTES
 
 DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.float16))
 """Dtypes of the native operations; the twins accept any floating dtype."""
@@ -50,7 +49,7 @@ def is_native(*dtypes: Any, native: bool | None = None) -> bool:
 def dha_gather(
     table: jax.Array, indices: jax.Array, *, shape: GatherShape | None = None, native: bool | None = None
 ) -> jax.Array:
-    """Returns rows of a table in host memory; only these rows cross the link.
+    """Returns rows of a table in host memory; only these rows cross the link, each distinct one once.
 
     Differentiable in the table: repeated rows are summed on the device, and only touched rows are sent.
 
@@ -84,14 +83,13 @@ def dha_matmul(
     transpose: bool = False,
     shape: ProductShape | None = None,
     out_dtype: Any = None,
-    method: str = "auto",
-    scratch_bytes: int = SCRATCH_BYTES,
+    scratch_bytes: int | None = None,
     native: bool | None = None,
 ) -> jax.Array:
     """Returns `x @ w` (or `x @ w.T`) for a weight in host memory; each byte of the weight crosses the link once.
 
     Panels of the weight are staged through a bounded scratch buffer on the device; each is multiplied while the next
-    arrives. For few rows of x, a kernel reads host memory directly. Differentiable in x and w.
+    arrives. Differentiable in x and w.
 
     Args:
       x: `[.., k]` on the device.
@@ -100,16 +98,16 @@ def dha_matmul(
       transpose: whether to multiply by the transpose; ignored if `shape` is given.
       shape: the weight's location in the host array; None for the whole array.
       out_dtype: dtype of the result; default: that of x.
-      method: `auto` chooses by size; `staged` and `direct` force one.
-      scratch_bytes: maximum size of the scratch buffer. It splits no sum. On a CPU, results do not depend on it; on a
-        GPU, the last bits may, because cuBLASLt chooses its algorithm by panel size.
+      scratch_bytes: maximum size of the scratch buffer; None for 8 MiB, or more where rows or columns of w are long:
+        enough for panels of 128, but at most a quarter of w. It splits no sum. On a CPU, results do not depend on it;
+        on a GPU, the last bits may, because cuBLASLt chooses its algorithm by panel size.
       native: see `is_native`.
 
     Returns:
       `[.., n]` on the device.
 
     Raises:
-      InputError: if shapes do not fit or the method is unknown.
+      InputError: if shapes do not fit.
     """
     if shape is None:
         rows, columns = _matrix("w", w)
@@ -118,11 +116,9 @@ def dha_matmul(
     if x.ndim == 0 or x.shape[-1] != shape.k:
         raise InputError(f"x must have {shape.k} columns to match w, got shape {list(x.shape)}")
     _check_scratch(scratch_bytes)
-    if method not in targets.METHODS:
-        raise InputError(f"method must be one of {', '.join(targets.METHODS)}, got {method!r}")
     out = np.dtype(out_dtype or x.dtype)
     is_known = out in (x.dtype, np.dtype(np.float32))
-    settings = _Product(shape, out, method, scratch_bytes, is_known and is_native(x.dtype, w.dtype, native=native))
+    settings = _Product(shape, out, scratch_bytes, is_known and is_native(x.dtype, w.dtype, native=native))
     return _matmul(settings, x, w)
 
 
@@ -194,7 +190,7 @@ def dha_matmul_gradient(
     offset: int = 0,
     accumulate: bool = False,
     round_to: Any = None,
-    scratch_bytes: int = SCRATCH_BYTES,
+    scratch_bytes: int | None = None,
     native: bool | None = None,
 ) -> jax.Array:
     """Writes a weight's gradient, `x.T @ dy`, into host memory panel by panel; it never exists whole on the device.
@@ -207,7 +203,7 @@ def dha_matmul_gradient(
       offset: element of the destination where the gradient starts.
       accumulate: whether to add instead of overwriting.
       round_to: dtype that the product is rounded to before the cast to the destination's dtype; None for no rounding.
-      scratch_bytes: maximum device memory for panels.
+      scratch_bytes: maximum device memory for panels; None as in `dha_matmul`.
       native: see `is_native`.
 
     Returns:
@@ -277,15 +273,14 @@ class _Product:
 
     shape: ProductShape
     out_dtype: np.dtype
-    method: str
-    scratch_bytes: int
+    scratch_bytes: int | None
     native: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(settings: _Product, x: jax.Array, w: jax.Array) -> jax.Array:
     if settings.native:
-        return targets.dha_matmul(x, w, settings.shape, settings.out_dtype, settings.method, settings.scratch_bytes)
+        return targets.dha_matmul(x, w, settings.shape, settings.out_dtype, settings.scratch_bytes)
     return twins.dha_matmul(x, w, settings.shape, settings.out_dtype)
 
 
@@ -350,7 +345,9 @@ def _matrix(name: str, array: jax.Array) -> tuple[int, int]:
     return array.shape[0], array.shape[1]
 
 
-def _check_scratch(scratch_bytes: int) -> None:
+def _check_scratch(scratch_bytes: int | None) -> None:
+    if scratch_bytes is None:
+        return
     if not isinstance(scratch_bytes, int | np.integer) or scratch_bytes < 0:
         raise InputError(f"scratch_bytes must be a number of bytes, 0 or more, got {scratch_bytes!r}")
 

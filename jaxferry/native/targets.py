@@ -24,15 +24,18 @@ class Vacancy(enum.Enum):
     """No work uses it: its last use is known to have ended."""
 
 
-METHODS = ("auto", "staged", "direct")
-"""How `dha_matmul` reads its weight: by size, in panels through the scratch buffer, or directly from the kernel."""
-
 QUEUES = ("program", "load", "store")
 """The queue that a mark follows: the program's own stream, or one of the ferry's queues."""
 
 SCRATCH_BYTES = 8 * 2**20
-"""Maximum device memory for staging a product's panels: two panels of 4 MiB, large enough that a transfer takes longer
-than its launch."""
+"""Device memory for staging a product's panels: two panels of 4 MiB, large enough that a transfer takes longer than its
+launch. Products with long rows or columns take up to a quarter of the weight's size, for panels of `LEAST_SLICES`."""
+
+LEAST_SLICES = 128
+"""Rows or columns of a panel unless the scratch is limited: a narrower product takes a GPU as long."""
+
+ALIGNED_NUMBERS = 8
+"""A GPU's products are several times slower if rows do not start at multiples of so many numbers."""
 
 DTYPE_NUMBERS = {np.dtype(np.float32): 0, np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
 """The numbers of dtypes in attributes."""
@@ -42,10 +45,15 @@ def _struct(like: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(like.shape, like.dtype)
 
 
-def _scratch(slice_bytes: int, num_slices: int, limit_bytes: int) -> jax.Array:
+def _scratch(slice_bytes: int, num_slices: int, limit_bytes: int | None) -> jax.Array:
     """Allocates two panels of slices, as large as the limit allows, but for no more than `num_slices` slices each."""
-    padding = 512
-    least, most = 2 * (slice_bytes + padding), 2 * (slice_bytes * num_slices + padding)
+
+    def panels_bytes(num_slices: int) -> int:
+        return 2 * (slice_bytes * num_slices + 512)
+
+    least, most = panels_bytes(1), panels_bytes(num_slices)
+    if limit_bytes is None:
+        limit_bytes = max(SCRATCH_BYTES, min(panels_bytes(LEAST_SLICES), most // 8))
     result = jax.ShapeDtypeStruct((max(least, min(limit_bytes, most)),), np.uint8)
     return empty(result)
 
@@ -59,10 +67,12 @@ def empty(like: jax.ShapeDtypeStruct) -> jax.Array:
 def dha_gather(table: jax.Array, indices: jax.Array, shape: GatherShape) -> jax.Array:
     """Returns rows of a host table, `[.., columns]`."""
     result = jax.ShapeDtypeStruct((*indices.shape, shape.columns), table.dtype)
+    first_positions = jax.ShapeDtypeStruct((4 * shape.rows,), np.uint8)
     call = jax.ffi.ffi_call("jaxferry_dha_gather", result, vmap_method="sequential")
     gathered: jax.Array = call(
         table,
         indices.astype(np.int32),
+        empty(first_positions),
         offset=np.int64(shape.offset),
         rows=np.int64(shape.rows),
         columns=np.int64(shape.columns),
@@ -70,24 +80,38 @@ def dha_gather(table: jax.Array, indices: jax.Array, shape: GatherShape) -> jax.
     return gathered
 
 
-def dha_matmul(
-    x: jax.Array, w: jax.Array, shape: ProductShape, out_dtype: Any, method: str, scratch_bytes: int
-) -> jax.Array:
+def is_padding() -> bool:
+    """Whether rows of products are padded: on a GPU; a CPU gains nothing by it."""
+    return jax.default_backend() != "cpu"
+
+
+def _aligned(size: int) -> int:
+    """Returns the length of a row of `size` numbers in a product."""
+    return -(-size // ALIGNED_NUMBERS) * ALIGNED_NUMBERS if is_padding() else size
+
+
+def _pad(x: jax.Array) -> jax.Array:
+    """Returns x with zeros after each row, so that the next one is aligned; XLA fuses them into what makes x."""
+    missing = _aligned(x.shape[-1]) - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+
+
+def dha_matmul(x: jax.Array, w: jax.Array, shape: ProductShape, out_dtype: Any, scratch_bytes: int | None) -> jax.Array:
     """Returns the product of x with a host weight, `[.., n]`."""
-    result = jax.ShapeDtypeStruct((*x.shape[:-1], shape.n), out_dtype)
+    x = _pad(x)
+    result = jax.ShapeDtypeStruct((*x.shape[:-1], _aligned(shape.n)), out_dtype)
     # A weight of another dtype is staged in its own dtype, then cast.
     item_bytes = w.dtype.itemsize + (x.dtype.itemsize if w.dtype != x.dtype else 0)
     made: jax.Array = jax.ffi.ffi_call("jaxferry_dha_matmul", result, vmap_method="sequential")(
         x,
         w,
-        _scratch(shape.k * item_bytes, shape.n, scratch_bytes),
+        _scratch(x.shape[-1] * item_bytes, _aligned(shape.n), scratch_bytes),
         offset=np.int64(shape.offset),
         k=np.int64(shape.k),
         n=np.int64(shape.n),
         transpose=np.int64(shape.transpose),
-        method=np.int64(METHODS.index(method)),
     )
-    return made
+    return made[..., : shape.n]
 
 
 def dha_read(vector: jax.Array, offsets: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[jax.Array]:
@@ -114,16 +138,22 @@ def dha_matmul_gradient(
     shape: ProductShape,
     accumulate: bool,
     round_to: Any,
-    scratch_bytes: int,
+    scratch_bytes: int | None,
 ) -> jax.Array:
     """Writes the product into the destination and returns it."""
+    x, dy = _pad(x), _pad(dy)
     call = jax.ffi.ffi_call("jaxferry_dha_matmul_gradient", _struct(destination), input_output_aliases={0: 0})
-    num_rows, row = (shape.n, shape.k) if shape.transpose else (shape.k, shape.n)
+    left, right = (dy, x) if shape.transpose else (x, dy)
+    row, row_padded = shape.k if shape.transpose else shape.n, right.shape[-1]
+    # Sums that are added, or rounded to a third dtype, stay in float32; padding is removed before rows cross the link.
+    stays_short = x.dtype in ((round_to, destination.dtype) if not accumulate and round_to is None else (round_to,))
+    item_bytes = x.dtype.itemsize if stays_short else 4
+    row_bytes = item_bytes * (row_padded + (row if row_padded > row else 0))
     stored: jax.Array = call(
         destination,
         x,
         dy,
-        _scratch(4 * row, num_rows, scratch_bytes),
+        _scratch(row_bytes, left.shape[-1], scratch_bytes),
         offset=np.int64(shape.offset),
         k=np.int64(shape.k),
         n=np.int64(shape.n),

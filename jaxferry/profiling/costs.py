@@ -9,8 +9,9 @@ results that only element-wise operations touch count once.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -51,6 +52,21 @@ class Costs:
         return self.bytes_read + self.bytes_written
 
 
+@dataclasses.dataclass(frozen=True)
+class HostRead:
+    """An operation that reads an argument in host memory.
+
+    Attributes:
+      num_bytes: bytes that it reads there.
+      flops: its floating-point operations if it is a product with the argument, which it reads panel by panel; else 0.
+      times: how often it runs.
+    """
+
+    num_bytes: float
+    flops: float = 0.0
+    times: int = 1
+
+
 def jaxpr_costs(closed_jaxpr: core.ClosedJaxpr) -> Costs:
     """Counts a program, including nested programs.
 
@@ -68,25 +84,30 @@ def jaxpr_costs(closed_jaxpr: core.ClosedJaxpr) -> Costs:
     return total + light
 
 
-def touched_bytes(closed_jaxpr: core.ClosedJaxpr, arguments: Collection[int]) -> float:
-    """Returns the bytes that a program reads from arguments in host memory.
+def touched_bytes(reads: Iterable[HostRead]) -> float:
+    """Returns the bytes that a program reads from host memory."""
+    return sum(read.num_bytes * read.times for read in reads)
+
+
+def host_reads(closed_jaxpr: core.ClosedJaxpr, arguments: Collection[int]) -> tuple[HostRead, ...]:
+    """Returns the operations of a program that read arguments in host memory, in order.
 
     A lookup reads the rows that it returns. Any other operation reads its operand once: a product stages its weights by
     panels, each of which crosses the link once however many rows the other operand has (`xla_ffi/README.md`). Every
-    operation that reads an argument counts.
+    operation that reads an argument counts: a forward that is run again reads again.
 
     Args:
       closed_jaxpr: the program.
       arguments: positions of the arguments in host memory.
     """
     jaxpr = closed_jaxpr.jaxpr
-    return _touched(jaxpr, {id(jaxpr.invars[position]): 1.0 for position in arguments})
+    return tuple(_host_reads(jaxpr, {id(jaxpr.invars[position]): 1.0 for position in arguments}))
 
 
-def _touched(jaxpr: core.Jaxpr, sources: dict[int, float]) -> float:
+def _host_reads(jaxpr: core.Jaxpr, sources: dict[int, float]) -> list[HostRead]:
     """`sources` maps ids of host arrays and their views to the host bytes per byte of the view."""
     sources = dict(sources)
-    total = 0.0
+    found: list[HostRead] = []
     for eqn in jaxpr.eqns:
         read = [position for position, atom in enumerate(eqn.invars) if id(atom) in sources]
         if not read:
@@ -98,24 +119,26 @@ def _touched(jaxpr: core.Jaxpr, sources: dict[int, float]) -> float:
                 before, after = atom_bytes(atom), atom_bytes(result)
                 sources[id(result)] = sources[id(atom)] * (before / after if after else 1.0)
         elif name in ("gather", "dynamic_slice", "slice"):
-            total += sources[id(eqn.invars[read[0]])] * atom_bytes(eqn.outvars[0])
+            found.append(HostRead(sources[id(eqn.invars[read[0]])] * atom_bytes(eqn.outvars[0])))
         elif inner_jaxprs(eqn) and name != "while":
-            total += _touched_inside(eqn, sources, read)
+            found += _host_reads_inside(eqn, sources, read)
         else:
-            total += sum(sources[id(eqn.invars[p])] * atom_bytes(eqn.invars[p]) for p in read)
-    return total
+            num_bytes = sum(sources[id(eqn.invars[p])] * atom_bytes(eqn.invars[p]) for p in read)
+            found.append(HostRead(num_bytes, _dot_flops(eqn) if name == "dot_general" and len(read) == 1 else 0.0))
+    return found
 
 
-def _touched_inside(eqn: core.JaxprEqn, sources: dict[int, float], read: list[int]) -> float:
+def _host_reads_inside(eqn: core.JaxprEqn, sources: dict[int, float], read: list[int]) -> list[HostRead]:
     per_jaxpr = []
     for jaxpr in inner_jaxprs(eqn):
         # Operands that the nested program does not receive (the index of a cond) come first.
         shift = len(eqn.invars) - len(jaxpr.invars)
         inside = {id(jaxpr.invars[p - shift]): sources[id(eqn.invars[p])] for p in read if p >= shift}
-        per_jaxpr.append(_touched(jaxpr, inside))
+        per_jaxpr.append(_host_reads(jaxpr, inside))
     if eqn.primitive.name == "cond":
-        return max(per_jaxpr)
-    return sum(per_jaxpr) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        return max(per_jaxpr, key=touched_bytes)
+    times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    return [dataclasses.replace(found, times=found.times * times) for found in itertools.chain(*per_jaxpr)]
 
 
 def _body_costs(jaxpr: core.Jaxpr) -> Costs:

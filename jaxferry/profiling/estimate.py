@@ -3,7 +3,9 @@
 A program takes the longest of three times: its operations at the reached share of the GPU's peak, its bytes at the
 bandwidth of device memory, and its kernels at the minimum duration of one. Where the machine states what products reach
 alone, the first two follow each other. A transfer takes its latency plus its bytes at the link's bandwidth. With direct
-host access, a program takes at least the time in which a kernel moves the bytes that it touches over the link.
+host access, each product waits for the first panel of its weight, and then takes the longer of the copies and its own
+operations; other operations wait for all that they read. Gradients that are written to host memory are the reverse: the
+last panel of each is written after its product has ended.
 An update takes its bytes at the bandwidth of host memory, and gets of that only what transfers leave.
 The profile is marked as estimated; measured profiles replace it.
 """
@@ -13,7 +15,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxferry.errors import InputError
+from jaxferry.native.targets import SCRATCH_BYTES
 from jaxferry.profiling.contention import Contention
+from jaxferry.profiling.costs import HostRead
 from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.machines import Machine
 from jaxferry.profiling.records import Profile
@@ -25,6 +29,11 @@ writes the master parameter and two moments: 2 + 2 + 3 * 8 bytes, rounded up."""
 
 STATE_BYTES_PER_PARAMETER = 12
 """AdamW's master parameter and two moments."""
+
+LEAST_PANEL_BYTES = 2 * 2**20
+MOST_PANELS = 16
+"""A weight that its product reads in host memory is cut into so many panels, unless they would be smaller than the
+least, or larger than half of the scratch (`xla_ffi/cuda/panels.h`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +63,8 @@ class LayerCosts:
       forward_flops, backward_flops: floating-point operations.
       forward_bytes, backward_bytes: bytes of device memory read and written.
       dha_bytes_forward, dha_bytes_backward: bytes that cross the link if the parameters lie in host memory.
+      dha_products_forward, dha_products_backward: the products among what reads them, whose weights cross the link in
+        panels. None means a kernel that reads host memory all through its work, as in MemFerry's paper.
       forward_kernels, backward_kernels: number of kernels.
       inter_forward_flops, inter_forward_bytes, inter_backward_flops, inter_backward_bytes: parameterless compute right
         after this layer's forward and right before its backward.
@@ -77,6 +88,8 @@ class LayerCosts:
     backward_bytes: float
     dha_bytes_forward: float
     dha_bytes_backward: float
+    dha_products_forward: tuple[HostRead, ...] | None = None
+    dha_products_backward: tuple[HostRead, ...] | None = None
     forward_kernels: float = 1
     backward_kernels: float = 1
     inter_forward_flops: float = 0.0
@@ -140,6 +153,11 @@ def _share_of_work(layer: LayerCosts, num_devices: int) -> LayerCosts:
         own = min(layer.param_bytes, num_bytes)
         return own + (num_bytes - own) / num_devices
 
+    def shared_products(products: tuple[HostRead, ...] | None) -> tuple[HostRead, ...] | None:
+        if products is None:
+            return None
+        return tuple(dataclasses.replace(product, flops=product.flops / num_devices) for product in products)
+
     again = layer.recomputation
     inter = ("inter_forward_flops", "inter_forward_bytes", "inter_backward_flops", "inter_backward_bytes")
     return dataclasses.replace(
@@ -148,6 +166,8 @@ def _share_of_work(layer: LayerCosts, num_devices: int) -> LayerCosts:
         backward_flops=layer.backward_flops / num_devices,
         forward_bytes=shared_bytes(layer.forward_bytes),
         backward_bytes=shared_bytes(layer.backward_bytes),
+        dha_products_forward=shared_products(layer.dha_products_forward),
+        dha_products_backward=shared_products(layer.dha_products_backward),
         **{key: getattr(layer, key) / num_devices for key in inter},
         recomputation=None
         if again is None
@@ -160,6 +180,8 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         raise InputError(f'layer "{layer.name}": itemsize must be positive, got {layer.itemsize}')
     forward_s = _roofline_s(machine, layer, layer.forward_flops, layer.forward_bytes, layer.forward_kernels)
     backward_s = _roofline_s(machine, layer, layer.backward_flops, layer.backward_bytes, layer.backward_kernels)
+    read, read_again = layer.dha_products_forward, layer.dha_products_backward
+    # The gradient of a weight is a product of as many operations as the forward's.
     return LayerProfile(
         name=layer.name,
         parameters=layer.parameters,
@@ -169,10 +191,10 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         activation_bytes=layer.activation_bytes,
         load_s=machine.transfer_s(layer.param_bytes),
         forward_s=forward_s,
-        forward_dha_s=max(forward_s, machine.direct_s(layer.dha_bytes_forward)),
+        forward_dha_s=forward_s + _detour_s(machine, layer, layer.dha_bytes_forward, read, forward_s),
         backward_s=backward_s,
-        backward_dha_s=max(backward_s, machine.direct_s(layer.dha_bytes_backward)),
-        backward_go_s=max(backward_s, machine.direct_s(layer.grad_bytes)),
+        backward_dha_s=backward_s + _detour_s(machine, layer, layer.dha_bytes_backward, read_again, backward_s),
+        backward_go_s=backward_s + _detour_s(machine, layer, layer.grad_bytes, read, backward_s),
         forward_read_s=machine.direct_s(layer.dha_bytes_forward),
         backward_read_s=machine.direct_s(layer.dha_bytes_backward),
         backward_write_s=machine.direct_s(layer.grad_bytes),
@@ -210,6 +232,36 @@ def _roofline_s(machine: Machine, layer: LayerCosts, flops: float, num_bytes: fl
         return max(products_s + memory_s, kernels * machine.launch_s)
     peak = machine.flops_per_s if is_short else machine.float32_flops_per_s
     return max(flops / (peak * machine.efficiency), memory_s, kernels * machine.launch_s)
+
+
+def _detour_s(
+    machine: Machine, layer: LayerCosts, num_bytes: float, products: tuple[HostRead, ...] | None, program_s: float
+) -> float:
+    """The time that a program of `program_s` takes longer if it moves bytes over the link itself.
+
+    `products` are those whose weights, or gradients, move in panels; None means all through the program.
+    """
+    if not num_bytes:
+        return 0.0
+    least_s = max(machine.direct_s(num_bytes) - program_s, 0.0)
+    if products is None:
+        return least_s
+    in_panels = sum(product.num_bytes * product.times for product in products)
+    # Of untrained weights there is no gradient.
+    scale = min(num_bytes / in_panels, 1.0) if in_panels else 1.0
+    longer_s = machine.direct_s(max(num_bytes - scale * in_panels, 0.0))
+    for product in products:
+        product_s = _roofline_s(machine, layer, product.flops, 0.0, 0.0)
+        moved_bytes = scale * product.num_bytes
+        num_panels = -(-moved_bytes // _panel_bytes(moved_bytes))
+        moved_s = num_panels * machine.launch_s + machine.direct_s(moved_bytes)
+        both_s = max(product_s + moved_s / num_panels, moved_s + product_s / num_panels)
+        longer_s += (both_s - product_s) * product.times
+    return max(longer_s, least_s)
+
+
+def _panel_bytes(num_bytes: float) -> float:
+    return min(max(num_bytes / MOST_PANELS, LEAST_PANEL_BYTES), SCRATCH_BYTES / 2)
 
 
 def _inter_s(machine: Machine, layer: LayerCosts, flops: float, num_bytes: float) -> float:

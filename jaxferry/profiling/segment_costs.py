@@ -14,7 +14,7 @@ import numpy as np
 from jaxferry.partition import AUTO, Derivative, Partition, Segment, differentiate
 from jaxferry.partition.derivative import once_for_graph
 from jaxferry.partition.graph import Graph
-from jaxferry.profiling.costs import Costs, jaxpr_costs, touched_bytes
+from jaxferry.profiling.costs import Costs, HostRead, host_reads, jaxpr_costs, touched_bytes
 from jaxferry.profiling.estimate import LayerCosts, Recomputation
 from jaxferry.profiling.layer_records import backward_variant, forward_variant
 from jaxferry.profiling.temporaries import temporary_bytes
@@ -84,8 +84,10 @@ class _ProgramCosts:
         weights = segment.by_group(range(len(segment.weights)))
         self.forward: Costs = jaxpr_costs(forward)
         self.backward: Costs = jaxpr_costs(backward)
-        self.touched_forward = [touched_bytes(forward, own) for own in weights]
-        self.touched_backward = [touched_bytes(backward, own) for own in weights]
+        self.reads_forward = [host_reads(forward, own) for own in weights]
+        self.reads_backward = [host_reads(backward, own) for own in weights]
+        self.touched_forward = [touched_bytes(own) for own in self.reads_forward]
+        self.touched_backward = [touched_bytes(own) for own in self.reads_backward]
 
     def temporary_bytes(self, is_last: bool) -> tuple[int, int]:
         """Returns the temporaries of forward and backward; those of the last segment's one program for both."""
@@ -140,6 +142,8 @@ class _ProgramCosts:
                 grad_bytes=layer.trained.num_bytes,
                 dha_bytes_forward=self.touched_forward[place],
                 dha_bytes_backward=self.touched_backward[place],
+                dha_products_forward=_products(self.reads_forward[place]),
+                dha_products_backward=_products(self.reads_backward[place]),
                 is_whole=layer.is_whole,
                 shares_program=not is_first,
                 **({key: getattr(whole, key) * share for key in work} if len(uses) > 1 else {}),
@@ -157,6 +161,10 @@ class _ProgramCosts:
             bytes=again.backward.bytes - self.backward.bytes,
             kernels=again.backward.kernels - self.backward.kernels,
         )
+
+
+def _products(reads: Sequence[HostRead]) -> tuple[HostRead, ...]:
+    return tuple(read for read in reads if read.flops)
 
 
 def _forward_jaxpr(graph: Graph, derivative: Derivative) -> Any:

@@ -23,7 +23,7 @@ from jaxferry.engine import (
 )
 from jaxferry.engine.transport.ferry import Ferry
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
-from jaxferry.native import operations
+from jaxferry.native import targets
 from jaxferry.partition import host_stores, partition
 from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.settings import own_settings
@@ -286,7 +286,7 @@ def test_reading_in_place_needs_less_device_memory_than_loading():
         return stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
 
     # Neither the table nor its gradient, but for the panels' scratch.
-    assert total(there) - total(here) >= 2 * size - operations.SCRATCH_BYTES
+    assert total(there) - total(here) >= 2 * size - targets.SCRATCH_BYTES
 
 
 def test_programs_of_several_layers_read_and_write_some_of_them_in_host_memory(model):

@@ -58,15 +58,17 @@ class Operations:
 
     def gather(self, table, indices, offset, rows, columns):
         result = jax.ShapeDtypeStruct((*indices.shape, columns), table.dtype)
-        return self.compile("dha_gather", result, offset=offset, rows=rows, columns=columns)(table, indices)
+        return self.compile("dha_gather", result, offset=offset, rows=rows, columns=columns)(
+            table, indices, self.scratch(4 * rows)
+        )
 
     def matmul(
-        self, x, w, shape, *, offset=0, transpose=False, method=0, result=None, scratch_bytes=1 << 16, scratch=None
+        self, x, w, shape, *, offset=0, transpose=False, result=None, scratch_bytes=1 << 16, scratch=None, width=None
     ):
         k, n = shape
         scratch = self.scratch(scratch_bytes) if scratch is None else scratch
-        result = jax.ShapeDtypeStruct((*x.shape[:-1], n), DTYPES[result] if result else x.dtype)
-        attributes = {"offset": offset, "k": k, "n": n, "transpose": int(transpose), "method": method}
+        result = jax.ShapeDtypeStruct((*x.shape[:-1], width or n), DTYPES[result] if result else x.dtype)
+        attributes = {"offset": offset, "k": k, "n": n, "transpose": int(transpose)}
         return self.compile("dha_matmul", result, **attributes)(x, w, scratch)
 
     def read(self, vector, shapes, offsets):
@@ -83,9 +85,20 @@ class Operations:
         return self.compile("row_store", destination, "pinned_host", {0: 0}, **attributes)(destination, indices, rows)
 
     def matmul_gradient(
-        self, destination, x, dy, *, offset=0, transpose=False, accumulate=False, round_to=None, scratch_bytes=1 << 16
+        self,
+        destination,
+        x,
+        dy,
+        shape=None,
+        *,
+        offset=0,
+        transpose=False,
+        accumulate=False,
+        round_to=None,
+        scratch_bytes=1 << 16,
     ):
-        attributes = {"offset": offset, "k": x.shape[-1], "n": dy.shape[-1], "transpose": int(transpose)}
+        k, n = shape or (x.shape[-1], dy.shape[-1])
+        attributes = {"offset": offset, "k": k, "n": n, "transpose": int(transpose)}
         attributes |= {"accumulate": int(accumulate), "round_to": ROUND_TO[round_to]}
         run = self.compile("dha_matmul_gradient", destination, "pinned_host", {0: 0}, **attributes)
         return run(destination, x, dy, self.scratch(scratch_bytes))

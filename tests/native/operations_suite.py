@@ -31,6 +31,14 @@ class CopySuite:
         expected = np.where(inside[..., None], table[np.clip(indices, 0, rows - 1)], np.array(np.nan, vector.dtype))
         check_same(found, expected)
 
+    @ALL
+    def test_a_gather_returns_repeated_rows_wherever_they_are_asked_for(self, operations, dtype):
+        table, generator = numbers(1, (7, 1100), dtype), np.random.default_rng(3)
+        indices = generator.integers(-1, 7, (3, 40)).astype(np.int32)
+        found = operations.gather(operations.host(table.reshape(-1)), operations.device(indices), 0, 7, 1100)
+        expected = np.where((indices >= 0)[..., None], table[indices], np.array(np.nan, table.dtype))
+        check_same(found, expected)
+
     def test_a_gather_of_no_rows_is_empty(self, operations):
         indices = operations.device(np.zeros((0,), np.int32))
         found = operations.gather(operations.host(numbers(0, 12)), indices, 0, 3, 4)
@@ -93,14 +101,11 @@ class ProductSuite:
     @ALL
     @pytest.mark.parametrize("kind", list(DTYPES))
     @pytest.mark.parametrize("transpose", [False, True])
-    @pytest.mark.parametrize("method", [1, 2])
     @pytest.mark.parametrize(("m", "k", "n", "offset"), [(3, 64, 96, 8), slow(1, 300, 70, 0), (13, 37, 41, 5)])
-    def test_a_product_is_that_of_the_weight_as_x_has_it(
-        self, operations, dtype, kind, transpose, method, m, k, n, offset
-    ):
+    def test_a_product_is_that_of_the_weight_as_x_has_it(self, operations, dtype, kind, transpose, m, k, n, offset):
         vector, x = numbers(5, offset + k * n + 3, kind), numbers(6, (m, k), dtype)
         w = vector[offset : offset + k * n].reshape((n, k) if transpose else (k, n)).astype(DTYPES[dtype])
-        options = {"offset": offset, "transpose": transpose, "method": method}
+        options = {"offset": offset, "transpose": transpose}
         # Two halves of a few columns each: several panels, the last one short.
         scratch_bytes = 2 * 24 * (k * 8 + 512)
         found = operations.matmul(
@@ -109,20 +114,82 @@ class ProductSuite:
         assert found.dtype == x.dtype
         check_product(found, x, w.T if transpose else w, dtype, operations.product_epsilon[dtype])
 
-    @pytest.mark.parametrize("method", [0, 1])
-    def test_leading_dimensions_stay_and_float32_results_keep_what_bfloat16_loses(self, operations, method):
+    @pytest.mark.parametrize("transpose", [False, True])
+    @pytest.mark.parametrize(
+        ("m", "k", "n", "dtype", "kind"),
+        [
+            # Narrow panels of rows that start anywhere, and wide ones that a copy engine reads.
+            (3, 37, 1001, "bfloat16", "bfloat16"),
+            slow(3, 30, 1502, "bfloat16", "float32"),
+            (2, 5, 6003, "float32", "float32"),
+        ],
+    )
+    def test_padded_rows_of_odd_products_change_nothing(self, operations, transpose, m, k, n, dtype, kind):
+        vector, x = numbers(5, 3 + k * n, kind), numbers(6, (m, k), dtype)
+        w = vector[3:].reshape((n, k) if transpose else (k, n)).astype(DTYPES[dtype])
+        padded, width = np.pad(x, [(0, 0), (0, -k % 8)]), n + -n % 8
+        # What the scratch held before, NaN, must not reach a sum.
+        scratch = operations.device(np.full(2 * 700 * (k + 7) * 8, 255, np.uint8))
+        found = operations.matmul(
+            operations.device(padded),
+            operations.host(vector),
+            (k, n),
+            offset=3,
+            transpose=transpose,
+            scratch=scratch,
+            width=width,
+        )
+        assert found.shape == (m, width)
+        check_product(np.asarray(found)[:, :n], x, w.T if transpose else w, dtype, operations.product_epsilon[dtype])
+
+    @pytest.mark.parametrize("transpose", [False, True])
+    @pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+    @pytest.mark.parametrize("accumulate", [False, True])
+    def test_padded_rows_of_odd_gradients_change_nothing(self, operations, transpose, kind, accumulate):
+        (m, k, n), generator = (6, 37, 101), np.random.default_rng(11)
+        x, dy = (generator.integers(-9, 9, (m, size)).astype(DTYPES["bfloat16"]) for size in (k, n))
+        before = generator.integers(-9, 9, 3 + k * n + 7).astype(DTYPES[kind])
+        found = operations.matmul_gradient(
+            operations.host(before),
+            *(operations.device(np.pad(a, [(0, 0), (0, -a.shape[1] % 8)])) for a in (x, dy)),
+            (k, n),
+            offset=3,
+            transpose=transpose,
+            accumulate=accumulate,
+            scratch_bytes=2 * 16 * 110 * 8,
+        )
+        product = x.astype(np.float32).T @ dy.astype(np.float32)
+        product = (product.T if transpose else product).reshape(-1)
+        expected, place = before.copy(), slice(3, 3 + k * n)
+        expected[place] = (product + (before[place].astype(np.float32) if accumulate else 0)).astype(before.dtype)
+        check_same(found, expected)
+
+    @pytest.mark.parametrize(
+        ("kind", "accumulate", "item_bytes"), [("bfloat16", False, 2), ("bfloat16", True, 4), ("float32", False, 4)]
+    )
+    def test_a_gradient_that_nothing_is_added_to_leaves_in_its_own_dtype(
+        self, operations, kind, accumulate, item_bytes
+    ):
+        x, dy = (operations.device(np.ones((2, size), DTYPES["bfloat16"])) for size in (3, 1024))
+        destination = operations.host(np.zeros(3 * 1024, DTYPES[kind]))
+        message = f"scratch must hold two rows of the gradient, at least {2 * 1024 * item_bytes} bytes"
+        with pytest.raises(Exception, match=f"dha_matmul_gradient: {message}"):
+            jax.block_until_ready(
+                operations.matmul_gradient(destination, x, dy, accumulate=accumulate, scratch_bytes=1000)
+            )
+
+    def test_leading_dimensions_stay_and_float32_results_keep_what_bfloat16_loses(self, operations):
         x, w = numbers(7, (2, 3, 4, 48), "bfloat16"), numbers(8, (48, 40), "bfloat16")
         vector = operations.host(w.reshape(-1))
-        found = operations.matmul(operations.device(x), vector, (48, 40), method=method, result="float32")
+        found = operations.matmul(operations.device(x), vector, (48, 40), result="float32")
         assert found.shape == (2, 3, 4, 40)
         assert found.dtype == np.float32
         check_product(found, x, w, "float32", operations.product_epsilon["bfloat16"])
 
-    @pytest.mark.parametrize("method", [1, 2])
     @pytest.mark.parametrize(("m", "k", "n"), [(0, 8, 8), (3, 0, 8), (3, 8, 0)])
-    def test_an_empty_product_is_empty_or_zero(self, operations, method, m, k, n):
+    def test_an_empty_product_is_empty_or_zero(self, operations, m, k, n):
         x, vector = operations.device(np.ones((m, k), np.float32)), operations.host(np.ones(k * n + 1, np.float32))
-        found = operations.matmul(x, vector, (k, n), method=method)
+        found = operations.matmul(x, vector, (k, n))
         np.testing.assert_array_equal(found, np.zeros((m, n), np.float32))
 
     @pytest.mark.parametrize("transpose", [False, True])
@@ -130,7 +197,7 @@ class ProductSuite:
         k, n = 40, 300
         x, vector = operations.device(numbers(9, (20, k))), operations.host(numbers(10, k * n))
         one, many = (
-            operations.matmul(x, vector, (k, n), transpose=transpose, method=1, scratch_bytes=size)
+            operations.matmul(x, vector, (k, n), transpose=transpose, scratch_bytes=size)
             for size in (1 << 20, 2 * 16 * k * 4)
         )
         # cuBLASLt may choose another algorithm for panels of another size.
@@ -140,12 +207,7 @@ class ProductSuite:
     def test_a_scratch_for_no_panel_is_an_error_that_says_how_much_is_needed(self, operations):
         x, vector = operations.device(np.ones((4, 1000), np.float32)), operations.host(np.ones(3000, np.float32))
         with pytest.raises(Exception, match=r"dha_matmul: scratch must hold two columns of w, at least 8192 bytes"):
-            jax.block_until_ready(operations.matmul(x, vector, (1000, 3), method=1, scratch_bytes=7000))
-
-    def test_too_many_rows_for_the_direct_kernel_are_an_error_that_names_the_shapes(self, operations):
-        x, vector = operations.device(np.ones((17, 8), np.float32)), operations.host(np.ones(64, np.float32))
-        with pytest.raises(Exception, match=r"dha_matmul: method 2 is for at most 16 rows.*x float32\[17,8\]"):
-            jax.block_until_ready(operations.matmul(x, vector, (8, 8), method=2))
+            jax.block_until_ready(operations.matmul(x, vector, (1000, 3), scratch_bytes=7000))
 
     @ALL
     @pytest.mark.parametrize("kind", list(DTYPES))

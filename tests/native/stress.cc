@@ -146,9 +146,9 @@ void TestProducts(int64_t m, int64_t k, int64_t n, bool transpose, Dtype dtype, 
   const std::vector<float> given_x = In(dtype, x), given_w = In(dtype, w), given_dy = In(dtype, dy);
   std::vector<float> scratch(scratch_bytes / 4), y(m * n, NAN), gradient(k * n, 1.0f);
   RunMatmul({dtype, dtype, Dtype::kFloat32, given_x.data(), given_w.data(), y.data(), scratch.data(), scratch_bytes, m,
-             k, n, transpose, Method::kBySize});
+             k, n, k, n, transpose});
   RunMatmulGradient({dtype, Dtype::kFloat32, given_x.data(), given_dy.data(), gradient.data(), scratch.data(),
-                     scratch_bytes, m, k, n, transpose, true, std::nullopt});
+                     scratch_bytes, m, k, n, k, n, transpose, true, std::nullopt});
   for (int64_t column = 0; column < n; ++column) {
     for (int64_t row = 0; row < m; ++row) {
       float sum = 0;
@@ -182,7 +182,7 @@ void TestGather() {
   const std::vector<float> table = {0, 1, 2, 3, 4, 5};
   const std::vector<int32_t> indices = {2, -1, 0, 3, 2};
   std::vector<float> rows(10);
-  RunGather({Dtype::kFloat32, table.data(), indices.data(), rows.data(), 5, 3, 2});
+  RunGather({Dtype::kFloat32, table.data(), indices.data(), rows.data(), nullptr, 5, 3, 2});
   EXPECT(rows[0] == 4 && rows[1] == 5 && rows[4] == 0 && rows[5] == 1 && rows[8] == 4 && rows[9] == 5);
   EXPECT(std::isnan(rows[2]) && std::isnan(rows[3]) && std::isnan(rows[6]) && std::isnan(rows[7]));
 }

@@ -114,18 +114,18 @@ class TestProgramsForAnH200:
     def test_a_forward_reads_its_host_vector_in_place(self):
         def forward(vector, tokens):
             rows = jax.ShapeDtypeStruct((4, 16, 64), jnp.bfloat16)
-            x = call("dha_gather", rows, offset=0, rows=100, columns=64)(vector, tokens)
+            x = call("dha_gather", rows, offset=0, rows=100, columns=64)(vector, tokens, scratch(400))
             bias, scale = call("dha_read", (jax.ShapeDtypeStruct((64,), jnp.bfloat16),) * 2, offsets=[6400, 6464])(
                 vector
             )
             y = jax.ShapeDtypeStruct((4, 16, 128), jnp.bfloat16)
-            attributes = {"offset": 6528, "k": 64, "n": 128, "transpose": 0, "method": 0}
+            attributes = {"offset": 6528, "k": 64, "n": 128, "transpose": 0}
             return call("dha_matmul", y, **attributes)(x * scale + bias, vector, scratch(1 << 16))
 
         vector, tokens = struct((20_000,), HOST), struct((4, 16), DEVICE, jnp.int32)
         executable = compile_for_gpu(forward, vector, tokens, out_shardings=DEVICE)
         targets = [found.target for found in custom_calls(executable)]
-        names = ("dha_gather", "dha_matmul", "dha_read", "scratch")
+        names = ("dha_gather", "dha_matmul", "dha_read", "scratch", "scratch")
         assert sorted(targets) == [f"jaxferry_{name}" for name in names]
         check_host_operands(executable)
         stats = executable.get_compiled_memory_stats()

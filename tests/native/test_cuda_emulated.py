@@ -1,7 +1,9 @@
 """The CUDA library's own code, kernels and stream order, on an emulated device."""
 
 import ctypes
+import json
 import math
+import pathlib
 import re
 import time
 
@@ -24,6 +26,8 @@ from native.operations_suite import CopySuite, FerrySuite, MarkSuite, ProductSui
 from planned import assert_same_bits
 from recorded import check_times
 
+RESULTS = pathlib.Path(link_rates.__file__).parents[1] / "results" / "gpu" / "h200"
+
 
 def seeds(count, quick):
     """Seeds, of which only the first ones are quick."""
@@ -43,20 +47,23 @@ def library():
     total=st.integers(1, 1 << 40),
     slice_bytes=st.integers(2, 1 << 20),
     cast_bytes=st.sampled_from([0, 2, 64, 8192, 1 << 21]),
-    least=st.sampled_from([1, 512, 1024]),
     scratch=st.integers(0, 1 << 32),
 )
-def test_panels_fit_into_the_scratch_and_cover_every_slice(library, total, slice_bytes, cast_bytes, least, scratch):
-    found = (ctypes.c_int64 * 4)()
-    library.emulation_cut_into_panels(*map(ctypes.c_int64, (total, slice_bytes, cast_bytes, least, scratch)), found)
-    num_slices, half_bytes, cast_offset, least_scratch = found
+def test_panels_fit_into_the_scratch_and_cover_every_slice(library, total, slice_bytes, cast_bytes, scratch):
+    found = (ctypes.c_int64 * 5)()
+    library.emulation_cut_into_panels(*map(ctypes.c_int64, (total, slice_bytes, cast_bytes, scratch)), found)
+    num_slices, half_bytes, cast_offset, least_scratch, padded = found
     assert 0 <= num_slices <= total
     assert 2 * half_bytes <= scratch
-    assert num_slices * slice_bytes <= cast_offset
-    assert num_slices * slice_bytes <= half_bytes
+    # A panel's rows may be padded to a multiple of eight, unless the scratch has no room for that.
+    assert num_slices <= padded <= -(-num_slices // 8) * 8
+    assert padded * slice_bytes <= cast_offset
+    assert padded * slice_bytes <= half_bytes
+    if num_slices and 8 * (slice_bytes + cast_bytes) * (num_slices // 8 + 1) + 255 <= half_bytes:
+        assert padded % 8 == 0
     if cast_bytes and num_slices:
         assert cast_offset % 256 == 0
-        assert cast_offset + num_slices * cast_bytes <= half_bytes
+        assert cast_offset + padded * cast_bytes <= half_bytes
     # The least scratch that the error asks for is enough, and less than two slices is not.
     if scratch >= least_scratch:
         assert num_slices >= 1
@@ -64,6 +71,57 @@ def test_panels_fit_into_the_scratch_and_cover_every_slice(library, total, slice
         assert num_slices == 0
     if 128 <= num_slices < total:
         assert num_slices % 128 == 0
+
+
+def test_panels_are_read_by_what_an_h200_reads_them_faster_with(library):
+    measured = json.loads((RESULTS / "link_and_memory.json").read_text())["panels_of_a_matrix"]
+    for panel in measured:
+        is_faster = panel["engine_gb_per_s"] > panel["kernel_of_8_blocks_gb_per_s"]
+        sizes = (ctypes.c_int64(panel["row_bytes"]), ctypes.c_int64(panel["pitch_bytes"]))
+        assert library.emulation_is_for_copy_engine(*sizes) == is_faster, panel
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    num_rows=st.integers(1, 40),
+    row_size=st.integers(1, 700),
+    skipped=st.integers(0, 9),
+    more=st.tuples(st.integers(0, 300), st.integers(0, 9)),
+    is_aligned=st.booleans(),
+)
+def test_rows_are_read_whatever_their_alignment(library, num_rows, row_size, skipped, more, is_aligned):
+    if is_aligned:
+        row_size, skipped, more = 8 * -(-row_size // 8), 0, tuple(8 * (size // 8) for size in more)
+    source_pitch, pitch = row_size + more[0], row_size + more[1]
+    source = np.random.default_rng(0).integers(0, 1 << 16, skipped + num_rows * source_pitch).astype(np.uint16)
+    matrix = np.lib.stride_tricks.as_strided(source[skipped:], (num_rows, row_size), (2 * source_pitch, 2))
+    # Aligned memory, and a last row that ends with its numbers: nothing behind it may be read or written.
+    found = np.zeros((num_rows, pitch), np.uint16)
+    sizes = (num_rows, 2 * row_size, 2 * source_pitch, 2 * pitch)
+    pointers = (ctypes.c_void_p(source.ctypes.data + 2 * skipped), ctypes.c_void_p(found.ctypes.data))
+    library.emulation_read_rows(*pointers, *map(ctypes.c_int64, sizes))
+    np.testing.assert_array_equal(found[:, :row_size], matrix)
+    assert not found[:, row_size:].any()
+
+
+def test_a_lookup_reads_each_distinct_row_of_the_table_once(library):
+    table = np.arange(5 * 40, dtype=np.uint32).reshape(5, 40)
+    indices = np.array([3, 1, 3, 3, -1, 0, 1, 7], np.int32)
+    first = np.full(5, 0x7F7F7F7F, np.int32)
+    first[[3, 1, 0]] = 0, 1, 5
+    result = np.full((8, 40), 99, np.uint32)
+    sizes = [ctypes.c_int64(size) for size in (8, 5, 40)]
+
+    def run(table, is_repeated):
+        arrays = [ctypes.c_void_p(array.ctypes.data) for array in (indices, result, first)]
+        library.emulation_gather(ctypes.c_void_p(table), *arrays, *sizes, is_repeated)
+
+    run(table.ctypes.data, 0)
+    np.testing.assert_array_equal(result[[0, 1, 5]], table[[3, 1, 0]])
+    assert (result[[2, 3, 6]] == 99).all()
+    run(None, 1)  # without the table: nothing of it is read again
+    np.testing.assert_array_equal(result[[0, 1, 2, 3, 5, 6]], table[[3, 1, 3, 3, 0, 1]])
+    assert not result[[4, 7]].any()
 
 
 def fill_later(library, array, value):
@@ -141,7 +199,7 @@ class TestFailures:
         operands = operations.device(x), operations.host(vector), (16, 100)
         found = self.check(
             library,
-            lambda: operations.matmul(*operands, method=1, transpose=transpose, scratch_bytes=4096),
+            lambda: operations.matmul(*operands, transpose=transpose, scratch_bytes=4096),
             r"dha_matmul: .* failed: invalid value \(x bfloat16\[20,16\], w float32\[1600\], scratch uint8\[4096\]",
         )
         w = vector.astype(x.dtype).reshape((100, 16)).T if transpose else vector.astype(x.dtype).reshape((16, 100))
@@ -460,10 +518,13 @@ class TestBenchmarks:
     """The link benchmarks run; their figures mean nothing here."""
 
     def test_each_operation_is_measured(self, bench):
-        rates = [bench.matmul(3, False), bench.matmul(3, True, 1), bench.matmul_gradient(2), bench.gather(10)]
+        rates = [bench.matmul(3, False), bench.matmul(3, True), bench.matmul_gradient(2), bench.gather(10)]
+        rates += [bench.panels(4096, 8192), bench.gather(16, repeats=8)]
+        rates += [bench.matmul_gradient(2, (8, 21), is_padded=True), bench.matmul(3, False, (21, 8), is_padded=True)]
         rates += [bench.device_put(), *(bench.store(*dtypes, True) for dtypes in link_rates.STORES)]
         assert all(rate.seconds > 0 and rate.plain_s > 0 for rate in rates)
-        assert rates[0].num_bytes == 1 << 20
+        assert rates[0].num_bytes == rates[4].num_bytes == 1 << 20
+        assert rates[5].num_bytes == 2 * 2 * 2048
 
     def test_overlap_is_measured(self, bench, monkeypatch):
         monkeypatch.setattr(overlap, "SIDE", 128)

@@ -16,14 +16,25 @@ def zeros(shape, dtype=F32):
     return jnp.zeros(shape, dtype)
 
 
-def gather(table=(20,), indices=(3,), result=(3, 4), dtype=F32, index_dtype=jnp.int32, result_dtype=None, **attributes):
+def gather(
+    table=(20,),
+    indices=(3,),
+    result=(3, 4),
+    dtype=F32,
+    index_dtype=jnp.int32,
+    result_dtype=None,
+    scratch_bytes=20,
+    **attributes,
+):
     attributes = {"offset": 0, "rows": 5, "columns": 4} | attributes
     result = jax.ShapeDtypeStruct(result, result_dtype or dtype)
-    return call("dha_gather", [zeros(table, dtype), zeros(indices, index_dtype)], [result], **attributes)
+    return call(
+        "dha_gather", [zeros(table, dtype), zeros(indices, index_dtype), scratch(scratch_bytes)], [result], **attributes
+    )
 
 
 def matmul(x=(2, 3), w=(12,), y=(2, 4), dtype=F32, w_dtype=F32, y_dtype=None, scratch_dtype=jnp.uint8, **attributes):
-    attributes = {"offset": 0, "k": 3, "n": 4, "transpose": 0, "method": 0} | attributes
+    attributes = {"offset": 0, "k": 3, "n": 4, "transpose": 0} | attributes
     arguments = [zeros(x, dtype), zeros(w, w_dtype), zeros((64,), scratch_dtype)]
     return call("dha_matmul", arguments, [jax.ShapeDtypeStruct(y, y_dtype or dtype)], **attributes)
 
@@ -76,6 +87,8 @@ REFUSED = [
         "dha_gather: the result must have columns = 4 as its last dimension, got float32[3,5]",
     ),
     (gather, {"result": (4, 4)}, "dha_gather: the result must have a row for each index, got float32[4,4]"),
+    (gather, {"scratch_bytes": 19}, "dha_gather: scratch must have four bytes for each of 5 rows, got uint8[19]"),
+    (matmul, {"x": (2, 7)}, "dha_matmul: x must have k = 3 as its last dimension, got float32[2,7]"),
     (matmul, {"dtype": jnp.int8}, "dha_matmul: x must be float32, bfloat16 or float16, got int8[2,3]"),
     (matmul, {"w_dtype": jnp.int8}, "dha_matmul: w must be float32, bfloat16 or float16, got int8[12]"),
     (matmul, {"y_dtype": BF16}, "dha_matmul: the result must be float32 or have the dtype of x, got bfloat16[2,4]"),
@@ -85,7 +98,6 @@ REFUSED = [
     (matmul, {"n": 2}, "dha_matmul: the result must have n = 2 as its last dimension, got float32[2,4]"),
     (matmul, {"y": (3, 4)}, "dha_matmul: x and the result must have as many rows, got float32[2,3] and float32[3,4]"),
     (matmul, {"transpose": 2}, "dha_matmul: transpose must be 0 or 1, got 2"),
-    (matmul, {"method": 3}, "dha_matmul: method must be 0, 1 or 2, got 3"),
     (matmul_gradient, {"dtype": jnp.int32}, "dha_matmul_gradient: destination must be float32, bfloat16 or float16"),
     (matmul_gradient, {"dy_dtype": BF16}, "dha_matmul_gradient: dy must have the dtype of x, got bfloat16[2,4]"),
     (matmul_gradient, {"offset": 5}, "dha_matmul_gradient: 3 x 4 elements from offset 5 on do not lie inside"),

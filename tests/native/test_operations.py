@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxferry.engine import make_placement
 from jaxferry.errors import InputError
-from jaxferry.native import operations
+from jaxferry.native import operations, targets
 from jaxferry.native.library import is_available, status
 from jaxferry.native.shapes import GatherShape, ProductShape
 
@@ -122,12 +122,30 @@ def test_the_gradients_of_a_product_are_products(transpose, dtype, native):
     assert dw.sharding.memory_kind == "pinned_host" and dw.dtype == w.dtype
 
 
-@pytest.mark.parametrize("method", ["auto", "staged", "direct"])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_rows_that_are_padded_for_a_gpu_give_the_same_products_and_gradients(monkeypatch, transpose, dtype):
+    x, w = numbers((5, 24 + 1), dtype), on_host(numbers((37, 25) if transpose else (25, 37), dtype, seed=1))
+    dy = numbers((5, 37), dtype, seed=2)
+
+    def run(x, w):
+        y, pull = jax.vjp(lambda x, w: operations.dha_matmul(x, w, transpose=transpose, native=True), x, w)
+        return y, *pull(dy)
+
+    plain = jax.jit(run)(x, w)
+    monkeypatch.setattr(targets, "is_padding", lambda: True)
+    padded = jax.jit(lambda x, w: run(x, w))  # compiled anew
+    program = padded.lower(x, w).as_text()
+    assert "tensor<5x32x" in program and "tensor<5x40x" in program
+    for found, expected in zip(padded(x, w), plain, strict=True):
+        assert found.shape == expected.shape
+        np.testing.assert_array_equal(exact(found), exact(expected))
+
+
 @pytest.mark.parametrize("scratch_bytes", [64, 1000, 1 << 20])
-def test_neither_method_nor_scratch_changes_the_result(method, scratch_bytes, dtype):
+def test_the_scratch_does_not_change_the_result(scratch_bytes, dtype):
     x, w = numbers((5, 24), dtype), on_host(numbers((24, 37), dtype, seed=1))
     expected = operations.dha_matmul(x, w, native=True)
-    y = operations.dha_matmul(x, w, method=method, scratch_bytes=scratch_bytes, native=True)
+    y = operations.dha_matmul(x, w, scratch_bytes=scratch_bytes, native=True)
     np.testing.assert_array_equal(exact(y), exact(expected))
 
 
@@ -257,7 +275,6 @@ def test_other_dtypes_are_computed_without_the_library():
         (lambda h: operations.dha_gather(h, jnp.array([0.5]), shape=GatherShape(3, 4)), "indices must be integers"),
         (lambda h: operations.dha_matmul(jnp.ones((2, 5)), h, shape=ProductShape(4, 3)), "x must have 4 columns"),
         (lambda h: operations.dha_matmul(jnp.ones((2, 4)), h, shape=ProductShape(4, 3, offset=1)), "from element 1"),
-        (lambda h: operations.dha_matmul(jnp.ones((2, 4)), h, shape=ProductShape(4, 3), method="x"), "auto, staged"),
         (lambda h: operations.dha_read(h, [(5,)], [8]), "5 from element 8"),
         (lambda h: operations.gradient_store(h, jnp.ones(4), offset=9), "4 from element 9"),
         (lambda h: operations.dha_matmul_gradient(h, jnp.ones((2, 3)), jnp.ones((3, 3))), "leading dimensions"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxferry.profiling.costs import Costs, jaxpr_costs, touched_bytes
+from jaxferry.profiling.costs import Costs, host_reads, jaxpr_costs, touched_bytes
 from jaxferry.settings import for_planned_gpu
 
 
@@ -20,7 +20,7 @@ def costs(function: Any, *arguments: Any) -> Costs:
 
 
 def touched(function: Any, *arguments: Any, of: int = 0) -> float:
-    return touched_bytes(jax.make_jaxpr(function)(*arguments), [of])
+    return touched_bytes(host_reads(jax.make_jaxpr(function)(*arguments), [of]))
 
 
 def test_a_product_by_hand() -> None:

@@ -1,6 +1,7 @@
 """Estimated profiles: the roofline by hand, and what must hold for every model and machine."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import models
 from costs import COSTS, MACHINE
 from jaxferry.errors import InputError
 from jaxferry.partition import differentiate, partition
+from jaxferry.profiling.costs import HostRead
 from jaxferry.profiling.estimate import UPDATE_BYTES_PER_PARAMETER, estimate_profile
 from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.records import Profile
@@ -68,6 +70,59 @@ def test_what_kernels_move_over_the_link_takes_their_own_rate() -> None:
         "backward_write_s",
     )
     assert [getattr(layer, name) for name in names] == [2 * getattr(before, name) for name in names]
+
+
+def test_a_weight_of_one_panel_arrives_before_its_product_starts() -> None:
+    costs = dataclasses.replace(COSTS, dha_products_forward=(HostRead(20, 1000.0),))
+    (layer,) = estimate_profile([costs], MACHINE).layers
+    # Ten bytes that no product reads, the launch of the panel's copy, and the panel.
+    assert layer.forward_dha_s == layer.forward_s + 1.0 + 0.25 + 2.0
+
+
+def _end_of_pipeline(product_s: float, moved_s: float, num_panels: int) -> float:
+    """When the last of a product's panels is multiplied; each half of the scratch is free once its panel is used."""
+    copied = [0.0] * num_panels
+    used = [0.0] * num_panels
+    for i in range(num_panels):
+        is_free = used[i - 2] if i >= 2 else 0.0
+        copied[i] = max(copied[i - 1] if i else 0.0, is_free) + moved_s / num_panels
+        used[i] = max(used[i - 1] if i else 0.0, copied[i]) + product_s / num_panels
+    return used[-1]
+
+
+@pytest.mark.parametrize("tokens", [16, 2048, 16_384, 131_072])
+@pytest.mark.parametrize("num_weights", [3_000_000, 25_165_824, 400_000_000])
+def test_a_product_by_dha_takes_what_the_pipeline_of_its_panels_takes(tokens: int, num_weights: int) -> None:
+    machine, num_bytes, flops = MACHINES["h200-pcie5"], 2 * num_weights, 2.0 * tokens * num_weights
+    weight = (HostRead(num_bytes, flops),)
+    costs = dataclasses.replace(
+        COSTS,
+        forward_flops=3 * flops,
+        backward_flops=6 * flops,
+        param_bytes=num_bytes + 1000,
+        grad_bytes=num_bytes + 1000,
+        dha_bytes_forward=num_bytes + 1000,
+        dha_products_forward=weight,
+    )
+    (layer,) = estimate_profile([costs], machine).layers
+    product_s = flops / (machine.flops_per_s * (machine.product_efficiency or 1.0))
+    panel_bytes = min(max(num_bytes / 16, 2 * 2**20), 4 * 2**20)
+    num_panels = math.ceil(num_bytes / panel_bytes)
+    moved_s = machine.direct_s(num_bytes) + num_panels * machine.launch_s
+    longer_s = _end_of_pipeline(product_s, moved_s, num_panels) - product_s + machine.direct_s(1000)
+    assert layer.forward_dha_s - layer.forward_s == pytest.approx(longer_s, rel=1e-6)
+    # A gradient of as many operations leaves in the reverse order.
+    assert layer.backward_go_s - layer.backward_s == pytest.approx(longer_s, rel=1e-6)
+    assert longer_s > moved_s / num_panels
+
+
+def test_a_forward_that_is_run_again_reads_its_weights_again() -> None:
+    parts = partition(*_tied_model())
+    kept, again = partition_costs(parts)[1], partition_costs(parts, "full")[1]
+    assert [read.num_bytes for read in kept.dha_products_forward or ()] == [8 * 8 * 4]
+    assert [read.flops for read in kept.dha_products_forward or ()] == [2 * 24 * 8 * 8]
+    assert len(again.dha_products_backward or ()) == len(kept.dha_products_backward or ()) + 1 == 2
+    assert again.dha_bytes_backward == kept.dha_bytes_backward + kept.dha_bytes_forward
 
 
 def test_compute_without_parameters_goes_between_the_layers() -> None:

@@ -12,12 +12,14 @@
 
 namespace jaxferry {
 
-// Rows of a table `[rows, columns]`; a row of NaN for an index outside [0, rows).
+// Rows of a table `[rows, columns]`; a row of NaN for an index outside [0, rows). The scratch has four bytes for each
+// row of the table.
 struct Gather {
   Dtype dtype;
   const void* table;
   const int32_t* indices;
   void* result;
+  void* scratch;
   int64_t num_indices, rows, columns;
 };
 
@@ -25,28 +27,27 @@ struct Gather {
 // `ferry_vacate`; or by no work, since the caller has seen its last use end.
 enum class Vacancy { kUnknown = 0, kNoted = 1, kSeen = 2 };
 
-enum class Method { kBySize = 0, kPanels = 1, kDirect = 2 };
-
-// y[m, n] = x[m, k] @ w, for w[k, n], or w[n, k] if transposed.
+// y[m, n] = x[m, k] @ w, for w[k, n], or w[n, k] if transposed. A pitch counts elements between the starts of rows; what
+// follows a row of x before the next are zeros, and what follows one of y is undefined.
 struct Matmul {
   Dtype x_dtype, w_dtype, y_dtype;
   const void* x;
   const void* w;
   void* y;
   void* scratch;
-  int64_t scratch_bytes, m, k, n;
+  int64_t scratch_bytes, m, k, n, x_pitch, y_pitch;
   bool transpose;
-  Method method;
 };
 
-// destination = (or, to accumulate, +=) x.T @ dy of shape [k, n], or dy.T @ x of shape [n, k] if transposed.
+// destination = (or, to accumulate, +=) x.T @ dy of shape [k, n], or dy.T @ x of shape [n, k] if transposed. Pitches as
+// in a product: zeros follow rows of x and dy.
 struct MatmulGradient {
   Dtype dtype, destination_dtype;
   const void* x;
   const void* dy;
   void* destination;
   void* scratch;
-  int64_t scratch_bytes, m, k, n;
+  int64_t scratch_bytes, m, k, n, x_pitch, dy_pitch;
   bool transpose, accumulate;
   std::optional<Dtype> round_to;
 };

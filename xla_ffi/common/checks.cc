@@ -6,6 +6,11 @@ namespace jaxferry {
 
 namespace {
 
+ffi::Error CheckScratch(const char* operation, ffi::AnyBuffer scratch) {
+  if (scratch.element_type() == ffi::DataType::U8) return ffi::Error::Success();
+  return Invalid(operation, "scratch must be uint8, got " + Describe(scratch));
+}
+
 // Checks that there is a row `[columns]` for each index.
 ffi::Error CheckRows(const char* operation, const char* name, ffi::AnyBuffer buffer, ffi::AnyBuffer indices,
                      int64_t columns) {
@@ -21,13 +26,19 @@ ffi::Error CheckRows(const char* operation, const char* name, ffi::AnyBuffer buf
 
 }  // namespace
 
-ffi::Error CheckGather(ffi::AnyBuffer table, ffi::AnyBuffer indices, ffi::AnyBuffer result, int64_t offset,
-                       int64_t rows, int64_t columns, Gather* call) {
+ffi::Error CheckGather(ffi::AnyBuffer table, ffi::AnyBuffer indices, ffi::AnyBuffer scratch, ffi::AnyBuffer result,
+                       int64_t offset, int64_t rows, int64_t columns, Gather* call) {
   const char* operation = "dha_gather";
   JAXFERRY_RETURN_IF_ERROR(CheckFloating(operation, "table", table, &call->dtype));
   JAXFERRY_RETURN_IF_ERROR(CheckInside(operation, "table", table, offset, rows, columns));
   JAXFERRY_RETURN_IF_ERROR(CheckSameDtype(operation, "the result", result, "table", table));
   JAXFERRY_RETURN_IF_ERROR(CheckRows(operation, "the result", result, indices, columns));
+  JAXFERRY_RETURN_IF_ERROR(CheckScratch(operation, scratch));
+  if (static_cast<int64_t>(scratch.element_count()) / 4 < rows) {
+    return Invalid(operation, "scratch must have four bytes for each of " + std::to_string(rows) + " rows, got " +
+                                  Describe(scratch));
+  }
+  call->scratch = scratch.untyped_data();
   call->num_indices = indices.element_count();
   call->table = At(table, offset);
   call->indices = static_cast<const int32_t*>(indices.untyped_data());
@@ -56,9 +67,14 @@ ffi::Error CheckRowStore(ffi::AnyBuffer destination, ffi::AnyBuffer indices, ffi
 
 namespace {
 
-ffi::Error CheckScratch(const char* operation, ffi::AnyBuffer scratch) {
-  if (scratch.element_type() == ffi::DataType::U8) return ffi::Error::Success();
-  return Invalid(operation, "scratch must be uint8, got " + Describe(scratch));
+// Checks that the buffer has rows of `columns` numbers, which may be padded to a multiple of eight, and stores the number
+// of rows and their size with the padding.
+ffi::Error CheckPadded(const char* operation, const char* name, ffi::AnyBuffer buffer, const char* columns_name,
+                       int64_t columns, int64_t* rows, int64_t* pitch) {
+  const ffi::AnyBuffer::Dimensions dimensions = buffer.dimensions();
+  const int64_t padded = (columns + 7) / 8 * 8;
+  *pitch = dimensions.size() != 0 && dimensions.back() == padded ? padded : columns;
+  return CheckMatrix(operation, name, buffer, columns_name, *pitch, rows);
 }
 
 ffi::Error CheckSameRows(const char* operation, const char* names, int64_t rows, int64_t other_rows,
@@ -71,7 +87,7 @@ ffi::Error CheckSameRows(const char* operation, const char* names, int64_t rows,
 }  // namespace
 
 ffi::Error CheckMatmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scratch, ffi::AnyBuffer y, int64_t offset,
-                       int64_t k, int64_t n, int64_t transpose, int64_t method, Matmul* call) {
+                       int64_t k, int64_t n, int64_t transpose, Matmul* call) {
   const char* operation = "dha_matmul";
   JAXFERRY_RETURN_IF_ERROR(CheckFloating(operation, "x", x, &call->x_dtype));
   JAXFERRY_RETURN_IF_ERROR(CheckFloating(operation, "w", w, &call->w_dtype));
@@ -83,14 +99,10 @@ ffi::Error CheckMatmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scratc
   JAXFERRY_RETURN_IF_ERROR(CheckScratch(operation, scratch));
   JAXFERRY_RETURN_IF_ERROR(CheckInside(operation, "w", w, offset, k, n));
   int64_t result_rows = 0;
-  JAXFERRY_RETURN_IF_ERROR(CheckMatrix(operation, "x", x, "k", k, &call->m));
-  JAXFERRY_RETURN_IF_ERROR(CheckMatrix(operation, "the result", y, "n", n, &result_rows));
+  JAXFERRY_RETURN_IF_ERROR(CheckPadded(operation, "x", x, "k", k, &call->m, &call->x_pitch));
+  JAXFERRY_RETURN_IF_ERROR(CheckPadded(operation, "the result", y, "n", n, &result_rows, &call->y_pitch));
   JAXFERRY_RETURN_IF_ERROR(CheckSameRows(operation, "x and the result", call->m, result_rows, x, y));
   JAXFERRY_RETURN_IF_ERROR(CheckFlag(operation, "transpose", transpose, &call->transpose));
-  if (method < 0 || method > 2) {
-    return Invalid(operation, "method must be 0, 1 or 2, got " + std::to_string(method));
-  }
-  call->method = static_cast<Method>(method);
   call->x = x.untyped_data();
   call->w = At(w, offset);
   call->y = y.untyped_data();
@@ -111,8 +123,8 @@ ffi::Error CheckMatmulGradient(ffi::AnyBuffer destination, ffi::AnyBuffer x, ffi
   JAXFERRY_RETURN_IF_ERROR(CheckScratch(operation, scratch));
   JAXFERRY_RETURN_IF_ERROR(CheckInside(operation, "destination", destination, offset, k, n));
   int64_t dy_rows = 0;
-  JAXFERRY_RETURN_IF_ERROR(CheckMatrix(operation, "x", x, "k", k, &call->m));
-  JAXFERRY_RETURN_IF_ERROR(CheckMatrix(operation, "dy", dy, "n", n, &dy_rows));
+  JAXFERRY_RETURN_IF_ERROR(CheckPadded(operation, "x", x, "k", k, &call->m, &call->x_pitch));
+  JAXFERRY_RETURN_IF_ERROR(CheckPadded(operation, "dy", dy, "n", n, &dy_rows, &call->dy_pitch));
   JAXFERRY_RETURN_IF_ERROR(CheckSameRows(operation, "x and dy", call->m, dy_rows, x, dy));
   JAXFERRY_RETURN_IF_ERROR(CheckFlag(operation, "transpose", transpose, &call->transpose));
   JAXFERRY_RETURN_IF_ERROR(CheckFlag(operation, "accumulate", accumulate, &call->accumulate));

@@ -31,11 +31,11 @@ std::string Describe(const ffi::AnyBuffer& buffer);
 // Returns an error of an operation: "dha_gather: MESSAGE".
 ffi::Error Invalid(const char* operation, const std::string& message);
 
-ffi::Error CheckGather(ffi::AnyBuffer table, ffi::AnyBuffer indices, ffi::AnyBuffer result, int64_t offset,
-                       int64_t rows, int64_t columns, Gather* call);
+ffi::Error CheckGather(ffi::AnyBuffer table, ffi::AnyBuffer indices, ffi::AnyBuffer scratch, ffi::AnyBuffer result,
+                       int64_t offset, int64_t rows, int64_t columns, Gather* call);
 
 ffi::Error CheckMatmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scratch, ffi::AnyBuffer y, int64_t offset,
-                       int64_t k, int64_t n, int64_t transpose, int64_t method, Matmul* call);
+                       int64_t k, int64_t n, int64_t transpose, Matmul* call);
 
 ffi::Error CheckMatmulGradient(ffi::AnyBuffer destination, ffi::AnyBuffer x, ffi::AnyBuffer dy, ffi::AnyBuffer scratch,
                                ffi::AnyBuffer result, int64_t offset, int64_t k, int64_t n, int64_t transpose,

@@ -43,7 +43,7 @@ Matrix LoadPanel(const Matmul& call, int64_t start, int64_t size, float* panel) 
 
 void StorePanel(const Matmul& call, const std::vector<float>& product, int64_t start, int64_t size) {
   for (int64_t row = 0; row < call.m; ++row) {
-    FromFloat32(call.y_dtype, product.data() + row * size, Skip(call.y_dtype, call.y, row * call.n + start), size);
+    FromFloat32(call.y_dtype, product.data() + row * size, Skip(call.y_dtype, call.y, row * call.y_pitch + start), size);
   }
 }
 
@@ -55,9 +55,10 @@ void RunMatmul(const Matmul& call) {
   if (call.x_dtype == Dtype::kFloat32 && call.w_dtype == Dtype::kFloat32) {
     // No conversion or copy: on a CPU, host memory is device memory.
     const Matrix w = {static_cast<const float*>(call.w), call.transpose ? call.k : call.n, call.transpose};
-    return Multiply({static_cast<const float*>(call.x), call.k, false}, w, y, call.n, call.m, call.n, call.k);
+    return Multiply({static_cast<const float*>(call.x), call.x_pitch, false}, w, y, call.y_pitch, call.m, call.n,
+                    call.k);
   }
-  const Float32 x(call.x_dtype, call.x, call.m * call.k);
+  const Float32 x(call.x_dtype, call.x, call.m * call.x_pitch);
   const Panel panel(call.scratch, call.scratch_bytes, call.k, call.n);
   const bool is_direct = call.y_dtype == Dtype::kFloat32;
   std::vector<float> product(is_direct ? 0 : call.m * std::min(panel.num_items(), call.n));
@@ -65,7 +66,7 @@ void RunMatmul(const Matmul& call) {
     const int64_t size = std::min(panel.num_items(), call.n - start);
     const Matrix w = LoadPanel(call, start, size, panel.data());
     float* place = is_direct ? y + start : product.data();
-    Multiply({x.data(), call.k, false}, w, place, is_direct ? call.n : size, call.m, size, call.k);
+    Multiply({x.data(), call.x_pitch, false}, w, place, is_direct ? call.y_pitch : size, call.m, size, call.k);
     if (!is_direct) StorePanel(call, product, start, size);
   }
 }
@@ -74,13 +75,15 @@ void RunMatmulGradient(const MatmulGradient& call) {
   // Computes left.T @ right by rows, which are contiguous in the destination.
   const int64_t rows = call.transpose ? call.n : call.k, columns = call.transpose ? call.k : call.n;
   if (rows == 0 || columns == 0) return;
-  const Float32 left(call.dtype, call.transpose ? call.dy : call.x, call.m * rows);
-  const Float32 right(call.dtype, call.transpose ? call.x : call.dy, call.m * columns);
+  const int64_t left_pitch = call.transpose ? call.dy_pitch : call.x_pitch;
+  const int64_t right_pitch = call.transpose ? call.x_pitch : call.dy_pitch;
+  const Float32 left(call.dtype, call.transpose ? call.dy : call.x, call.m * left_pitch);
+  const Float32 right(call.dtype, call.transpose ? call.x : call.dy, call.m * right_pitch);
   const Panel panel(call.scratch, call.scratch_bytes, columns, rows);
   for (int64_t start = 0; start < rows; start += panel.num_items()) {
     const int64_t size = std::min(panel.num_items(), rows - start) * columns;
-    Multiply({left.data() + start, rows, true}, {right.data(), columns, false}, panel.data(), columns, size / columns,
-             columns, call.m);
+    Multiply({left.data() + start, left_pitch, true}, {right.data(), right_pitch, false}, panel.data(), columns,
+             size / columns, columns, call.m);
     if (call.round_to) RoundThrough(*call.round_to, panel.data(), size);
     void* destination = Skip(call.destination_dtype, call.destination, start * columns);
     if (call.accumulate) {

@@ -20,10 +20,10 @@ static ffi::Error CheckBlas(const char* operation, int64_t k, int64_t n) {
 }
 
 static ffi::Error DhaMatmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scratch, ffi::Result<ffi::AnyBuffer> y,
-                            int64_t offset, int64_t k, int64_t n, int64_t transpose, int64_t method) {
+                            int64_t offset, int64_t k, int64_t n, int64_t transpose) {
   return Guarded("dha_matmul", [&] {
     Matmul call;
-    JAXFERRY_RETURN_IF_ERROR(CheckMatmul(x, w, scratch, *y, offset, k, n, transpose, method, &call));
+    JAXFERRY_RETURN_IF_ERROR(CheckMatmul(x, w, scratch, *y, offset, k, n, transpose, &call));
     JAXFERRY_RETURN_IF_ERROR(CheckBlas("dha_matmul", k, n));
     const EmulatedTime reading(kLoad, call.k * call.n * ItemSize(call.w_dtype));
     RunMatmul(call);
@@ -54,8 +54,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_dha_matmul, DhaMatmul,
                                   .Attr<int64_t>("offset")
                                   .Attr<int64_t>("k")
                                   .Attr<int64_t>("n")
-                                  .Attr<int64_t>("transpose")
-                                  .Attr<int64_t>("method"));
+                                  .Attr<int64_t>("transpose"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_dha_matmul_gradient, DhaMatmulGradient,
                               ffi::Ffi::Bind()

@@ -7,10 +7,11 @@
 namespace jaxferry {
 
 static ffi::Error DhaGather(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer table, ffi::AnyBuffer indices,
-                            ffi::Result<ffi::AnyBuffer> result, int64_t offset, int64_t rows, int64_t columns) {
+                            ffi::AnyBuffer scratch, ffi::Result<ffi::AnyBuffer> result, int64_t offset, int64_t rows,
+                            int64_t columns) {
   return Guarded("dha_gather", [&] {
     Gather call;
-    JAXFERRY_RETURN_IF_ERROR(CheckGather(table, indices, *result, offset, rows, columns, &call));
+    JAXFERRY_RETURN_IF_ERROR(CheckGather(table, indices, scratch, *result, offset, rows, columns, &call));
     return cuda::RunOn("dha_gather", ordinal, {{"table", table}, {"indices", indices}}, [&](cuda::Device&) {
       cuda::CheckReachable(call.table, call.rows * call.columns, "the table");
       cuda::GatherRows(call, stream);
@@ -62,6 +63,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_dha_gather, DhaGather,
                               JAXFERRY_BIND()
                                   .Arg<ffi::AnyBuffer>()  // table
                                   .Arg<ffi::AnyBuffer>()  // indices
+                                  .Arg<ffi::AnyBuffer>()  // scratch
                                   .Ret<ffi::AnyBuffer>()  // rows
                                   .Attr<int64_t>("offset")
                                   .Attr<int64_t>("rows")

@@ -1,3 +1,5 @@
+#include <string>
+
 #include "cuda/gather.cuh"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
@@ -5,6 +7,9 @@
 namespace jaxferry::cuda {
 
 namespace {
+
+// Four equal bytes, so that it can be set by bytes.
+constexpr int32_t kNoPosition = 0x7f7f7f7f;
 
 // Returns four bytes of NaN: two numbers for 16-bit dtypes.
 constexpr uint32_t NanPair(Dtype dtype) {
@@ -14,23 +19,37 @@ constexpr uint32_t NanPair(Dtype dtype) {
 template <typename Word>
 void LaunchGather(const Gather& call, Word nan, cudaStream_t stream) {
   const int64_t row_words = call.columns * ItemSize(call.dtype) / static_cast<int64_t>(sizeof(Word));
+  auto* first = static_cast<int32_t*>(call.scratch);
   const GatherArguments<Word> arguments = {static_cast<const Word*>(call.table),
                                            call.indices,
                                            static_cast<Word*>(call.result),
+                                           first,
                                            call.num_indices,
                                            call.rows,
                                            row_words,
                                            nan};
+  Check(cudaMemsetAsync(first, kNoPosition & 0xff, call.rows * sizeof(int32_t), stream),
+        "clearing the first positions of rows");
+  Launch("the kernel that finds the first positions of rows", FirstPositionKernel,
+         NumBlocks(call.num_indices, kGatherThreads, kBlocksOfDevice), kGatherThreads, stream, call.indices, first,
+         call.num_indices, call.rows);
   constexpr int64_t kStretch = kGatherUnroll * kWarpSize;
   const int64_t items = call.num_indices * ((row_words + kStretch - 1) / kStretch);
-  const int64_t num_blocks = NumBlocks(items, kGatherThreads / kWarpSize, kBlocksOfDevice);
-  Launch("the kernel that gathers rows", GatherKernel<Word>, num_blocks, kGatherThreads, stream, arguments);
+  constexpr int64_t kWarps = kGatherThreads / kWarpSize;
+  Launch("the kernel that gathers rows", GatherKernel<Word, false>, NumBlocks(items, kWarps, kBlocksOfLink),
+         kGatherThreads, stream, arguments);
+  Launch("the kernel that repeats rows", GatherKernel<Word, true>, NumBlocks(items, kWarps, kBlocksOfDevice),
+         kGatherThreads, stream, arguments);
 }
 
 }  // namespace
 
 void GatherRows(const Gather& call, cudaStream_t stream) {
   if (call.num_indices == 0 || call.columns == 0) return;
+  if (call.num_indices > kNoPosition) {
+    throw BadArgument("a lookup has at most " + std::to_string(kNoPosition) + " indices, got " +
+                      std::to_string(call.num_indices));
+  }
   const uint32_t nan = NanPair(call.dtype);
   // Chooses the widest word that divides the rows of both sides.
   const uintptr_t addresses = reinterpret_cast<uintptr_t>(call.table) | reinterpret_cast<uintptr_t>(call.result) |

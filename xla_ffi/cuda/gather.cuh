@@ -1,4 +1,7 @@
-// Rows of a table in host memory. The kernel copies bits: the only arithmetic is the NaN of an index outside the table.
+// Rows of a table in host memory. The kernels copy bits: the only arithmetic is the NaN of an index outside the table.
+//
+// Each distinct row crosses the link once: the first position that names it reads the table, all others copy that
+// position's row of the result.
 #ifndef JAXFERRY_CUDA_GATHER_CUH_
 #define JAXFERRY_CUDA_GATHER_CUH_
 
@@ -18,11 +21,24 @@ struct GatherArguments {
   const Word* table;
   const int32_t* indices;
   Word* result;
+  // The first position that names each row of the table.
+  const int32_t* first;
   int64_t num_indices, rows, row_words;
   Word nan;
 };
 
-template <typename Word>
+// Each `first` must hold a number above all positions.
+__global__ void __launch_bounds__(kGatherThreads)
+    FirstPositionKernel(const int32_t* indices, int32_t* first, int64_t num_indices, int64_t rows) {
+  const int64_t num_threads = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < num_indices; i += num_threads) {
+    const int64_t index = indices[i];
+    if (index >= 0 && index < rows) atomicMin(first + index, static_cast<int32_t>(i));
+  }
+}
+
+// kRepeated: copies the rows of positions that are not their row's first, else reads the others from the table.
+template <typename Word, bool kRepeated>
 __global__ void __launch_bounds__(kGatherThreads) GatherKernel(GatherArguments<Word> a) {
   constexpr int kStretch = kGatherUnroll * kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
@@ -34,7 +50,9 @@ __global__ void __launch_bounds__(kGatherThreads) GatherKernel(GatherArguments<W
     const int64_t begin = (item - row * stretches) * kStretch + lane;
     const int64_t index = a.indices[row];
     const bool is_inside = index >= 0 && index < a.rows;
-    const Word* source = a.table + (is_inside ? index : 0) * a.row_words;
+    const int64_t first = is_inside ? a.first[index] : row;
+    if ((first != row) != kRepeated) continue;
+    const Word* source = kRepeated ? a.result + first * a.row_words : a.table + (is_inside ? index : 0) * a.row_words;
     Word words[kGatherUnroll];
 #pragma unroll
     for (int u = 0; u < kGatherUnroll; ++u) {

@@ -14,9 +14,15 @@ void GatherRows(const Gather& call, cudaStream_t stream);
 
 void AddRows(const RowStore& call, cudaStream_t stream);
 
-// Multiplies by kernels that read the weight directly from host memory.
-void DirectMatmul(const Matmul& call, cudaStream_t stream);
-bool IsBestDirectly(const Matmul& call);
+// Rows of a matrix in host memory; pitches are bytes between the starts of rows.
+struct HostRows {
+  const void* source;
+  void* destination;
+  int64_t num_rows, row_bytes, source_pitch, destination_pitch;
+};
+
+// Copies the rows to the device by few multiprocessors.
+void ReadRows(const HostRows& rows, cudaStream_t stream);
 
 // Runs copies that are too small for a copy engine in one kernel.
 void CopyTogether(const Copies& copies, cudaStream_t stream);
@@ -41,6 +47,8 @@ void Convert(const Conversion& conversion, int64_t most_blocks, cudaStream_t str
 
 // Enough blocks to saturate a link, few enough to leave room for a concurrent product.
 inline constexpr int64_t kBlocksOfLink = 32;
+// Enough blocks of `ReadRows` to saturate a link (measured on an H200: more read no faster).
+inline constexpr int64_t kBlocksOfRows = 8;
 // Enough blocks to fill a device.
 inline constexpr int64_t kBlocksOfDevice = 1024;
 

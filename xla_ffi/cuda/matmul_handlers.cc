@@ -7,10 +7,10 @@ namespace jaxferry {
 
 static ffi::Error DhaMatmul(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer x, ffi::AnyBuffer w,
                             ffi::AnyBuffer scratch, ffi::Result<ffi::AnyBuffer> y, int64_t offset, int64_t k, int64_t n,
-                            int64_t transpose, int64_t method) {
+                            int64_t transpose) {
   return Guarded("dha_matmul", [&] {
     Matmul call;
-    JAXFERRY_RETURN_IF_ERROR(CheckMatmul(x, w, scratch, *y, offset, k, n, transpose, method, &call));
+    JAXFERRY_RETURN_IF_ERROR(CheckMatmul(x, w, scratch, *y, offset, k, n, transpose, &call));
     return cuda::RunOn("dha_matmul", ordinal, {{"x", x}, {"w", w}, {"scratch", scratch}, {"result", *y}},
                        [&](cuda::Device& device) {
                          cuda::CheckReachable(call.w, call.k * call.n, "w");
@@ -45,8 +45,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_dha_matmul, DhaMatmul,
                                   .Attr<int64_t>("offset")
                                   .Attr<int64_t>("k")
                                   .Attr<int64_t>("n")
-                                  .Attr<int64_t>("transpose")
-                                  .Attr<int64_t>("method"));
+                                  .Attr<int64_t>("transpose"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_dha_matmul_gradient, DhaMatmulGradient,
                               JAXFERRY_BIND()

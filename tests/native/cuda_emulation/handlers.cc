@@ -73,12 +73,40 @@ extern "C" __attribute__((visibility("default"))) void emulation_fill_later(void
 }
 
 extern "C" __attribute__((visibility("default"))) void emulation_cut_into_panels(
-    int64_t total_slices, int64_t slice_bytes, int64_t cast_slice_bytes, int64_t least_slices, int64_t scratch_bytes,
-    int64_t* panels) {
-  const auto cut =
-      jaxferry::cuda::CutIntoPanels(total_slices, slice_bytes, cast_slice_bytes, least_slices, scratch_bytes);
+    int64_t total_slices, int64_t slice_bytes, int64_t second_slice_bytes, int64_t scratch_bytes, int64_t* panels) {
+  const auto cut = jaxferry::cuda::CutIntoPanels(total_slices, slice_bytes, second_slice_bytes, scratch_bytes);
   panels[0] = cut.num_slices;
   panels[1] = cut.half_bytes;
-  panels[2] = cut.cast_offset;
-  panels[3] = jaxferry::cuda::LeastScratchBytes(slice_bytes, cast_slice_bytes);
+  panels[2] = cut.second_offset;
+  panels[3] = jaxferry::cuda::LeastScratchBytes(slice_bytes, second_slice_bytes);
+  panels[4] = cut.padded_slices;
+}
+
+extern "C" __attribute__((visibility("default"))) int emulation_is_for_copy_engine(int64_t row_bytes,
+                                                                                   int64_t pitch_bytes) {
+  return jaxferry::cuda::IsForCopyEngine(row_bytes, pitch_bytes);
+}
+
+// A host matrix's rows, copied by the kernel to memory of the destination's pitch.
+extern "C" __attribute__((visibility("default"))) void emulation_read_rows(const void* source, void* destination,
+                                                                           int64_t num_rows, int64_t row_bytes,
+                                                                           int64_t source_pitch,
+                                                                           int64_t destination_pitch) {
+  const auto lock = emulation::Lock();
+  jaxferry::cuda::ReadRows({source, destination, num_rows, row_bytes, source_pitch, destination_pitch},
+                           emulation::ProgramStream());
+  emulation::DrainProgram();
+}
+
+// One of the two kernels of a lookup in a table of 32-bit numbers.
+extern "C" __attribute__((visibility("default"))) void emulation_gather(const uint32_t* table, const int32_t* indices,
+                                                                        uint32_t* result, const int32_t* first,
+                                                                        int64_t num_indices, int64_t rows,
+                                                                        int64_t columns, int is_repeated) {
+  using namespace jaxferry::cuda;
+  const auto lock = emulation::Lock();
+  const GatherArguments<uint32_t> arguments = {table, indices, result, first, num_indices, rows, columns, 0};
+  Launch("the kernel that gathers rows", is_repeated ? GatherKernel<uint32_t, true> : GatherKernel<uint32_t, false>, 2,
+         kGatherThreads, emulation::ProgramStream(), arguments);
+  emulation::DrainProgram();
 }

@@ -255,6 +255,11 @@ cudaError_t cudaMemcpy2DAsync(void* destination, size_t destination_pitch, const
   });
   return cudaSuccess;
 }
+cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t stream) {
+  if (emulation::Fails()) return cudaErrorInvalidValue;
+  emulation::Enqueue(stream, [=] { std::memset(data, value, bytes); });
+  return cudaSuccess;
+}
 cudaError_t cudaMemset2DAsync(void* data, size_t pitch, int value, size_t width, size_t height, cudaStream_t stream) {
   if (emulation::Fails() || width > pitch) return cudaErrorInvalidValue;
   emulation::Enqueue(stream, [=] {

@@ -1,5 +1,5 @@
 // The CUDA library with everything but the GPU, in one translation unit, for XLA's headers take long to read; but for
-// matmul.cc, matmul_gradient.cc and product.cc, whose helpers have the names of others'.
+// matmul.cc and product.cc, whose helpers have the names of others'.
 #include <algorithm>
 
 #include "common/buffers.cc"
@@ -11,7 +11,6 @@
 #include "cuda/copy.cu"
 #include "cuda/copy_handlers.cc"
 #include "cuda/device.cc"
-#include "cuda/direct.cu"
 #include "cuda/ferry.cc"
 #include "cuda/ferry_handlers.cc"
 #include "cuda/gather.cu"
@@ -20,6 +19,7 @@
 #include "cuda/marks.cc"
 #include "cuda/matmul_handlers.cc"
 #include "cuda/row_store.cu"
+#include "cuda/rows.cu"
 #include "handlers.cc"
 #include "runtime.cc"
 #include "threads.cc"

@@ -35,6 +35,10 @@ inline uint32_t __float_as_uint(float value) {
 // Those of the thread whose turn it is.
 extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
+// Threads take turns.
+inline void atomicMin(int32_t* place, int32_t value) {
+  if (value < *place) *place = value;
+}
 void __syncthreads();
 float __shfl_xor_sync(unsigned mask, float value, int lane_mask);
 
