@@ -121,6 +121,10 @@ class ProgramTracer:
 
     def trace(self, key: ProgramKey) -> Any:
         """Traces the program of a key for its arguments' shapes; see `Programs.__getitem__` for these."""
+        with targets.for_products_of(self._placement.platform):
+            return self._trace(key)
+
+    def _trace(self, key: ProgramKey) -> Any:
         segment = self._segment(key)
         if key.kind is ProgramKind.EVALUATION:
             function, arguments = self._sourced(key, segment, segment.forward, self._arguments(segment))

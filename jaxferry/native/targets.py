@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -80,9 +82,23 @@ def dha_gather(table: jax.Array, indices: jax.Array, shape: GatherShape) -> jax.
     return gathered
 
 
+_PADS: contextvars.ContextVar[bool | None] = contextvars.ContextVar("pads", default=None)
+
+
+@contextlib.contextmanager
+def for_products_of(platform: str) -> Iterator[None]:
+    """Traces the body's products for a platform; elsewhere they are for JAX's default one."""
+    token = _PADS.set(platform != "cpu")
+    try:
+        yield
+    finally:
+        _PADS.reset(token)
+
+
 def is_padding() -> bool:
     """Whether rows of products are padded: on a GPU; a CPU gains nothing by it."""
-    return jax.default_backend() != "cpu"
+    pads = _PADS.get()
+    return jax.default_backend() != "cpu" if pads is None else pads
 
 
 def _aligned(size: int) -> int:

@@ -152,22 +152,25 @@ def test_the_least_budget_is_what_a_step_accepts_to_the_byte_where_temporaries_a
     def counted(self, program):
         return made._temporary_bytes(program), self._resources.transport.staging_bytes
 
-    monkeypatch.setattr(StepCompiler, "_counted", counted)
-    # A step on a CPU leaves nothing for XLA's allocator on a GPU.
-    monkeypatch.setattr(Placement, "allocator", Allocator.PREALLOCATED)
-    least = made.smallest_bytes
-    for budget in (least - 1, least):
+    def prepared(budget):
         step = jaxferry.train_step(
             deep, optax.adamw(1e-3), memory_budget=budget, policy="auto", profile="estimate", remat="auto",
             compute_dtype=compute_dtype, granularity=granularity,
         )  # fmt: skip
         step.declare(params)
-        if budget == least:
-            assert step.prepare(batch).peak.total <= least
-            continue
-        with pytest.raises(jaxferry.BudgetError) as caught:
-            step.prepare(batch)
-        assert caught.value.smallest_bytes == least
+        return step.prepare(batch)
+
+    monkeypatch.setattr(StepCompiler, "_counted", counted)
+    # What XLA's allocator does not split may be less for a plan that needs as much.
+    with monkeypatch.context() as patch:
+        patch.setattr(Placement, "allocator", Allocator.PREALLOCATED)
+        assert prepared(made.smallest_bytes).peak.total <= made.smallest_bytes
+    monkeypatch.setattr("jaxferry.fitting.traced.unsplit_by_step", lambda *_: 0)
+    least = dataclasses.replace(made).smallest_bytes
+    assert prepared(least).peak.total <= least < made.smallest_bytes
+    with pytest.raises(jaxferry.BudgetError) as caught:
+        prepared(least - 1)
+    assert caught.value.smallest_bytes == least
 
 
 def offloading(size):
