@@ -9,8 +9,8 @@ namespace jaxferry::cuda {
 
 namespace {
 
-// One buffer per stream and device. Small, since no algorithm splits sums over k.
-constexpr uint64_t kWorkspaceBytes = uint64_t{4} << 20;
+// One buffer per stream and device, of the size that NVIDIA recommends for Hopper (cuBLAS, "cublasSetWorkspace").
+constexpr uint64_t kWorkspaceBytes = uint64_t{32} << 20;
 constexpr int64_t kLargestSize = (int64_t{1} << 31) - 1;
 
 void CheckBlas(cublaslt::Status status, const char* what) {
