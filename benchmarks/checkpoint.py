@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 import measure
-from jaxferry.engine import checkpoint
-from jaxferry.engine.host.checkpoint.digests import Digest
+from jaxferry import checkpoint
+from jaxferry.checkpoint.digests import Digest
 
 LEAF_BYTES = 32 * 2**20
 EXPECTED = 0.05

@@ -26,10 +26,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import facts
 from benchmarks.planner_gap import transformer
-from jaxferry.planning import make_plan
-from jaxferry.recording import Recording
+from jaxferry.cli.recording import Recording
+from jaxferry.cli.reports.summaries import Summary
+from jaxferry.planner.planning import make_plan
 from jaxferry.records import write_json
-from jaxferry.report.summaries import Summary
 
 RESULTS = Path(__file__).parent / "results" / "command_line.json"
 PASS = (sys.executable, "-c", "pass")

@@ -4,8 +4,8 @@
 
 A layer of 16M parameters is updated by AdamW again and again: by the fused update of `jaxferry.adamw`, which passes
 over memory once, or by Optax's compiled by XLA. Beside it, 64 MiB are copied between pinned host memory and the device,
-in either direction (`jaxferry/measure/contention.py`). Speeds are relative to those of each alone; medians over rounds
-that take turns. `benchmarks/gpu/check.sh` runs it on a GPU.
+in either direction (`jaxferry/training/measure/contention.py`). Speeds are relative to those of each alone; medians
+over rounds that take turns. `benchmarks/gpu/check.sh` runs it on a GPU.
 
 On a GPU, copies are the link's. On a CPU without one, a core makes each copy: updates get `--threads` cores, so that
 one is left for it.
@@ -31,11 +31,11 @@ import optax
 
 import jaxferry
 import measure
+from jaxferry.costs.contention import DOWN, HOST, SHARING, UP, Contention
 from jaxferry.engine import make_placement
-from jaxferry.measure.contention import in_turn, speeds_in_pairs, transfers
-from jaxferry.measure.microbenchmarks import HostUpdate
 from jaxferry.native import library
-from jaxferry.profiling.contention import DOWN, HOST, SHARING, UP, Contention
+from jaxferry.training.measure.contention import in_turn, speeds_in_pairs, transfers
+from jaxferry.training.measure.microbenchmarks import HostUpdate
 
 WIDTH = 4096
 OPTIMIZERS = {"fused AdamW": jaxferry.adamw, "Optax's AdamW": optax.adamw}

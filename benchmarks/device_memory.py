@@ -35,7 +35,6 @@ from user_gain import MACHINE, recomputing, without_recomputation
 import measure
 import model as gpt2
 from benchmarks.papers.paper_models import known_models
-from jaxferry.choice import choose_plan, planning_profile
 from jaxferry.engine import (
     RematVariants,
     derivatives_of,
@@ -45,9 +44,10 @@ from jaxferry.engine import (
     peak_bytes,
     trace_program,
 )
-from jaxferry.options import Options
 from jaxferry.partition import partition
-from jaxferry.planning import make_plan
+from jaxferry.planner.planning import make_plan
+from jaxferry.training.choice import choose_plan, planning_profile
+from jaxferry.training.options import Options
 from native.compile_for_gpu import compile_lowered
 from native.compiled_steps import CompiledModel, compare_step
 from native.cuda_library import cuda_library

@@ -105,7 +105,8 @@ def run(operation, num_layers, folder, transport, num_processes):
     import optax
 
     import jaxferry
-    from jaxferry import distributed, pretrained
+    from jaxferry.checkpoint import pretrained
+    from jaxferry.processes import distributed
 
     mesh = distributed.start() if num_processes > 1 else None
 

@@ -32,12 +32,12 @@ from rich.table import Table
 
 import jaxferry
 import measure
-from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.placement import make_placement
-from jaxferry.measure.microbenchmarks import update_subject
+from jaxferry.costs.timers import Effort
+from jaxferry.optimizer.optimizer import HostOptimizer
 from jaxferry.partition.layout import make_layer
-from jaxferry.profiling.timers import Effort
 from jaxferry.settings import own_settings
+from jaxferry.training.measure.microbenchmarks import update_subject
+from jaxferry.transport.placement import make_placement
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_LAYERS, NUM_STEPS, NUM_TOKENS = 24, 12, 2048

@@ -57,14 +57,14 @@ from rich.table import Table
 import jaxferry
 import measure
 import model
-from jaxferry.compare import compare_policies, ends_of_steps, own_bound_s, steps_in_the_middle, works_s
+from jaxferry.cli.compare import compare_policies, ends_of_steps, own_bound_s, steps_in_the_middle, works_s
+from jaxferry.cli.reports.timelines import plot_timelines
 from jaxferry.engine.lanes import Lanes
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.native.library import library
-from jaxferry.planning import make_plan, with_update_order
-from jaxferry.report.timelines import plot_timelines
-from jaxferry.schedule import Lane, leading_loads, repeat, schedule_step
-from jaxferry.simulate import machine
+from jaxferry.planner.planning import make_plan, with_update_order
+from jaxferry.step.schedule import Lane, leading_loads, repeat, schedule_step
+from jaxferry.step.simulate import machine
 from profiles import transformer
 
 POLICIES = ("zero-offload", "native-offload", "native-overlapped", "l2l", "memferry", "exact", "auto")

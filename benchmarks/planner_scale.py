@@ -38,11 +38,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import facts
 from benchmarks.planner_gap import transformer
-from jaxferry.plan.any_bound import any_plan_lower_bound_s
-from jaxferry.plan.registry import policies
-from jaxferry.planning import make_plan
-from jaxferry.profiling.machines import MACHINES, default_budget_bytes
-from jaxferry.profiling.records import Profile
+from jaxferry.costs.machines import MACHINES, default_budget_bytes
+from jaxferry.costs.records import Profile
+from jaxferry.planner.any_bound import any_plan_lower_bound_s
+from jaxferry.planner.planning import make_plan
+from jaxferry.planner.registry import policies
 from jaxferry.records import write_json
 
 RESULTS = Path(__file__).parent / "results" / "planner_scale.json"
@@ -92,11 +92,11 @@ def gpt_like(num_blocks: int, granularity: str, machine: str) -> Profile:
     import jax.numpy as jnp
 
     from examples.gpt2 import model
+    from jaxferry.costs.estimate import estimate_profile
+    from jaxferry.costs.segment_costs import partition_costs
     from jaxferry.engine import RematVariants
     from jaxferry.engine.facts import with_program_facts
     from jaxferry.partition import AUTO, partition
-    from jaxferry.profiling.estimate import estimate_profile
-    from jaxferry.profiling.segment_costs import partition_costs
 
     config = model.Config(num_layers=num_blocks, num_heads=32, channels=4096)
     shapes = jax.eval_shape(model.make_init(config), jax.random.key(0))

@@ -50,9 +50,9 @@ def trained(task, in_host_memory=False, **where):
     import optax
 
     import jaxferry
-    from jaxferry import distributed
     from jaxferry.modes import GradientPlace, Mode
-    from jaxferry.plan.records import LayerPlan, Plan
+    from jaxferry.processes import distributed
+    from jaxferry.step.records import LayerPlan, Plan
 
     warnings.simplefilter("ignore")
     optimizer, batch = optax.adamw(LEARNING_RATE), distributed.alike(task.batch)

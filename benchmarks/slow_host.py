@@ -43,19 +43,19 @@ from rich.table import Table
 
 import jaxferry
 import measure
-from jaxferry.compare import works_s
+from jaxferry.cli.compare import works_s
+from jaxferry.costs.timers import Effort
 from jaxferry.engine import make_placement
 from jaxferry.engine.device_updates import DeviceUpdateCompiler
-from jaxferry.engine.transport.choice import make_transport
-from jaxferry.measure.microbenchmarks import device_update_subject, streamed_update_subject
 from jaxferry.native.library import library
-from jaxferry.plan.any_bound import any_plan_lower_bound_s
-from jaxferry.plan.auto import AutoSearch
-from jaxferry.plan.base import Request
-from jaxferry.planning import make_plan
-from jaxferry.profiling.timers import Effort
-from jaxferry.simulate.report import simulate
-from jaxferry.streaming import num_subgroups_of
+from jaxferry.planner.any_bound import any_plan_lower_bound_s
+from jaxferry.planner.auto import AutoSearch
+from jaxferry.planner.base import Request
+from jaxferry.planner.planning import make_plan
+from jaxferry.step.simulate.report import simulate
+from jaxferry.step.streaming import num_subgroups_of
+from jaxferry.training.measure.microbenchmarks import device_update_subject, streamed_update_subject
+from jaxferry.transport.choice import make_transport
 
 HOST, LINK = 2.0, 0.1
 SPARE = {"little": 1.1, "more": 1.5}

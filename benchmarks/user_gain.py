@@ -38,18 +38,18 @@ from rich.table import Table
 
 import measure
 from benchmarks.machine import facts
-from jaxferry.holdings import DHA, RELOAD
+from jaxferry.costs.machines import MACHINES, default_budget_bytes
+from jaxferry.costs.records import Profile
 from jaxferry.modes import Remat
-from jaxferry.plan.auto import AutoSearch
-from jaxferry.plan.base import Request
-from jaxferry.plan.base import make_plan as plan_of_codes
-from jaxferry.plan.records import Plan
-from jaxferry.planning import make_plan
-from jaxferry.profiling.machines import MACHINES, default_budget_bytes
-from jaxferry.profiling.records import Profile
+from jaxferry.planner.auto import AutoSearch
+from jaxferry.planner.base import Request
+from jaxferry.planner.base import make_plan as plan_of_codes
+from jaxferry.planner.planning import make_plan
 from jaxferry.records import read_json
-from jaxferry.schedule import CROSSING_SLOTS, needed_bytes
-from jaxferry.simulate.report import predict
+from jaxferry.step.holdings import DHA, RELOAD
+from jaxferry.step.records import Plan
+from jaxferry.step.schedule import CROSSING_SLOTS, needed_bytes
+from jaxferry.step.simulate.report import predict
 from native.compiled_steps import TOLERANCE, CompiledModel, compare_step, peak_bytes
 from native.cuda_library import cuda_library
 

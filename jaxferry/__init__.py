@@ -27,9 +27,9 @@ from jaxferry.errors import (
 from jaxferry.modes import GradientPlace, Mode
 
 if TYPE_CHECKING:
-    from jaxferry.engine.host.checkpoint import SavedCheckpoint, list_checkpoints
-    from jaxferry.optimizers import adam, adamw, lion, sgd
-    from jaxferry.train_step import TrainState, TrainStep, train_step
+    from jaxferry.checkpoint import SavedCheckpoint, list_checkpoints
+    from jaxferry.optimizer.optimizers import adam, adamw, lion, sgd
+    from jaxferry.training.train_step import TrainState, TrainStep, train_step
 
 __version__ = "0.1.0"
 
@@ -57,8 +57,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    **dict.fromkeys(("SavedCheckpoint", "list_checkpoints"), "jaxferry.engine.host.checkpoint"),
-    **dict.fromkeys(("adam", "adamw", "lion", "sgd"), "jaxferry.optimizers"),
+    **dict.fromkeys(("SavedCheckpoint", "list_checkpoints"), "jaxferry.checkpoint"),
+    **dict.fromkeys(("adam", "adamw", "lion", "sgd"), "jaxferry.optimizer.optimizers"),
     **dict.fromkeys(("TrainState", "TrainStep"), "jaxferry.train_step"),
 }
 

@@ -41,7 +41,7 @@ class UpdatePlace(enum.StrEnum):
 
 
 class Subgroups(enum.StrEnum):
-    """The size of the pieces in which masters and optimizer state stream through the GPU; see `jaxferry.streaming`."""
+    """The size of the pieces in which masters and optimizer state stream through the GPU; see `step.streaming`."""
 
     LARGE = "large"
     """They keep a link busy during long backwards."""

@@ -87,19 +87,19 @@ def pytest_collection_finish(session):
     quickly.
     """
     if "not slow" in session.config.option.markexpr:
-        measured = sys.modules.get("jaxferry.measure.profile")
+        measured = sys.modules.get("jaxferry.training.measure.profile")
         if measured is not None:
             measured.BUDGET_S = 0.0
-        if (emptied := sys.modules.get("jaxferry.measure.cold_caches")) is not None:
+        if (emptied := sys.modules.get("jaxferry.training.measure.cold_caches")) is not None:
             emptied.MOST_BYTES = 2**22  # a server's caches take a tenth of a second to empty
-        if (timer := sys.modules.get("jaxferry.measure.device_timer")) is not None:
+        if (timer := sys.modules.get("jaxferry.training.measure.device_timer")) is not None:
             timer.MOST_RETRIES = 0
         lowering = sys.modules.get("jax._src.interpreters.mlir")
         if hasattr(lowering, "make_ir_context"):
             lowering.make_ir_context = _kept(lowering.make_ir_context)
     if os.environ["JAX_PLATFORMS"] != "cpu":
         # Tests compare with plain Optax in fp32, whatever JAX's default device is.
-        importlib.import_module("jaxferry.model").ACCELERATOR_DTYPE = None
+        importlib.import_module("jaxferry.training.model").ACCELERATOR_DTYPE = None
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

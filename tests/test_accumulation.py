@@ -12,7 +12,7 @@ import pytest
 import jaxferry
 import models
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.step.records import LayerPlan, Plan
 from planned import assert_same_bits, segment_names
 from steps import with_sums_in_host_memory
 
@@ -223,7 +223,7 @@ def test_micro_batches_may_differ_in_shape_and_so_in_where_their_plans_add_up_gr
         for shape in 2 * order:
             plan = plan_of(gpt, [Mode.GFGB], [places[shape]])
             with monkeypatch.context() as patch:
-                patch.setattr("jaxferry.compile.step.choose_plan", lambda *_, chosen=plan: chosen)
+                patch.setattr("jaxferry.training.step.choose_plan", lambda *_, chosen=plan: chosen)
                 prepared = step.prepare(whole[shape])
             assert prepared.plan.layers == plan.layers
             if shape == "n":

@@ -13,10 +13,10 @@ import pytest
 import jaxferry
 import models
 from jaxferry.engine import Source
-from jaxferry.engine.allocator import Allocator
-from jaxferry.engine.placement import Placement
 from jaxferry.modes import Mode
 from jaxferry.native.library import is_available
+from jaxferry.transport.allocator import Allocator
+from jaxferry.transport.placement import Placement
 from planned import assert_same_bits, plan_of, train
 from steps import after_each_program
 from tolerances import LOSS_RTOL

@@ -9,21 +9,21 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.choice import choose_plan
+from jaxferry.costs.estimate import estimate_profile
+from jaxferry.costs.layer_records import LayerProfile
+from jaxferry.costs.machines import MACHINES
+from jaxferry.costs.records import Profile
+from jaxferry.costs.segment_costs import partition_costs
 from jaxferry.engine import RematVariants, derivatives_of
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import BudgetError
 from jaxferry.modes import Mode
-from jaxferry.options import Options
 from jaxferry.partition import partition
-from jaxferry.planning import make_plan, with_update_order
-from jaxferry.profiling.estimate import estimate_profile
-from jaxferry.profiling.layer_records import LayerProfile
-from jaxferry.profiling.machines import MACHINES
-from jaxferry.profiling.records import Profile
-from jaxferry.profiling.segment_costs import partition_costs
-from jaxferry.schedule import schedule_step
-from jaxferry.simulate.machine import steady_step_s
+from jaxferry.planner.planning import make_plan, with_update_order
+from jaxferry.step.schedule import schedule_step
+from jaxferry.step.simulate.machine import steady_step_s
+from jaxferry.training.choice import choose_plan
+from jaxferry.training.options import Options
 
 
 def loss_fn(params, x):

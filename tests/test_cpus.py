@@ -7,14 +7,13 @@ import sys
 import pytest
 
 from control_groups import real_group, write
-from jaxferry import cpus
 from jaxferry.errors import InputError
-from jaxferry.native import status
+from jaxferry.native import cpus, status
 
 SCRIPT = """
-from jaxferry import cpus
+from jaxferry.native import cpus
 from jaxferry.native import library
-from jaxferry.profiling.cache import surroundings
+from jaxferry.costs.cache import surroundings
 about = surroundings("cpu", "cpu")
 print(library("cpu").host_threads, cpus.num_cpus(), about["num_threads"], about["native"]["cpu"]["host_threads"])
 """

@@ -16,8 +16,8 @@ import yaml
 from safetensors.numpy import save_file
 
 import jaxferry
+from jaxferry.checkpoint.pretrained import Source
 from jaxferry.cli import COMMANDS, make_app
-from jaxferry.pretrained import Source
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -13,17 +13,17 @@ from flax import linen
 import jaxferry
 import models
 from jaxferry.cli import main
+from jaxferry.costs.estimate import estimate_profile
+from jaxferry.costs.machines import MACHINES
+from jaxferry.costs.records import Profile
+from jaxferry.costs.segment_costs import partition_costs
 from jaxferry.errors import InputError
-from jaxferry.granularity import coarser, finer, plan_finest, step_s
 from jaxferry.modes import BLOCK, FASTER, MODULE, Mode
 from jaxferry.partition import partition
-from jaxferry.plan.base import Request
-from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.planning import plan_for
-from jaxferry.profiling.estimate import estimate_profile
-from jaxferry.profiling.machines import MACHINES
-from jaxferry.profiling.records import Profile
-from jaxferry.profiling.segment_costs import partition_costs
+from jaxferry.planner.base import Request
+from jaxferry.planner.granularity import coarser, finer, plan_finest, step_s
+from jaxferry.planner.planning import plan_for
+from jaxferry.step.records import LayerPlan, Plan
 from profiles import transformer, unit_layer
 
 MACHINE = MACHINES["a100-pcie3"]

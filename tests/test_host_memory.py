@@ -16,14 +16,14 @@ import pytest
 import accelerator
 import jaxferry
 from control_groups import real_group, write
-from jaxferry import host_memory
-from jaxferry.engine import checkpoint
-from jaxferry.engine.allocator import Allocator
-from jaxferry.engine.host.checkpoint import leaves
-from jaxferry.engine.placement import Placement
-from jaxferry.record_steps import make_recording
-from jaxferry.report.tables import host_memory_lines
-from jaxferry.schedule import Kind
+from jaxferry import checkpoint
+from jaxferry.checkpoint import leaves
+from jaxferry.cli.record_steps import make_recording
+from jaxferry.cli.reports.tables import host_memory_lines
+from jaxferry.optimizer import host_memory
+from jaxferry.step.schedule import Kind
+from jaxferry.transport.allocator import Allocator
+from jaxferry.transport.placement import Placement
 from jaxferry.units import format_bytes, parse_bytes
 
 GIB = 2**30
@@ -130,7 +130,7 @@ def test_memory_that_the_kernel_gives_back_first_counts_as_free(files, expected,
 
 READ_TWICE = """
 import sys
-from jaxferry import host_memory
+from jaxferry.optimizer import host_memory
 def left():
     return min(limit.num_bytes for limit in host_memory.limits() if "control group" in limit.source)
 before = left()
@@ -476,7 +476,7 @@ elif way == "copy":
 elif way == "init from lazy":
     other = jaxferry.train_step(loss, optax.sgd(1.0)).init(state.lazy_params)
 elif way == "export":
-    from jaxferry import pretrained
+    from jaxferry.checkpoint import pretrained
     pretrained.save_safetensors(path + "-export", state.lazy_params, lambda names: ".".join(names))
 print(memory("VmHWM") - before)
 """

@@ -207,9 +207,9 @@ def test_a_circle_through_a_package_is_seen(package):
     graph = package(
         {
             "plan/__init__.py": "from pack.plan import exact\n",
-            "plan/exact.py": "from pack.schedule import lower\n",
-            "plan/records.py": "",
-            "schedule.py": "from pack.plan.records import Plan\n",
+            "planner/exact.py": "from pack.schedule import lower\n",
+            "step/records.py": "",
+            "step/schedule.py": "from pack.plan.records import Plan\n",
         }
     )
     assert upward_imports(graph) == []

@@ -7,15 +7,15 @@ import threading
 import numpy as np
 import pytest
 
-from jaxferry import streaming
 from jaxferry.engine.lanes import ONE_EACH, Lanes
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
-from jaxferry.plan.records import LayerPlan, Plan, Updates
-from jaxferry.schedule import Kind, Lane, needed_bytes, schedule_step
-from jaxferry.simulate import machine
-from jaxferry.simulate.chain import Chain
-from jaxferry.tasks import in_one_period, repeat
+from jaxferry.step import streaming
+from jaxferry.step.records import LayerPlan, Plan, Updates
+from jaxferry.step.schedule import Kind, Lane, needed_bytes, schedule_step
+from jaxferry.step.simulate import machine
+from jaxferry.step.simulate.chain import Chain
+from jaxferry.step.tasks import in_one_period, repeat
 from profiles import transformer
 
 MOST_S = 1e-3

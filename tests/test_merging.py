@@ -13,13 +13,13 @@ import rich.console
 
 import jaxferry
 from accelerator import emulate
+from jaxferry.costs.estimate import estimate_profile
+from jaxferry.costs.machines import MACHINES
+from jaxferry.costs.segment_costs import partition_costs
 from jaxferry.engine import Placement
-from jaxferry.merging import merges_of_names, merges_of_small
 from jaxferry.partition import partition, print_table
-from jaxferry.planning import make_plan
-from jaxferry.profiling.estimate import estimate_profile
-from jaxferry.profiling.machines import MACHINES
-from jaxferry.profiling.segment_costs import partition_costs
+from jaxferry.planner.merging import merges_of_names, merges_of_small
+from jaxferry.planner.planning import make_plan
 from plain_optax import plain_losses
 
 H200 = MACHINES["h200-pcie5"]

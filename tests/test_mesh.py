@@ -19,16 +19,16 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxferry
+from jaxferry.costs.estimate import estimate_profile
+from jaxferry.costs.machines import MACHINES
+from jaxferry.costs.segment_costs import partition_costs
 from jaxferry.engine import ProgramKind, Programs, device_updates, lower_traced, make_placement
-from jaxferry.engine.program_keys import Source, Target
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.partition import Ownership, make_layer, partition, shared
 from jaxferry.partition.graph import trace
-from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.profiling.estimate import estimate_profile
-from jaxferry.profiling.machines import MACHINES
-from jaxferry.profiling.segment_costs import partition_costs
+from jaxferry.step.program_keys import Source, Target
+from jaxferry.step.records import LayerPlan, Plan
 from native.compile_for_gpu import compile_lowered
 from native.compile_for_gpu import text as compiled_text
 from watched import SCALARS_BYTES, most_on_one_device

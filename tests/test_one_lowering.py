@@ -14,16 +14,16 @@ import pytest
 import jaxferry
 import models
 from jaxferry.cli import main
+from jaxferry.costs.records import Profile
 from jaxferry.engine.memory import peak_bytes
 from jaxferry.errors import BudgetError
 from jaxferry.modes import GradientPlace, Mode, Remat
-from jaxferry.plan.records import LayerPlan, Plan, Updates
-from jaxferry.plan.registry import policies
-from jaxferry.planning import make_plan
-from jaxferry.profiling.records import Profile
-from jaxferry.schedule import needed_bytes
-from jaxferry.simulate import machine
-from jaxferry.simulate.report import simulate
+from jaxferry.planner.planning import make_plan
+from jaxferry.planner.registry import policies
+from jaxferry.step.records import LayerPlan, Plan, Updates
+from jaxferry.step.schedule import needed_bytes
+from jaxferry.step.simulate import machine
+from jaxferry.step.simulate.report import simulate
 
 
 def frozen_lookup():

@@ -6,10 +6,10 @@ import pytest
 
 import jaxferry
 import models
+from jaxferry.costs.layer_records import LayerProfile
+from jaxferry.costs.records import Profile
 from jaxferry.modes import Mode
-from jaxferry.plan.registry import policies
-from jaxferry.profiling.layer_records import LayerProfile
-from jaxferry.profiling.records import Profile
+from jaxferry.planner.registry import policies
 from planned import assert_same_bits, step_of, train, trained
 from tolerances import LOSS_RTOL
 

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import jaxferry
-from jaxferry import pretrained
-from jaxferry.engine.host import initialise
+from jaxferry.checkpoint import pretrained
+from jaxferry.optimizer import initialise
 from planned import assert_same_bits
 
 RNG = np.random.default_rng(0)
@@ -259,7 +259,7 @@ READ = """
 import gc, pathlib, re, sys
 import jax, jax.numpy as jnp, optax
 import jaxferry
-from jaxferry import pretrained
+from jaxferry.checkpoint import pretrained
 
 def bytes_of(what):
     return int(re.search(what + r":\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) << 10

@@ -8,12 +8,12 @@ import optax
 import pytest
 
 import jaxferry
+from jaxferry.cli.record_steps import make_recording
+from jaxferry.cli.recording import Recording
 from jaxferry.errors import InputError, StateError
-from jaxferry.plan.records import Plan
-from jaxferry.record_steps import make_recording
-from jaxferry.recording import Recording
-from jaxferry.schedule import Kind, Lane
-from jaxferry.simulate.report import simulate
+from jaxferry.step.records import Plan
+from jaxferry.step.schedule import Kind, Lane
+from jaxferry.step.simulate.report import simulate
 
 WIDTH, DEPTH = 16, 3
 LAYER_BYTES = 4 * WIDTH * WIDTH

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 
+from jaxferry.costs.machines import MACHINES, Machine
+from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
-from jaxferry.plan.records import Plan
-from jaxferry.profiling.machines import MACHINES, Machine
-from jaxferry.profiling.records import Profile
+from jaxferry.step.records import Plan
 from jaxferry.weights.instance import Instance
 from profiles import transformer
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxferry.copy_spans import copy_bytes, copy_spans
-from jaxferry.holdings import effective
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.plan.records import Loads, UpdateOrder, Updates
-from jaxferry.plan.registry import policies
-from jaxferry.planning import make_plan
-from jaxferry.room import NO_WAIT, waits
-from jaxferry.schedule import Kind, Lane, repeat, schedule_step, step_demand
-from jaxferry.simulate import machine
+from jaxferry.planner.planning import make_plan
+from jaxferry.planner.registry import policies
+from jaxferry.step.copy_spans import copy_bytes, copy_spans
+from jaxferry.step.holdings import effective
+from jaxferry.step.records import Loads, UpdateOrder, Updates
+from jaxferry.step.room import NO_WAIT, waits
+from jaxferry.step.schedule import Kind, Lane, repeat, schedule_step, step_demand
+from jaxferry.step.simulate import machine
 from profiles import UNLIMITED_BYTES, deterministic, drawn, examples, fused, planned, transformer, with_modes
 
 many = examples(100)

@@ -16,8 +16,7 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry import settings
-from jaxferry.engine import checkpoint
+from jaxferry import checkpoint, settings
 from planned import assert_same_bits
 from settings_runs import FLAGS, loss_fn, make_params, set_flag
 

@@ -11,8 +11,8 @@ import pytest
 
 import jaxferry
 import scanned
-from jaxferry.engine.host import pieces
-from jaxferry.engine.interrupts import Terminated, deferred_interrupts, raising_terminated
+from jaxferry.optimizer import pieces
+from jaxferry.transport.interrupts import Terminated, deferred_interrupts, raising_terminated
 from planned import assert_same_bits
 
 ADAM = optax.adam(1e-2)

@@ -20,11 +20,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" 
 
 import model
 from benchmarks.gpu import inputs, settings
+from jaxferry.costs.estimate import estimate_profile
+from jaxferry.costs.machines import find_machine
+from jaxferry.costs.records import Profile
+from jaxferry.costs.segment_costs import partition_costs
 from jaxferry.partition import partition
-from jaxferry.profiling.estimate import estimate_profile
-from jaxferry.profiling.machines import find_machine
-from jaxferry.profiling.records import Profile
-from jaxferry.profiling.segment_costs import partition_costs
 
 TIMES = (
     "load_s",

@@ -10,8 +10,8 @@ import jaxlib
 import numpy as np
 
 from benchmarks.gpu.stages import emit
-from jaxferry.engine.host import pinned
-from jaxferry.engine.placement import make_placement
+from jaxferry.transport import pinned
+from jaxferry.transport.placement import make_placement
 
 MIB = (1, 64, 512)
 

@@ -24,10 +24,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" 
 import jaxferry
 import model
 from benchmarks.gpu.stages import emit
-from jaxferry import streaming
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.partition import partition
-from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.step import streaming
+from jaxferry.step.records import LayerPlan, Plan
 
 HOST, STAYS = (UpdatePlace.HOST, Mode.GFGB), (UpdatePlace.RESIDENT, Mode.RESIDENT)
 STREAMS, COPY_STAYS = (UpdatePlace.GPU, Mode.GFGB), (UpdatePlace.GPU, Mode.RESIDENT)

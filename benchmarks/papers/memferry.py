@@ -23,15 +23,15 @@ import rich.table
 from figures import Row, arguments, legend, new_figure, save, write
 from paper_models import ITEM, Model, known_models, transformer_xl
 
+from jaxferry.costs.estimate import estimate_profile
+from jaxferry.costs.machines import find_machine
+from jaxferry.costs.records import Profile
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.plan.base import Request
-from jaxferry.plan.records import Plan
-from jaxferry.plan.registry import make_policy
-from jaxferry.profiling.estimate import estimate_profile
-from jaxferry.profiling.machines import find_machine
-from jaxferry.profiling.records import Profile
+from jaxferry.planner.base import Request
+from jaxferry.planner.registry import make_policy
 from jaxferry.records import read_json
-from jaxferry.simulate.report import simulate
+from jaxferry.step.records import Plan
+from jaxferry.step.simulate.report import simulate
 
 SYSTEMS = {
     "zero-offload": ("DeepSpeed", "#b8352f"),

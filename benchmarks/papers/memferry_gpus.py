@@ -13,9 +13,9 @@ import rich.progress
 from figures import Row, arguments, legend, new_figure, save, write
 from paper_models import transformer_xl
 
-from jaxferry.planning import make_plan
-from jaxferry.profiling.estimate import estimate_profile
-from jaxferry.profiling.machines import find_machine
+from jaxferry.costs.estimate import estimate_profile
+from jaxferry.costs.machines import find_machine
+from jaxferry.planner.planning import make_plan
 
 MACHINE = "a100-pcie3"
 LENGTH = 384

@@ -1,14 +1,14 @@
-"""MemFerry's Algorithm 1 exactly as printed, only for studies; `plan/memferry.py` has the intended reading.
+"""MemFerry's Algorithm 1 exactly as printed, only for studies; `planner/memferry.py` has the intended reading.
 
 Line numbers are the paper's. `tag = -1` means that there is nothing to backtrack to.
 """
 
 import numpy as np
 
-from jaxferry.holdings import DHA, GFGB
-from jaxferry.plan.base import ModePolicy
-from jaxferry.plan.memferry import with_dfgb
-from jaxferry.profiling.records import Profile
+from jaxferry.costs.records import Profile
+from jaxferry.planner.base import ModePolicy
+from jaxferry.planner.memferry import with_dfgb
+from jaxferry.step.holdings import DHA, GFGB
 
 
 class MemFerryPrinted(ModePolicy):

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from figures import Row, arguments, new_figure, save, write
 from paper_models import known_models
 
-from jaxferry.plan.auto import AutoSearch
-from jaxferry.plan.base import Request
-from jaxferry.planning import SweepPoint, knee, make_plan, sweep
-from jaxferry.profiling.estimate import estimate_profile
-from jaxferry.profiling.machines import find_machine
-from jaxferry.profiling.records import Profile
-from jaxferry.schedule import Lane
-from jaxferry.simulate.report import predict, simulate
+from jaxferry.costs.estimate import estimate_profile
+from jaxferry.costs.machines import find_machine
+from jaxferry.costs.records import Profile
+from jaxferry.planner.auto import AutoSearch
+from jaxferry.planner.base import Request
+from jaxferry.planner.planning import SweepPoint, knee, make_plan, sweep
+from jaxferry.step.schedule import Lane
+from jaxferry.step.simulate.report import predict, simulate
 
 MACHINE = "a100-pcie3"
 SYSTEMS = {

@@ -28,11 +28,11 @@ import jaxferry  # isort: skip
 import overlap
 from figures import RESULTS, Row, arguments, new_figure, save, write
 
-from jaxferry.record_steps import make_recording
-from jaxferry.recording import RecordedTask, Recording
+from jaxferry.cli.record_steps import make_recording
+from jaxferry.cli.recording import RecordedTask, Recording
+from jaxferry.cli.reports.summaries import bytes_over_time
 from jaxferry.records import read_json
-from jaxferry.report.summaries import bytes_over_time
-from jaxferry.schedule import Kind, Lane
+from jaxferry.step.schedule import Kind, Lane
 
 LINK, HOST = 0.35, 2.2
 STEPS, RECORDED, ITERATION = 10, 8, 2

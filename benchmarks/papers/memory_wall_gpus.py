@@ -20,14 +20,14 @@ import jax.numpy as jnp
 from figures import Row, arguments, write
 
 from examples.llama.workload import make
+from jaxferry.costs.estimate import UPDATE_BYTES_PER_PARAMETER, LayerCosts, estimate_profile
+from jaxferry.costs.machines import find_machine
+from jaxferry.costs.records import Profile
+from jaxferry.costs.segment_costs import partition_costs
 from jaxferry.partition import partition
-from jaxferry.planning import make_plan
-from jaxferry.profiling.estimate import UPDATE_BYTES_PER_PARAMETER, LayerCosts, estimate_profile
-from jaxferry.profiling.machines import find_machine
-from jaxferry.profiling.records import Profile
-from jaxferry.profiling.segment_costs import partition_costs
-from jaxferry.schedule import Kind, schedule_step
-from jaxferry.simulate import machine
+from jaxferry.planner.planning import make_plan
+from jaxferry.step.schedule import Kind, schedule_step
+from jaxferry.step.simulate import machine
 
 SIZE, LENGTH = "2-13b", 2048
 DEVICES = (1, 2, 4)

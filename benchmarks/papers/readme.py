@@ -25,7 +25,7 @@ NO_DATA = (
         "diagrams",
         "",
         "no data",
-        "schedules 2, 4, 6: `jaxferry/schedule.py`; 7: `memferry`",
+        "schedules 2, 4, 6: `jaxferry/step/schedule.py`; 7: `memferry`",
     ),
     Row("MemFerry, Fig. 3(a)", "diagram", "", "no data"),
     Row("Weight Offloading, Fig. 1 to 3", "a model and proofs", "", "no data"),

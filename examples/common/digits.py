@@ -11,8 +11,8 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from examples.common.batches import shuffled
-from jaxferry import distributed
 from jaxferry.errors import InputError
+from jaxferry.processes import distributed
 
 VALIDATION_SHARE = 0.2
 PIXELS = 8

@@ -21,9 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import jaxferry
 from examples.common.metrics import open_metrics
-from jaxferry import distributed
-from jaxferry.engine.interrupts import Terminated, deferred_interrupts, raising_terminated
 from jaxferry.errors import CheckpointError, InputError
+from jaxferry.processes import distributed
+from jaxferry.transport.interrupts import Terminated, deferred_interrupts, raising_terminated
 
 NUM_VALIDATION_BATCHES = 4
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.common.sampling import draw
-from jaxferry import distributed
+from jaxferry.processes import distributed
 from model import GPT2
 
 

@@ -8,7 +8,7 @@ import json
 import jax
 
 import model
-from jaxferry import pretrained
+from jaxferry.checkpoint import pretrained
 
 MODULES = {
     "wte": "wte",

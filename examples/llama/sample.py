@@ -8,7 +8,7 @@ from flax import nnx
 
 from examples.common.sampling import draw
 from examples.llama.model import make_caches, make_graph
-from jaxferry import distributed
+from jaxferry.processes import distributed
 
 
 def generate(step, state, config, prompt, num_tokens, temperature=0.8, seed=0, cache_dtype=jnp.float32):

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from examples.llama import model
-from jaxferry import pretrained
+from jaxferry.checkpoint import pretrained
 
 MODULES = {
     "embed": "embed_tokens",

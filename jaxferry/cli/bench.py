@@ -11,7 +11,13 @@ import typer
 
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, naming, print_json, print_report, read_budget
+from jaxferry.cli.compare import Comparison, compare_policies
+from jaxferry.cli.dry_run import DryRun, dry_run
 from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype
+from jaxferry.cli.record_steps import make_recording
+from jaxferry.cli.reports.bench_tables import bench_lines, bench_table, dry_run_table
+from jaxferry.cli.reports.plots import plot_format
+from jaxferry.cli.reports.timelines import plot_timelines
 from jaxferry.cli.step_options import (
     ComputeDtype,
     FixedGranularity,
@@ -24,19 +30,13 @@ from jaxferry.cli.step_options import (
     check_fixed_granularity,
 )
 from jaxferry.cli.user_code import user_code
-from jaxferry.compare import Comparison, compare_policies
-from jaxferry.dry_run import DryRun, dry_run
+from jaxferry.costs.progress import progress_bar
+from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK
-from jaxferry.plan.registry import make_policy, policies
-from jaxferry.profiling.progress import progress_bar
-from jaxferry.profiling.records import Profile
-from jaxferry.record_steps import make_recording
+from jaxferry.planner.registry import make_policy, policies
 from jaxferry.records import write_json
-from jaxferry.report.bench_tables import bench_lines, bench_table, dry_run_table
-from jaxferry.report.plots import plot_format
-from jaxferry.report.timelines import plot_timelines
-from jaxferry.train_step import TrainStep, train_step
+from jaxferry.training.train_step import TrainStep, train_step
 
 _DEFAULT_POLICIES = ("zero-offload", "native-overlapped", "memferry", "exact", "auto")
 

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, RenderableType
 
+from jaxferry.costs.machines import JAX_SHARE, default_budget_bytes
+from jaxferry.costs.progress import Lines, shown
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.profiling.machines import JAX_SHARE, default_budget_bytes
-from jaxferry.profiling.progress import Lines, shown
 from jaxferry.units import format_bytes, parse_bytes
 
 ProfilePath = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="The profile of the model on the machine.")]

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import typer
 
-from jaxferry import cpus, host_memory
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report
-from jaxferry.control_groups import read_lines
 from jaxferry.errors import InputError, NativeError
-from jaxferry.host_memory import PINNED_VARIABLE
-from jaxferry.native import run_self_test, status
+from jaxferry.native import cpus, run_self_test, status
+from jaxferry.native.control_groups import read_lines
 from jaxferry.native.library import ffi_version
 from jaxferry.native.self_test import shortest_s
+from jaxferry.optimizer import host_memory
+from jaxferry.optimizer.host_memory import PINNED_VARIABLE
 from jaxferry.units import format_bytes, parse_bytes
 
 _XLA_THREADS = "tf_XLAEigen"

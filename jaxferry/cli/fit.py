@@ -12,7 +12,12 @@ import typer
 
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report, progress, read_budget_on
+from jaxferry.cli.fitting.records import Fit
+from jaxferry.cli.fitting.search import find_fit
+from jaxferry.cli.fitting.traced import Traced, trace
 from jaxferry.cli.model import UserModel, make_optimizer, read_dtype, read_workload
+from jaxferry.cli.reports.fit import fit_lines, fit_table, reason_lines
+from jaxferry.cli.reports.tables import plan_table
 from jaxferry.cli.step_options import (
     ComputeDtype,
     FixedGranularity,
@@ -22,16 +27,11 @@ from jaxferry.cli.step_options import (
     check_fixed_granularity,
 )
 from jaxferry.cli.user_code import FORMS, find_function, user_code
+from jaxferry.costs.machines import MACHINES, Machine, find_machine
 from jaxferry.errors import InputError
-from jaxferry.fitting.records import Fit
-from jaxferry.fitting.search import find_fit
-from jaxferry.fitting.traced import Traced, trace
-from jaxferry.model import host_bytes
 from jaxferry.modes import BLOCK
-from jaxferry.profiling.machines import MACHINES, Machine, find_machine
 from jaxferry.records import write_json
-from jaxferry.report.fit import fit_lines, fit_table, reason_lines
-from jaxferry.report.tables import plan_table
+from jaxferry.training.model import host_bytes
 from jaxferry.units import parse_bytes
 
 _WORKLOAD = "WORKLOAD"

@@ -18,7 +18,7 @@ from jaxferry.errors import InputError
 
 if TYPE_CHECKING:
     from jaxferry.engine import TrainState
-    from jaxferry.train_step import TrainStep
+    from jaxferry.training.train_step import TrainStep
 
 ModelName = Annotated[
     str,

@@ -17,23 +17,23 @@ from jaxferry.cli.common import (
     progress,
     read_budget_on,
 )
-from jaxferry.errors import InputError
-from jaxferry.granularity import check_granularity, compare_finest, plan_finest
-from jaxferry.modes import MODULE
-from jaxferry.plan.base import Request, read_objective
-from jaxferry.plan.records import Plan
-from jaxferry.plan.registry import make_policy, policies
-from jaxferry.planning import Compared, copies_bytes
-from jaxferry.profiling.records import Profile
-from jaxferry.profiling.sharing import shared_by
-from jaxferry.report.tables import (
+from jaxferry.cli.reports.tables import (
     comparison_lines,
     comparison_table,
     host_memory_lines,
     plan_table,
     prediction_lines,
 )
-from jaxferry.schedule import needed_bytes
+from jaxferry.costs.records import Profile
+from jaxferry.costs.sharing import shared_by
+from jaxferry.errors import InputError
+from jaxferry.modes import MODULE
+from jaxferry.planner.base import Request, read_objective
+from jaxferry.planner.granularity import check_granularity, compare_finest, plan_finest
+from jaxferry.planner.planning import Compared, copies_bytes
+from jaxferry.planner.registry import make_policy, policies
+from jaxferry.step.records import Plan
+from jaxferry.step.schedule import needed_bytes
 
 
 def register(app: typer.Typer) -> None:

@@ -14,21 +14,21 @@ from jaxferry.cli.common import AsJson, print_json, print_report
 from jaxferry.cli.model import OPTIMIZERS, ModelName, call_model, make_optimizer, read_dtype
 from jaxferry.cli.step_options import ComputeDtype, check_fixed_granularity
 from jaxferry.cli.user_code import user_code
+from jaxferry.costs.estimate import estimate_profile
+from jaxferry.costs.machines import MACHINES, find_machine
+from jaxferry.costs.records import Profile
+from jaxferry.costs.segment_costs import partition_costs
 from jaxferry.engine import TRANSPORTS, derivatives_of, make_placement
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import InputError
-from jaxferry.merging import merges_of_small
-from jaxferry.meshes import mesh_of
-from jaxferry.model import Model
 from jaxferry.modes import BLOCK
-from jaxferry.options import Options
 from jaxferry.partition import AUTO, REMAT, Partition, partition
-from jaxferry.profiling.estimate import estimate_profile
-from jaxferry.profiling.machines import MACHINES, find_machine
-from jaxferry.profiling.records import Profile
-from jaxferry.profiling.segment_costs import partition_costs
+from jaxferry.planner.merging import merges_of_small
+from jaxferry.processes.meshes import mesh_of
 from jaxferry.settings import for_planned_gpu
-from jaxferry.train_step import train_step
+from jaxferry.training.model import Model
+from jaxferry.training.options import Options
+from jaxferry.training.train_step import train_step
 
 
 def register(app: typer.Typer) -> None:

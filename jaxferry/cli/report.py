@@ -8,17 +8,17 @@ import typer
 
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report
-from jaxferry.compare import FORMAT as BENCH_FORMAT
-from jaxferry.compare import Comparison
+from jaxferry.cli.compare import FORMAT as BENCH_FORMAT
+from jaxferry.cli.compare import Comparison
+from jaxferry.cli.recording import FORMAT as RECORDING_FORMAT
+from jaxferry.cli.recording import Recording
+from jaxferry.cli.reports.bench_tables import bench_lines, bench_table
+from jaxferry.cli.reports.page import bench_page, report_page
+from jaxferry.cli.reports.plots import plot_format
+from jaxferry.cli.reports.sections import bottleneck_sentence
+from jaxferry.cli.reports.timelines import plot_timelines
 from jaxferry.errors import InputError
-from jaxferry.recording import FORMAT as RECORDING_FORMAT
-from jaxferry.recording import Recording
 from jaxferry.records import load_record, read_json
-from jaxferry.report.bench_tables import bench_lines, bench_table
-from jaxferry.report.page import bench_page, report_page
-from jaxferry.report.plots import plot_format
-from jaxferry.report.sections import bottleneck_sentence
-from jaxferry.report.timelines import plot_timelines
 
 
 def register(app: typer.Typer) -> None:

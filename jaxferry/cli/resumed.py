@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxferry.errors import InputError
-from jaxferry.options import ESTIMATE, MEASURE
 from jaxferry.records import check_format, load_record, write_json
+from jaxferry.training.options import ESTIMATE, MEASURE
 
 FORMAT = "jaxferry.train/1"
 _FILE = "train.json"

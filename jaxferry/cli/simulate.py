@@ -7,16 +7,16 @@ import typer
 
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress
-from jaxferry.granularity import profile_of_plan
-from jaxferry.plan.records import Plan
-from jaxferry.planning import check_updates
-from jaxferry.profiling.records import Profile
+from jaxferry.cli.reports.simulation import simulation_lines, simulation_table
+from jaxferry.costs.records import Profile
+from jaxferry.planner.granularity import profile_of_plan
+from jaxferry.planner.planning import check_updates
 from jaxferry.records import write_json
-from jaxferry.report.simulation import simulation_lines, simulation_table
-from jaxferry.schedule import schedule_chain
-from jaxferry.simulate.machine import run
-from jaxferry.simulate.report import simulate as simulate_plan
-from jaxferry.simulate.trace import chrome_trace
+from jaxferry.step.records import Plan
+from jaxferry.step.schedule import schedule_chain
+from jaxferry.step.simulate.machine import run
+from jaxferry.step.simulate.report import simulate as simulate_plan
+from jaxferry.step.simulate.trace import chrome_trace
 
 
 def register(app: typer.Typer) -> None:

@@ -14,9 +14,13 @@ import typer
 from jax.experimental import multihost_utils
 from rich.console import Console
 
+from jaxferry.checkpoint import Keep, check_target
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report, read_budget
+from jaxferry.cli.compare import plan_counts
 from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype
+from jaxferry.cli.record_steps import make_recording
+from jaxferry.cli.reports.tables import plan_table
 from jaxferry.cli.resumed import as_arguments, resumed_options, save_options
 from jaxferry.cli.step_options import (
     ComputeDtype,
@@ -29,20 +33,16 @@ from jaxferry.cli.step_options import (
     Seed,
 )
 from jaxferry.cli.user_code import user_code
-from jaxferry.compare import plan_counts
-from jaxferry.distributed import JOIN_TIMEOUT_S, is_first, own_rows, start
 from jaxferry.engine import TrainState
-from jaxferry.engine.host.checkpoint import Keep, check_target
-from jaxferry.engine.interrupts import Terminated, raising_terminated
 from jaxferry.errors import CheckpointError, InputError
-from jaxferry.meshes import mesh_of
 from jaxferry.modes import BLOCK
-from jaxferry.plan.registry import policies
-from jaxferry.record_steps import make_recording
+from jaxferry.planner.registry import policies
+from jaxferry.processes.distributed import JOIN_TIMEOUT_S, is_first, own_rows, start
+from jaxferry.processes.meshes import mesh_of
 from jaxferry.records import write_json
-from jaxferry.report.tables import plan_table
-from jaxferry.simulate.trace import chrome_trace
-from jaxferry.train_step import TrainStep, train_step
+from jaxferry.step.simulate.trace import chrome_trace
+from jaxferry.training.train_step import TrainStep, train_step
+from jaxferry.transport.interrupts import Terminated, raising_terminated
 from jaxferry.units import format_bytes, format_seconds
 
 _INTERRUPTED, _TERMINATED = 130, Terminated.status

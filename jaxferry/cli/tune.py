@@ -18,17 +18,17 @@ from jaxferry.cli.common import (
     progress,
     read_budget_on,
 )
+from jaxferry.cli.reports.plots import plot_format, plot_sweep
+from jaxferry.cli.reports.tables import sweep_table
+from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
-from jaxferry.granularity import check_granularity, sweep_finest
 from jaxferry.modes import MODULE
-from jaxferry.plan.auto import Auto
-from jaxferry.plan.base import Request
-from jaxferry.plan.registry import make_policy
-from jaxferry.planning import knee
-from jaxferry.profiling.records import Profile
+from jaxferry.planner.auto import Auto
+from jaxferry.planner.base import Request
+from jaxferry.planner.granularity import check_granularity, sweep_finest
+from jaxferry.planner.planning import knee
+from jaxferry.planner.registry import make_policy
 from jaxferry.records import check_share
-from jaxferry.report.plots import plot_format, plot_sweep
-from jaxferry.report.tables import sweep_table
 from jaxferry.units import format_bytes, format_seconds, parse_bytes
 
 _MAX_POINTS = 1000

@@ -10,10 +10,10 @@ import typer
 
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, naming, print_json, print_report, progress, read_budget
+from jaxferry.costs.records import PROFILE_FORMAT, Profile
 from jaxferry.errors import InputError
-from jaxferry.profiling.records import PROFILE_FORMAT, Profile
 from jaxferry.records import load_record, write_json
-from jaxferry.simulate.report import predict
+from jaxferry.step.simulate.report import predict
 from jaxferry.units import format_bytes, format_seconds
 from jaxferry.weights.export import export_plan, instance_from_profile
 from jaxferry.weights.instance import Instance

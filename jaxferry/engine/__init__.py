@@ -7,14 +7,11 @@ executor              one function an operation     StepRunner        runs steps
 Lanes                 the threads                   Recorder, Marks   start and end of each task
 """
 
+from jaxferry import checkpoint
 from jaxferry.engine.budget import fit
 from jaxferry.engine.device_updates import DeviceUpdateCompiler, DeviceUpdates
 from jaxferry.engine.early_loads import groups_to_keep, groups_to_reserve, loads_ahead
 from jaxferry.engine.evaluator import Evaluator
-from jaxferry.engine.host import checkpoint
-from jaxferry.engine.host.initialise import host_array, masters_from_arrays, masters_layer_by_layer
-from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.instruction import Instruction, Operation, StepProgram
 from jaxferry.engine.lanes import make_lanes
 from jaxferry.engine.lifetimes import unsplit_by_step
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
@@ -22,10 +19,19 @@ from jaxferry.engine.lower import lower, summed_groups
 from jaxferry.engine.memory import Footprint, Peak, footprints, peak_bytes
 from jaxferry.engine.norms import Norms
 from jaxferry.engine.owner import Owner
-from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.prefetch import PrefetchSlot
 from jaxferry.engine.program_functions import trace_program
-from jaxferry.engine.program_keys import (
+from jaxferry.engine.programs import Programs, derivatives_of, lower_traced
+from jaxferry.engine.ready_tasks import TaskList
+from jaxferry.engine.remat_variants import RematVariants
+from jaxferry.engine.runner import StepRunner
+from jaxferry.engine.state import TrainState
+from jaxferry.engine.step import Resources, Rules, RunnableStep, StepResult
+from jaxferry.engine.trace.recorder import Recorder
+from jaxferry.optimizer.initialise import host_array, masters_from_arrays, masters_layer_by_layer
+from jaxferry.optimizer.optimizer import HostOptimizer
+from jaxferry.step.instruction import Instruction, Operation, StepProgram
+from jaxferry.step.program_keys import (
     ProgramKey,
     ProgramKind,
     Source,
@@ -34,15 +40,9 @@ from jaxferry.engine.program_keys import (
     program_keys,
     variants_of,
 )
-from jaxferry.engine.programs import Programs, derivatives_of, lower_traced
-from jaxferry.engine.ready_tasks import TaskList
-from jaxferry.engine.remat_variants import RematVariants
-from jaxferry.engine.runner import StepRunner
-from jaxferry.engine.state import TrainState
-from jaxferry.engine.step import Resources, Rules, RunnableStep, StepResult
-from jaxferry.engine.trace.recorder import Recorder
-from jaxferry.engine.transport.base import Transport
-from jaxferry.engine.transport.choice import TRANSPORTS, choose_transport, make_transport
+from jaxferry.transport.base import Transport
+from jaxferry.transport.choice import TRANSPORTS, choose_transport, make_transport
+from jaxferry.transport.placement import Placement, make_placement
 
 __all__ = [
     "TRANSPORTS",

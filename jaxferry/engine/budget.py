@@ -13,7 +13,7 @@ from jaxferry.engine.memory import Peak
 from jaxferry.errors import BudgetError
 from jaxferry.modes import Mode, Remat, UpdatePlace
 from jaxferry.partition import Layer
-from jaxferry.plan.records import LayerPlan, Loads, Plan
+from jaxferry.step.records import LayerPlan, Loads, Plan
 from jaxferry.units import format_bytes
 
 PeakOf = Callable[[Plan], Peak]

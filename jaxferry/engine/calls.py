@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxferry.engine.instruction import Drop, Instruction, Operation, StepProgram
-from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.engine.programs import Programs
 from jaxferry.partition import Segment
-from jaxferry.tasks import Task
+from jaxferry.step.instruction import Drop, Instruction, Operation, StepProgram
+from jaxferry.step.program_keys import ProgramKey, ProgramKind, Source, Target
+from jaxferry.step.tasks import Task
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -18,21 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxferry.engine.host.on_devices import is_shared, num_bytes_on_each, unit_on_devices, where_on_devices
-from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.streamed import subgroups_of
-from jaxferry.engine.host.update_group import Subgroup, UpdateGroup, masters_by_leaf
-from jaxferry.engine.instruction import Operation, StepProgram
-from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_functions import squared_norm
 from jaxferry.engine.programs import Programs, lower_traced
-from jaxferry.engine.shared_programs import compile_shared
 from jaxferry.engine.streamed_updates import Compiled, StreamedUpdates, Uses
-from jaxferry.engine.transport.base import Transport
-from jaxferry.engine.transport.choice import transport_like
 from jaxferry.engine.use_sums import gathered, have_rows, total_of
+from jaxferry.optimizer.on_devices import is_shared, num_bytes_on_each, unit_on_devices, where_on_devices
+from jaxferry.optimizer.optimizer import HostOptimizer
+from jaxferry.optimizer.streamed import subgroups_of
+from jaxferry.optimizer.update_group import Subgroup, UpdateGroup, masters_by_leaf
 from jaxferry.partition import Gradient, Layer, Leaf, Span
-from jaxferry.streaming import SLOTS
+from jaxferry.step.instruction import Operation, StepProgram
+from jaxferry.step.streaming import SLOTS
+from jaxferry.transport.base import Transport
+from jaxferry.transport.choice import transport_like
+from jaxferry.transport.placement import Placement
+from jaxferry.transport.shared_programs import compile_shared
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from jaxferry.engine.instruction import StepProgram
 from jaxferry.engine.memory import Peak, Transfers, footprints
-from jaxferry.engine.program_keys import ProgramKey
-from jaxferry.schedule import Lane, leading_loads
+from jaxferry.step.instruction import StepProgram
+from jaxferry.step.program_keys import ProgramKey
+from jaxferry.step.schedule import Lane, leading_loads
 
 
 def loads_ahead(

@@ -11,17 +11,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.pending import task_errors
-from jaxferry.engine.placement import Placement
-from jaxferry.engine.program_keys import Source
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.stream import fit_stream, last_readers
-from jaxferry.engine.transport.base import Transport
-from jaxferry.engine.transport.held import DeviceLayer
 from jaxferry.errors import BudgetError
 from jaxferry.partition import ForwardPartition
+from jaxferry.step.program_keys import Source
+from jaxferry.transport.base import Transport
+from jaxferry.transport.held import DeviceLayer
+from jaxferry.transport.interrupts import deferred_interrupts
+from jaxferry.transport.placement import Placement
 from jaxferry.units import format_bytes
 
 

@@ -19,15 +19,15 @@ import numpy as np
 from jax.profiler import TraceAnnotation
 
 from jaxferry.engine.calls import Call, CalledUse
-from jaxferry.engine.global_arrays import moved
-from jaxferry.engine.host.pinned import Vectors
-from jaxferry.engine.host.update_group import UpdateGroup
-from jaxferry.engine.instruction import Operation
 from jaxferry.engine.lanes import Wait
 from jaxferry.engine.prefetch import wait_for_copy
-from jaxferry.engine.program_keys import ProgramKey
 from jaxferry.engine.step import StepContext
-from jaxferry.engine.transport.held import PutCopy, delete_all
+from jaxferry.optimizer.update_group import UpdateGroup
+from jaxferry.processes.global_arrays import moved
+from jaxferry.step.instruction import Operation
+from jaxferry.step.program_keys import ProgramKey
+from jaxferry.transport.held import PutCopy, delete_all
+from jaxferry.transport.pinned import Vectors
 
 _add = jax.jit(jnp.add)
 

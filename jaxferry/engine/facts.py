@@ -9,12 +9,12 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from jaxferry.costs.layer_records import LayerProfile
+from jaxferry.costs.records import Profile
 from jaxferry.engine.lower import last_readers, offloaded_values
 from jaxferry.engine.memory import LiveValues
-from jaxferry.engine.program_keys import ProgramKind, places
 from jaxferry.partition import Derivative, Partition
-from jaxferry.profiling.layer_records import LayerProfile
-from jaxferry.profiling.records import Profile
+from jaxferry.step.program_keys import ProgramKind, places
 
 
 def with_program_facts(

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 
 from jaxferry.engine.ready_tasks import ReadyTasks, TaskList
 from jaxferry.errors import StateError
-from jaxferry.schedule import Lane
 from jaxferry.settings import ThreadPool
+from jaxferry.step.schedule import Lane
 
 Wait = Callable[[], object]
 Action = Callable[[int], Wait | None]

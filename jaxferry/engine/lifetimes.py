@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxferry.engine.allocator import Allocator, Buffer, unsplit_bytes
-from jaxferry.engine.instruction import Instruction, Operation, StepProgram
 from jaxferry.engine.memory import Transfers
-from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Target
 from jaxferry.partition import Derivative
+from jaxferry.step.instruction import Instruction, Operation, StepProgram
+from jaxferry.step.program_keys import ProgramKey, ProgramKind, Target
+from jaxferry.transport.allocator import Allocator, Buffer, unsplit_bytes
 
 _AWAITED, _COPIES, _RESULTS, _FREED, _TIMES = range(5)
 _SCALAR_BYTES = 1

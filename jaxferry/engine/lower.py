@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 
-from jaxferry.engine.instruction import Drop, Instruction, Operation, StepProgram
-from jaxferry.engine.program_keys import NO_JOINS, Joins, ProgramKey, ProgramKind, Source, places, program_keys
+from jaxferry.costs.records import Profile
 from jaxferry.modes import GradientPlace, UpdatePlace
 from jaxferry.partition import Derivative, Partition
-from jaxferry.plan.records import Plan
-from jaxferry.profiling.records import Profile
-from jaxferry.schedule import CROSSING_SLOTS, Kind, Lane, Schedule, Task, schedule_step
+from jaxferry.step.instruction import Drop, Instruction, Operation, StepProgram
+from jaxferry.step.program_keys import NO_JOINS, Joins, ProgramKey, ProgramKind, Source, places, program_keys
+from jaxferry.step.records import Plan
+from jaxferry.step.schedule import CROSSING_SLOTS, Kind, Lane, Schedule, Task, schedule_step
 
 MIN_OFFLOADED_BYTES = 1024
 """Smaller values stay on the device: the latency of a transfer outweighs their memory."""

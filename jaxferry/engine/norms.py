@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.engine.host.pinned import Vectors
-from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_functions import squared_norm
 from jaxferry.partition import Layer
 from jaxferry.settings import ThreadPool
+from jaxferry.transport.pinned import Vectors
+from jaxferry.transport.placement import Placement
 
 SquaredNorm = Future[jax.Array] | jax.Array
 """A scalar in host memory that a thread computes, or one on the device."""

@@ -12,12 +12,12 @@ import numpy as np
 
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import LossScale
-from jaxferry.engine.placement import Placement
-from jaxferry.engine.transport.base import Transport
-from jaxferry.engine.transport.held import HostGradient
 from jaxferry.errors import JaxFerryError, TaskError
 from jaxferry.partition import Layer, SharedLayer
-from jaxferry.schedule import Kind
+from jaxferry.step.schedule import Kind
+from jaxferry.transport.base import Transport
+from jaxferry.transport.held import HostGradient
+from jaxferry.transport.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)

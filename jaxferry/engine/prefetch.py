@@ -12,13 +12,13 @@ from typing import Protocol
 
 import jax
 
-from jaxferry.engine.host.pinned import Vectors
-from jaxferry.engine.instruction import StepProgram
 from jaxferry.engine.lanes import StepRun
-from jaxferry.engine.placement import Placement
-from jaxferry.engine.trace.marks import StepMarks, TaskMark
-from jaxferry.engine.transport.base import Transport
-from jaxferry.engine.transport.held import DeviceLayer
+from jaxferry.step.instruction import StepProgram
+from jaxferry.transport.base import Transport
+from jaxferry.transport.held import DeviceLayer
+from jaxferry.transport.marks import StepMarks, TaskMark
+from jaxferry.transport.pinned import Vectors
+from jaxferry.transport.placement import Placement
 
 
 class DeviceCopies:

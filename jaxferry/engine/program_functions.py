@@ -11,9 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxferry.engine.placement import Placement, check_passes
-from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
-from jaxferry.engine.transport.queued import queue_stores
 from jaxferry.native import as_stored, targets, twins
 from jaxferry.partition import (
     Derivative,
@@ -27,6 +24,9 @@ from jaxferry.partition import (
     read_in_place,
     store_in_place,
 )
+from jaxferry.step.program_keys import ProgramKey, ProgramKind, Source, Target
+from jaxferry.transport.placement import Placement, check_passes
+from jaxferry.transport.queued import queue_stores
 
 Function = Callable[..., Any]
 

@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxferry.engine.all_processes import check_same
-from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_functions import ProgramTracer
-from jaxferry.engine.program_keys import ProgramKey
-from jaxferry.engine.shared_programs import compile_shared
 from jaxferry.native.donation import check_donated
 from jaxferry.partition import Derivative, ForwardPartition, Partition, Segment, differentiate
 from jaxferry.partition.graph import evaluate
+from jaxferry.processes.all_processes import check_same
+from jaxferry.step.program_keys import ProgramKey
+from jaxferry.transport.placement import Placement
+from jaxferry.transport.shared_programs import compile_shared
 
 Compiled = Callable[..., Any]
 

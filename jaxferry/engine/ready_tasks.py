@@ -9,7 +9,7 @@ import collections
 import heapq
 from collections.abc import Collection, Sequence
 
-from jaxferry.schedule import Kind, Lane, Schedule
+from jaxferry.step.schedule import Kind, Lane, Schedule
 
 _NONE = -1
 """Follows the last task of a lane, and is never ready."""

@@ -13,17 +13,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry import host_memory
 from jaxferry.engine.executor import execute
-from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.pending import Accumulated, PendingStep, task_error
 from jaxferry.engine.prefetch import DeviceCopies, Prefetch
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.step import RunnableStep, StepContext, StepResult
-from jaxferry.engine.trace.marks import Marks
 from jaxferry.errors import StateError, TaskError
-from jaxferry.schedule import Lane
+from jaxferry.optimizer import host_memory
+from jaxferry.step.schedule import Lane
+from jaxferry.transport.interrupts import deferred_interrupts
+from jaxferry.transport.marks import Marks
 
 DEVICE_LANES = (Lane.GPU, Lane.D2H)
 """A step returns when these have finished, but for transfers down of state that was updated on the device."""

@@ -8,13 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry import host_memory
-from jaxferry.engine.host.arrays import HostArrays
-from jaxferry.engine.host.given import given_leaves, hyperparameters
-from jaxferry.engine.host.lazy_parameter import LazyParameter
-from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Parts, elements_of, in_stored_form, is_key, numpy_bytes, on_host, whole_of
-from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.owner import Owner, by_one_thread
@@ -27,14 +20,21 @@ from jaxferry.engine.pending import (
     PendingStep,
     task_error,
 )
-from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import Prefetch
-from jaxferry.engine.transport.base import Transport
-from jaxferry.engine.transport.held import DeviceLayer
 from jaxferry.errors import StateError
+from jaxferry.optimizer import host_memory
+from jaxferry.optimizer.arrays import HostArrays
+from jaxferry.optimizer.given import given_leaves, hyperparameters
+from jaxferry.optimizer.lazy_parameter import LazyParameter
+from jaxferry.optimizer.optimizer import HostOptimizer
+from jaxferry.optimizer.pieces import Parts, elements_of, in_stored_form, is_key, numpy_bytes, on_host, whole_of
 from jaxferry.partition import Layer
 from jaxferry.partition.graph import aval_bytes
 from jaxferry.partition.packed import from_bytes, is_stored_as_bytes, to_bytes
+from jaxferry.transport.base import Transport
+from jaxferry.transport.held import DeviceLayer
+from jaxferry.transport.interrupts import deferred_interrupts
+from jaxferry.transport.placement import Placement
 from jaxferry.units import format_bytes
 
 _FREE_FIRST = "or free other states and copies first"

@@ -22,20 +22,20 @@ import numpy as np
 from jaxferry.engine.calls import Call, calls_of
 from jaxferry.engine.device_updates import DeviceUpdates
 from jaxferry.engine.gradients import StepGradients
-from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.instruction import Operation, StepProgram
 from jaxferry.engine.lanes import Failure, Lanes, StepRun
 from jaxferry.engine.norms import Norms
 from jaxferry.engine.pending import task_errors
-from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import DeviceCopies, PrefetchSlot
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.streamed_updates import StreamingStep
-from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.engine.trace.recorder import Recorder
-from jaxferry.engine.transport.base import Transport
+from jaxferry.optimizer.optimizer import HostOptimizer
+from jaxferry.step.instruction import Operation, StepProgram
+from jaxferry.transport.base import Transport
+from jaxferry.transport.marks import TaskMark
+from jaxferry.transport.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)

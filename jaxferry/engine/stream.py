@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
-from jaxferry.engine.allocator import Allocator, Buffer, unsplit_bytes
 from jaxferry.engine.memory import Peak
-from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.errors import BudgetError
 from jaxferry.partition import ForwardPartition
+from jaxferry.step.program_keys import ProgramKey, ProgramKind, Source, Target
+from jaxferry.transport.allocator import Allocator, Buffer, unsplit_bytes
 from jaxferry.units import format_bytes
 
 

@@ -2,7 +2,7 @@
 
     pinned vectors --load--> masters, state --update--> masters, state, new parameters --store--> pinned vectors
 
-One subgroup of a group follows another; see `jaxferry.streaming` for their order. The new parameters of a RESIDENT
+One subgroup of a group follows another; see `jaxferry.step.streaming` for their order. The new parameters of a RESIDENT
 group are written into its copy on the device, in place, and do not go to host memory.
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.engine.host.arrays import HostArrays
-from jaxferry.engine.host.update_group import Subgroup
-from jaxferry.engine.placement import Placement
-from jaxferry.engine.trace.marks import TaskMark
-from jaxferry.engine.transport.base import Transport
-from jaxferry.engine.transport.held import DeviceLayer, HostGradient, delete_all
+from jaxferry.optimizer.arrays import HostArrays
+from jaxferry.optimizer.update_group import Subgroup
 from jaxferry.partition import Gradient
+from jaxferry.transport.base import Transport
+from jaxferry.transport.held import DeviceLayer, HostGradient, delete_all
+from jaxferry.transport.marks import TaskMark
+from jaxferry.transport.placement import Placement
 
 Uses = Sequence[Sequence[Gradient]]
 """The gradients of a layer, one list for each segment that reads it, as its program returns them."""

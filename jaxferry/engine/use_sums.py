@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxferry.engine.streamed_updates import Uses
-from jaxferry.engine.transport.base import added, split
 from jaxferry.native import as_stored
 from jaxferry.partition import Gradient, Layer, Leaf, RowGradient, SharedLayer
+from jaxferry.transport.base import added, split
 
 
 def have_rows(uses: Sequence[Sequence[Any]]) -> bool:

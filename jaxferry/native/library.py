@@ -24,8 +24,8 @@ import jaxlib.version
 import numpy as np
 from scipy.linalg import cython_blas
 
-from jaxferry import cpus
 from jaxferry.errors import InputError, NativeError
+from jaxferry.native import cpus
 from jaxferry.native.elf import check_is_whole
 from jaxferry.native.paths import FILE_NAMES, REMEDY, describe_missing, library_directories
 from jaxferry.native.targets import DTYPE_NUMBERS

@@ -8,10 +8,10 @@ backward. These layers get mode RELOAD; all others stay until their backward (GF
 import math
 from collections.abc import Iterable
 
+from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode
-from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.profiling.records import Profile
+from jaxferry.step.records import LayerPlan, Plan
 from jaxferry.weights.instance import Instance
 from jaxferry.weights.records import Choice
 

@@ -24,17 +24,17 @@ import optax
 import jaxferry
 import killed_saves
 from checkpoints import content, plain
-from jaxferry.engine import checkpoint
+from jaxferry import checkpoint
+from jaxferry.cli.recording import Recording
+from jaxferry.cli.reports.page import report_page
+from jaxferry.cli.reports.summaries import Summary
+from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.partition import partition
-from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.plan.registry import policies
-from jaxferry.planning import make_plan
-from jaxferry.profiling.records import Profile
-from jaxferry.recording import Recording
-from jaxferry.report.page import report_page
-from jaxferry.report.summaries import Summary
+from jaxferry.planner.planning import make_plan
+from jaxferry.planner.registry import policies
+from jaxferry.step.records import LayerPlan, Plan
 from jaxferry.weights.instance import Instance
 from profiles import transformer
 

@@ -13,7 +13,7 @@ import pytest
 
 import jaxferry
 from checkpoints import content, plain
-from jaxferry.engine import checkpoint
+from jaxferry import checkpoint
 from planned import assert_same_bits
 
 X = jnp.ones((2, 4))
@@ -153,7 +153,7 @@ import concurrent.futures, os, signal, sys, time
 sys.path[:0] = {path!r}
 import orbax.checkpoint as ocp
 from checkpoints import content
-from jaxferry.engine import checkpoint
+from jaxferry import checkpoint
 from jaxferry.errors import CheckpointError
 
 folder = sys.argv[1]

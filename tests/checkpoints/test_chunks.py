@@ -11,9 +11,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from checkpoints import content, plain
-from jaxferry.engine import checkpoint
-from jaxferry.engine.host.checkpoint import arrays, chunks, leaves
-from jaxferry.engine.host.pieces import Stacked
+from jaxferry import checkpoint
+from jaxferry.checkpoint import arrays, chunks, leaves
+from jaxferry.optimizer.pieces import Stacked
 from jaxferry.partition import Span
 
 MIB = 2**20

@@ -14,7 +14,7 @@ import pytest
 
 import jaxferry
 from checkpoints import content, plain
-from jaxferry.engine import checkpoint
+from jaxferry import checkpoint
 
 ABOUT = "about/metadata"
 

@@ -9,7 +9,7 @@ import pytest
 import jaxferry
 import killed_saves
 from checkpoints import content, plain
-from jaxferry.engine import checkpoint
+from jaxferry import checkpoint
 
 # With an exchange of two folders, and as on file systems that have none.
 WAYS = pytest.mark.parametrize("no_exchange", [False, True], ids=["exchange", "two_renames"])

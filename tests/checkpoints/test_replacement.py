@@ -13,9 +13,9 @@ import pytest
 
 import jaxferry
 from checkpoints import content, plain
-from jaxferry.engine import checkpoint
-from jaxferry.engine.host.checkpoint import renames, replacement
-from jaxferry.engine.host.checkpoint.scratch import scratch_beside
+from jaxferry import checkpoint
+from jaxferry.checkpoint import renames, replacement
+from jaxferry.checkpoint.scratch import scratch_beside
 
 WAYS = pytest.mark.parametrize("way", ["exchange", "two_renames"], indirect=True)
 

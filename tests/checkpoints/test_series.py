@@ -11,8 +11,8 @@ import pytest
 
 import jaxferry
 from checkpoints import content, plain
-from jaxferry.engine import checkpoint
-from jaxferry.engine.host.checkpoint import Keep
+from jaxferry import checkpoint
+from jaxferry.checkpoint import Keep
 
 
 def save(folder, step, metric=None, **keep):

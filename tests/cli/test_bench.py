@@ -9,13 +9,13 @@ import optax
 import pytest
 
 import jaxferry as package
+from jaxferry.cli.compare import Comparison, PolicyRun, compare_policies, works_s
 from jaxferry.cli.model import call_model
-from jaxferry.compare import Comparison, PolicyRun, compare_policies, works_s
+from jaxferry.cli.reports.bench_tables import bench_lines
+from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
-from jaxferry.profiling.records import Profile
 from jaxferry.records import read_json
-from jaxferry.report.bench_tables import bench_lines
-from jaxferry.schedule import Lane
+from jaxferry.step.schedule import Lane
 
 POLICIES = ("--policy", "zero-offload", "--policy", "native-overlapped", "--policy", "exact")
 SHORT = ("--steps", 4, "--rounds", 2)

@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from broken_library import break_operations
-from jaxferry import cpus, host_memory
 from jaxferry.errors import NativeError
-from jaxferry.native import self_test
+from jaxferry.native import cpus, self_test
+from jaxferry.optimizer import host_memory
 
 
 def test_the_document_says_what_there_is(jaxferry, monkeypatch):

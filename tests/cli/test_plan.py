@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from jaxferry.cli import main
-from jaxferry.plan.records import Plan
-from jaxferry.plan.registry import policies
-from jaxferry.planning import make_plan
-from jaxferry.profiling.records import Profile
+from jaxferry.costs.records import Profile
+from jaxferry.planner.planning import make_plan
+from jaxferry.planner.registry import policies
+from jaxferry.step.records import Plan
 from profiles import recomputing, smallest_peak_bytes, transformer
 
 

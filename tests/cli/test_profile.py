@@ -11,8 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from jaxferry.cli import main, profile
+from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
-from jaxferry.profiling.records import Profile
 
 MODEL = """
 import jax

@@ -5,11 +5,11 @@ import re
 
 import pytest
 
+from jaxferry.cli.reports.reasons import layer_reasons
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.plan.evaluate import PlanEvaluator
-from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.planning import make_plan
-from jaxferry.report.reasons import layer_reasons
+from jaxferry.planner.evaluate import PlanEvaluator
+from jaxferry.planner.planning import make_plan
+from jaxferry.step.records import LayerPlan, Plan
 from jaxferry.units import format_seconds
 from profiles import transformer
 

@@ -8,18 +8,18 @@ import re
 import pytest
 
 import browser
-from jaxferry.compare import Comparison, PolicyRun
+from jaxferry.cli.compare import Comparison, PolicyRun
+from jaxferry.cli.recording import RecordedTask, Recording
+from jaxferry.cli.reports.page import bench_page, report_page
+from jaxferry.cli.reports.sections import bottleneck_sentence
+from jaxferry.cli.reports.summaries import Summary, bytes_by_link, seconds_by_stage
+from jaxferry.costs.layer_records import LayerProfile
+from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.profiling.layer_records import LayerProfile
-from jaxferry.profiling.records import Profile
-from jaxferry.recording import RecordedTask, Recording
-from jaxferry.report.page import bench_page, report_page
-from jaxferry.report.sections import bottleneck_sentence
-from jaxferry.report.summaries import Summary, bytes_by_link, seconds_by_stage
-from jaxferry.schedule import Kind, Lane, schedule_step
-from jaxferry.simulate.machine import steady_step_s
+from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step.schedule import Kind, Lane, schedule_step
+from jaxferry.step.simulate.machine import steady_step_s
 
 MIB = 2**20
 TIMES = (

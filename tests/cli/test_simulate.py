@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from jaxferry.plan.records import Plan
-from jaxferry.profiling.records import Profile
-from jaxferry.simulate.report import simulate
+from jaxferry.costs.records import Profile
+from jaxferry.step.records import Plan
+from jaxferry.step.simulate.report import simulate
 from jaxferry.units import format_bytes
 from profiles import transformer
 

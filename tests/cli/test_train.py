@@ -12,10 +12,10 @@ import pytest
 import jaxferry as package
 from faults import first_save_fails
 from jaxferry.cli.model import call_model
+from jaxferry.cli.recording import Recording
 from jaxferry.cli.resumed import as_arguments, resumed_options, save_options
 from jaxferry.errors import InputError
-from jaxferry.recording import Recording
-from jaxferry.train_step import TrainStep
+from jaxferry.training.train_step import TrainStep
 
 
 def test_a_recording_has_the_tasks_of_the_last_steps(jaxferry, user_model, tmp_path):

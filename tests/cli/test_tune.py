@@ -8,15 +8,15 @@ import re
 
 import pytest
 
+from jaxferry.cli.reports.plots import sweep_figure
 from jaxferry.cli.tune import read_range
+from jaxferry.costs.records import Profile
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.plan.base import Request
-from jaxferry.plan.preference import EQUAL_WITHIN
-from jaxferry.plan.records import LayerPlan, Plan, Predicted, Updates
-from jaxferry.planning import SweepPoint, knee, make_plan, sweep
-from jaxferry.profiling.records import Profile
-from jaxferry.report.plots import sweep_figure
-from jaxferry.schedule import needed_bytes
+from jaxferry.planner.base import Request
+from jaxferry.planner.planning import SweepPoint, knee, make_plan, sweep
+from jaxferry.planner.preference import EQUAL_WITHIN
+from jaxferry.step.records import LayerPlan, Plan, Predicted, Updates
+from jaxferry.step.schedule import needed_bytes
 from profiles import transformer
 
 

@@ -9,11 +9,11 @@ import typer
 from typer.testing import CliRunner
 
 from jaxferry.cli import main, weights
+from jaxferry.costs.layer_records import LayerProfile
+from jaxferry.costs.records import Profile
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import Mode
-from jaxferry.plan.records import Plan
-from jaxferry.profiling.layer_records import LayerProfile
-from jaxferry.profiling.records import Profile
+from jaxferry.step.records import Plan
 from jaxferry.weights.instance import Instance
 from jaxferry.weights.policies import POLICIES
 from jaxferry.weights.records import Event, Schedule

@@ -16,7 +16,7 @@ from jaxferry.engine import executor
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import library
 from jaxferry.partition import partition
-from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.step.records import LayerPlan, Plan
 from planned import assert_same_bits, plan_of, with_gradients
 
 NUM_PRODUCTS, MATRIX = 300, np.full((128, 128), 0.01, np.float32)

@@ -12,12 +12,12 @@ import pytest
 import jaxferry
 from accelerator import emulate
 from jaxferry.engine import peak_bytes
-from jaxferry.engine.placement import Placement
-from jaxferry.engine.transport.ferry import Ferry
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import library
-from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.schedule import Kind, Lane
+from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step.schedule import Kind, Lane
+from jaxferry.transport.ferry import Ferry
+from jaxferry.transport.placement import Placement
 from planned import assert_same_bits, state_after
 from steps import transport_of
 from watched import device_arrays

@@ -12,10 +12,10 @@ from hypothesis import given
 
 import jaxferry
 import models
-from jaxferry.engine.allocator import Allocator, BestFit, Buffer, unsplit_bytes
 from jaxferry.engine.lifetimes import Lifetimes
-from jaxferry.engine.placement import Placement
 from jaxferry.modes import Mode
+from jaxferry.transport.allocator import Allocator, BestFit, Buffer, unsplit_bytes
+from jaxferry.transport.placement import Placement
 from planned import plan_of
 
 MIB = 2**20

@@ -11,14 +11,14 @@ import pytest
 import jaxferry
 import scanned
 from accelerator import emulate
+from jaxferry.costs.estimate import estimate_profile
+from jaxferry.costs.machines import MACHINES
+from jaxferry.costs.segment_costs import partition_costs
 from jaxferry.engine import Operation, Placement
 from jaxferry.errors import InputError
 from jaxferry.partition import partition
-from jaxferry.planning import make_plan
-from jaxferry.profiling.estimate import estimate_profile
-from jaxferry.profiling.machines import MACHINES
-from jaxferry.profiling.segment_costs import partition_costs
-from jaxferry.schedule import Kind, Lane, needed_bytes
+from jaxferry.planner.planning import make_plan
+from jaxferry.step.schedule import Kind, Lane, needed_bytes
 from recorded import check_times
 from updated import (
     OPTIONS,

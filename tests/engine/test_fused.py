@@ -11,13 +11,13 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.engine.host.fused import FusedUpdate, fused_rule
-from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.subtree import path_names
-from jaxferry.engine.host.update_group import UpdateGroup
-from jaxferry.engine.placement import make_placement
 from jaxferry.native.host_step import FACTORS
+from jaxferry.optimizer.fused import FusedUpdate, fused_rule
+from jaxferry.optimizer.optimizer import HostOptimizer
+from jaxferry.optimizer.subtree import path_names
+from jaxferry.optimizer.update_group import UpdateGroup
 from jaxferry.partition.layout import make_layer
+from jaxferry.transport.placement import make_placement
 from planned import assert_same_bits
 from tolerances import FUSED_RTOL
 
@@ -312,7 +312,7 @@ def test_where_the_device_is_no_cpu_the_compute_copy_is_written_in_place_or_made
     monkeypatch.setattr(type(place), "is_cpu", property(lambda self: False))
     for name in ("can_view", "writes_in_place") if not reaches else ():
         for module in ("pinned", "update_programs"):
-            monkeypatch.setattr(f"jaxferry.engine.host.{module}.{name}", lambda placement: False, raising=False)
+            monkeypatch.setattr(f"jaxferry.optimizer.{module}.{name}", lambda placement: False, raising=False)
     updater = Updater.make(PAIRS["adamw"][which], jnp.bfloat16)
     before = [vector.unsafe_buffer_pointer() for vector in updater.vectors[0]]
     masters, _, [made] = updater.step(gradients_at(0, jnp.bfloat16))
@@ -346,5 +346,5 @@ def test_a_layer_without_a_gradient_or_of_other_dtypes_is_left_to_optax():
 
 
 def test_without_the_library_optax_does_it(monkeypatch, is_fused):
-    monkeypatch.setattr("jaxferry.engine.host.fused.is_available", lambda platform: False)
+    monkeypatch.setattr("jaxferry.optimizer.fused.is_available", lambda platform: False)
     assert not is_fused(PAIRS["adamw"][0])

@@ -21,12 +21,12 @@ from jaxferry.engine import (
     program_keys,
     trace_program,
 )
-from jaxferry.engine.transport.ferry import Ferry
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
 from jaxferry.native import targets
 from jaxferry.partition import host_stores, partition
-from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.settings import own_settings
+from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.transport.ferry import Ferry
 from native.compile_for_gpu import compile_lowered, copied_after_stores, host_compute, instructions, text
 from native.cuda_library import cuda_library
 

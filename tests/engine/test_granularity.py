@@ -13,7 +13,7 @@ import models
 from jaxferry.engine import Source, Target
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode, UpdatePlace
 from jaxferry.partition import partition
-from jaxferry.plan.records import LayerPlan, Plan, UpdateOrder
+from jaxferry.step.records import LayerPlan, Plan, UpdateOrder
 from planned import assert_same_bits
 from steps import transport_of
 

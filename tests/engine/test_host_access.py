@@ -17,7 +17,7 @@ from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import is_available, library
 from jaxferry.partition import host_stores, partition
-from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.step.records import LayerPlan, Plan
 from planned import assert_same_bits, plan_of, train, trained, with_gradients
 from steps import transport_of
 

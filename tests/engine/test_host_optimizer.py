@@ -8,8 +8,8 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.engine.host.separable import WholeUpdate, part_content
-from jaxferry.engine.host.subtree import path_names, subtree
+from jaxferry.optimizer.separable import WholeUpdate, part_content
+from jaxferry.optimizer.subtree import path_names, subtree
 from planned import assert_same_bits, plan_of, train
 from tolerances import PARAMS_RTOL
 

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from jaxferry import distributed
 from jaxferry.errors import InputError
+from jaxferry.processes import distributed
 from processes import free_address
 
-START = ["-c", "from jaxferry import distributed; distributed.start(join_timeout_s=2)"]
+START = ["-c", "from jaxferry.processes import distributed; distributed.start(join_timeout_s=2)"]
 TRAIN = ["-m", "jaxferry", "train", "--model", "gpt2:tiny", "--distributed", "--join-timeout", "2"]
 
 

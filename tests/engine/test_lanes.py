@@ -14,10 +14,10 @@ from jaxferry.engine.lanes import ONE_EACH, Lanes
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.errors import StateError
 from jaxferry.modes import Mode
-from jaxferry.plan.records import UpdateOrder
-from jaxferry.schedule import Kind, Lane, leading_loads, repeat, schedule_step
 from jaxferry.settings import ThreadPool
-from jaxferry.simulate import machine
+from jaxferry.step.records import UpdateOrder
+from jaxferry.step.schedule import Kind, Lane, leading_loads, repeat, schedule_step
+from jaxferry.step.simulate import machine
 from profiles import deterministic, lowered, planned, transformer, with_modes
 
 TOGETHER = [(Lane.H2D, Lane.D2H, Lane.GPU), (Lane.HOST,)]

@@ -19,11 +19,11 @@ from accelerator import emulate
 from faults import Fault, identity_that_calls
 from jaxferry.engine import Operation
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.schedule import CROSSING_SLOTS, Kind, Lane
-from jaxferry.simulate import machine
-from jaxferry.simulate.report import simulate_schedule
-from jaxferry.simulate.trace import chrome_trace
+from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step.schedule import CROSSING_SLOTS, Kind, Lane
+from jaxferry.step.simulate import machine
+from jaxferry.step.simulate.report import simulate_schedule
+from jaxferry.step.simulate.trace import chrome_trace
 from models import encoder_decoder, random_streams
 from planned import assert_same_bits, plan_of, state_after, train
 from profiles import lowered, transformer, with_modes

@@ -7,14 +7,14 @@ import weakref
 
 import jax
 
-from jaxferry.engine.placement import Placement, make_placement
-from jaxferry.engine.transport.orphaned_copies import OrphanedCopies
+from jaxferry.transport.orphaned_copies import OrphanedCopies
+from jaxferry.transport.placement import Placement, make_placement
 
 SCRIPT = """
 import gc
 import jax, jax.numpy as jnp, numpy as np
-import jaxferry.engine.transport.ferry
-from jaxferry.engine.placement import make_placement
+import jaxferry.transport.ferry
+from jaxferry.transport.placement import make_placement
 from jaxferry.native import library
 from jaxferry.partition.layout import make_layer
 
@@ -27,7 +27,7 @@ def deep(depth):
 
 for number in range(60):
     gc.disable()
-    transport = jaxferry.engine.transport.ferry.Ferry(placement, [layer])
+    transport = jaxferry.transport.ferry.Ferry(placement, [layer])
     transport.load(0, vectors)
     transport.load(0, vectors)
     transport.itself = transport
@@ -37,7 +37,7 @@ for number in range(60):
     deep(200)  # to note such a stack makes most of the objects after which the collector runs
 gc.collect()
 library("cpu").set_bandwidth("load", 1000)  # what is left at the end takes a quarter of a second otherwise
-transport = jaxferry.engine.transport.ferry.Ferry(placement, [layer])
+transport = jaxferry.transport.ferry.Ferry(placement, [layer])
 transport.load(0, vectors)
 print("all hold")
 """

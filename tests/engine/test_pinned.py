@@ -11,11 +11,11 @@ import pytest
 
 import jaxferry
 from accelerator import emulate
-from jaxferry.engine.host import pinned
-from jaxferry.engine.placement import make_placement
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import library
-from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.transport import pinned
+from jaxferry.transport.placement import make_placement
 from planned import assert_same_bits
 from watched import becomes, live_arrays, settled
 
@@ -33,7 +33,7 @@ def accelerator(monkeypatch):
 def unreachable(monkeypatch):
     for name in ("can_view", "writes_in_place"):
         for module in ("pinned", "update_programs"):
-            monkeypatch.setattr(f"jaxferry.engine.host.{module}.{name}", lambda placement: False, raising=False)
+            monkeypatch.setattr(f"jaxferry.optimizer.{module}.{name}", lambda placement: False, raising=False)
 
 
 @pytest.fixture

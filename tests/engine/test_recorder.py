@@ -19,14 +19,14 @@ from hypothesis import given
 import jaxferry
 from accelerator import emulate
 from jaxferry.engine import Operation
-from jaxferry.engine.placement import make_placement
-from jaxferry.engine.trace.marks import Marks
 from jaxferry.engine.trace.recorder import on_the_device
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
-from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.schedule import Kind, Lane, repeat, schedule_step
-from jaxferry.simulate import machine
+from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step.schedule import Kind, Lane, repeat, schedule_step
+from jaxferry.step.simulate import machine
+from jaxferry.transport.marks import Marks
+from jaxferry.transport.placement import make_placement
 from native_calls import load, wait
 from profiles import deterministic, lowered, planned
 from recorded import check_times
@@ -104,8 +104,8 @@ def test_whoever_waits_for_an_array_survives_its_end():
 DELETING = """
 import random, time
 import jax, numpy as np
-from jaxferry.engine.trace.marks import Marks
-from jaxferry.engine.placement import make_placement
+from jaxferry.transport.marks import Marks
+from jaxferry.transport.placement import make_placement
 
 marks, one = Marks(make_placement(), 2, None), np.ones(1, np.float32)
 for _ in range(60):

@@ -12,9 +12,9 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.engine.shared_programs import compile_shared, shared_function
 from jaxferry.modes import Mode
-from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.transport.shared_programs import compile_shared, shared_function
 
 NAMES = ("a", "b", "c")
 BATCH = np.ones((4, 8), np.float32)

@@ -10,9 +10,9 @@ import pytest
 
 import jaxferry
 from jaxferry.engine import HostOptimizer, make_placement
-from jaxferry.engine.host.fused import FusedUpdate
-from jaxferry.engine.host.pieces import Pieces, whole_of
 from jaxferry.native import is_available
+from jaxferry.optimizer.fused import FusedUpdate
+from jaxferry.optimizer.pieces import Pieces, whole_of
 from jaxferry.partition import Part
 from jaxferry.partition.layout import make_layer
 from planned import assert_same_bits

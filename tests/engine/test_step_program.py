@@ -24,12 +24,12 @@ from jaxferry.engine import (
     peak_bytes,
 )
 from jaxferry.engine.facts import with_program_facts, without_times
-from jaxferry.engine.program_keys import NO_JOINS, Joins
 from jaxferry.engine.ready_tasks import ReadyTasks, TaskList
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
-from jaxferry.plan.records import LayerPlan, Plan, Updates
-from jaxferry.schedule import Kind, Lane
+from jaxferry.step.program_keys import NO_JOINS, Joins
+from jaxferry.step.records import LayerPlan, Plan, Updates
+from jaxferry.step.schedule import Kind, Lane
 
 PROGRAMS = (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD)
 

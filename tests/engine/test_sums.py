@@ -13,7 +13,7 @@ import models
 from accelerator import emulate
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
 from jaxferry.partition import partition
-from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.step.records import LayerPlan, Plan
 from planned import assert_same_bits, segment_names
 from steps import with_sums_in_host_memory
 

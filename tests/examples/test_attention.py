@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from examples.common.layers import attention
+from jaxferry.cli.fitting.traced import trace
+from jaxferry.costs.machines import find_machine
+from jaxferry.costs.segment_costs import partition_costs
 from jaxferry.errors import InputError
-from jaxferry.fitting.traced import trace
 from jaxferry.modes import MODULE
 from jaxferry.partition import differentiate, partition
-from jaxferry.profiling.machines import find_machine
-from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.settings import for_planned_gpu, for_platform
 from native.compile_for_gpu import DEVICE, compile_lowered, instructions, text
 

@@ -17,7 +17,7 @@ import jaxferry
 from examples.common import text as common_text
 from examples.common.training import count_parameters
 from examples.llama import model, sample, train, weights
-from jaxferry import pretrained
+from jaxferry.checkpoint import pretrained
 from jaxferry.engine import derivatives_of
 from jaxferry.errors import InputError
 from jaxferry.partition import partition, partition_forward

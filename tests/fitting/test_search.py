@@ -9,13 +9,13 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.compile.step import StepCompiler
-from jaxferry.engine.allocator import Allocator
-from jaxferry.engine.placement import Placement
-from jaxferry.fitting.search import Sizes, find_fit
-from jaxferry.fitting.traced import trace
-from jaxferry.profiling.machines import find_machine
-from jaxferry.schedule import needed_bytes
+from jaxferry.cli.fitting.search import Sizes, find_fit
+from jaxferry.cli.fitting.traced import trace
+from jaxferry.costs.machines import find_machine
+from jaxferry.step.schedule import needed_bytes
+from jaxferry.training.step import StepCompiler
+from jaxferry.transport.allocator import Allocator
+from jaxferry.transport.placement import Placement
 from jaxferry.units import format_apart
 
 MACHINE = find_machine("a100-pcie4")
@@ -165,7 +165,7 @@ def test_the_least_budget_is_what_a_step_accepts_to_the_byte_where_temporaries_a
     with monkeypatch.context() as patch:
         patch.setattr(Placement, "allocator", Allocator.PREALLOCATED)
         assert prepared(made.smallest_bytes).peak.total <= made.smallest_bytes
-    monkeypatch.setattr("jaxferry.fitting.traced.unsplit_by_step", lambda *_: 0)
+    monkeypatch.setattr("jaxferry.cli.fitting.traced.unsplit_by_step", lambda *_: 0)
     least = dataclasses.replace(made).smallest_bytes
     assert prepared(least).peak.total <= least < made.smallest_bytes
     with pytest.raises(jaxferry.BudgetError) as caught:

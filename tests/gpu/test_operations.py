@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxferry.engine.host import pinned
 from jaxferry.native import NativeLibrary, library
+from jaxferry.transport import pinned
 from native import cuda_build
 from native.native_operations import check_product, check_same, numbers
 from native.operations_suite import CopySuite, FerrySuite, MarkSuite, ProductSuite

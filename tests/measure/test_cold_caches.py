@@ -3,8 +3,8 @@
 import pytest
 
 from jaxferry.engine import make_placement
-from jaxferry.measure import cold_caches
-from jaxferry.measure.cold_caches import UNKNOWN_BYTES, ColdCaches, host_cache_bytes
+from jaxferry.training.measure import cold_caches
+from jaxferry.training.measure.cold_caches import UNKNOWN_BYTES, ColdCaches, host_cache_bytes
 
 
 def described(folder, caches):

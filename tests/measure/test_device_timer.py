@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from accelerator import emulate
+from jaxferry.costs.timers import Effort, median_s
 from jaxferry.engine import make_placement
-from jaxferry.engine.transport.ferry import Ferry
-from jaxferry.measure.cold_caches import cold_caches
-from jaxferry.measure.device_timer import DeviceTimer, device_timer
-from jaxferry.measure.microbenchmarks import host_sum_subject, load_subject, offload_subject
-from jaxferry.measure.samples import made_on_device, sample, sample_gradient
 from jaxferry.native import library
 from jaxferry.partition import RowGradient, partition
-from jaxferry.profiling.timers import Effort, median_s
 from jaxferry.settings import own_settings
+from jaxferry.training.measure.cold_caches import cold_caches
+from jaxferry.training.measure.device_timer import DeviceTimer, device_timer
+from jaxferry.training.measure.microbenchmarks import host_sum_subject, load_subject, offload_subject
+from jaxferry.training.measure.samples import made_on_device, sample, sample_gradient
+from jaxferry.transport.ferry import Ferry
 
 CALL_S = 0.08
 LINK_S = 0.02
@@ -39,7 +39,7 @@ def slow(function):
 @pytest.fixture
 def timed(monkeypatch):
     """A partition on an emulated accelerator, whose caches take some 10 ms to empty."""
-    monkeypatch.setattr("jaxferry.measure.cold_caches.host_cache_bytes", lambda: 2**24)
+    monkeypatch.setattr("jaxferry.training.measure.cold_caches.host_cache_bytes", lambda: 2**24)
     accelerator = emulate(monkeypatch)
     params = {name: {"kernel": np.zeros((WIDTH, WIDTH), np.float32)} for name in "ab"}
 
@@ -111,7 +111,7 @@ class Marked:
 @pytest.mark.parametrize("call_s", [1e-5, 1e-3, 1e-2])
 @pytest.mark.parametrize("seconds", [2e-6, 5e-4, 0.5])
 def test_a_program_takes_what_the_device_takes_and_not_what_its_call_takes(seconds, call_s, emptying_s, monkeypatch):
-    device, module = Device(8e-4, emptying_s), "jaxferry.measure.device_timer"
+    device, module = Device(8e-4, emptying_s), "jaxferry.training.measure.device_timer"
     monkeypatch.setattr(f"{module}.MOST_RETRIES", 8)
 
     def clock():

@@ -12,19 +12,19 @@ import optax
 import pytest
 
 import jaxferry
-import jaxferry.measure.microbenchmarks
+import jaxferry.training.measure.microbenchmarks
 import models
 from accelerator import emulate
+from jaxferry.costs.cache import MeasurementCache, surroundings
+from jaxferry.costs.records import Profile
+from jaxferry.costs.segment_costs import partition_costs
 from jaxferry.engine import ProgramKey, ProgramKind, Programs, Source, Target, derivatives_of, make_placement
-from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.measure.cold_caches import cold_caches
-from jaxferry.measure.profile import measure_profile
 from jaxferry.native import library
+from jaxferry.optimizer.optimizer import HostOptimizer
 from jaxferry.partition import partition
-from jaxferry.profiling.cache import MeasurementCache, surroundings
-from jaxferry.profiling.records import Profile
-from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.settings import own_settings
+from jaxferry.training.measure.cold_caches import cold_caches
+from jaxferry.training.measure.profile import measure_profile
 from planned import assert_same_bits, train
 from watched import live_arrays
 
@@ -98,7 +98,7 @@ def stack_of(names, width=128, rows=64, **options):
 def count(monkeypatch):
     """What was timed: one entry for each median."""
     timed = []
-    module = jaxferry.measure.microbenchmarks
+    module = jaxferry.training.measure.microbenchmarks
 
     def counting(run, *args, original=module.median_s, **kwargs):
         timed.append(run)

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 
 from jaxferry.engine import Operation, ProgramKind
-from jaxferry.schedule import Lane
+from jaxferry.step.schedule import Lane
 from native.compiled_programs import device_bytes
 
 

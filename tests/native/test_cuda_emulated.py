@@ -16,10 +16,10 @@ import pytest
 
 import jaxferry
 from benchmarks.gpu import link_rates, overlap
-from jaxferry.engine.placement import Placement
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import checks, self_test, targets
-from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.transport.placement import Placement
 from native import emulated_cuda
 from native.native_operations import check_product, numbers
 from native.operations_suite import CopySuite, FerrySuite, MarkSuite, ProductSuite
@@ -397,7 +397,7 @@ class TestMarks(MarkSuite):
             return ffi_call(name.replace("jaxferry_", "emulated_") if name in names else name, *args, **kwargs)
 
         monkeypatch.setattr(jax.ffi, "ffi_call", emulated)
-        monkeypatch.setattr("jaxferry.engine.transport.ferry.library", lambda platform: marks)
+        monkeypatch.setattr("jaxferry.transport.ferry.library", lambda platform: marks)
         monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
         library.emulation_seed(5)
         began_s = time.perf_counter()

@@ -5,12 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxferry import planning
-from jaxferry.plan import effort, exact, frontier
-from jaxferry.plan.evaluate import PlanEvaluator
-from jaxferry.planning import make_plan
-from jaxferry.simulate import steady
-from jaxferry.simulate.report import simulate
+from jaxferry.planner import effort, exact, frontier, planning
+from jaxferry.planner.evaluate import PlanEvaluator
+from jaxferry.planner.planning import make_plan
+from jaxferry.step.simulate import steady
+from jaxferry.step.simulate.report import simulate
 from profiles import recomputing, transformer, with_modes
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxferry.holdings import CODES, gradient_flags, mode_codes
+from jaxferry.costs.layer_records import LayerProfile
+from jaxferry.costs.records import Profile
 from jaxferry.modes import Mode
-from jaxferry.plan.evaluate import PlanEvaluator
-from jaxferry.plan.records import Loads, Updates
-from jaxferry.profiling.layer_records import LayerProfile
-from jaxferry.profiling.records import Profile
-from jaxferry.schedule import needed_bytes
-from jaxferry.simulate.report import simulate
+from jaxferry.planner.evaluate import PlanEvaluator
+from jaxferry.step.holdings import CODES, gradient_flags, mode_codes
+from jaxferry.step.records import Loads, Updates
+from jaxferry.step.schedule import needed_bytes
+from jaxferry.step.simulate.report import simulate
 from oracle import Oracle
 from profiles import deterministic, drawn, planned, recomputing, smallest_peak_bytes, transformer, with_modes
 
@@ -151,7 +151,7 @@ FROZEN = {"has_gradient": False, "has_backward": False}
     ],
 )
 def test_reload_layers_use_the_copy_that_another_layer_holds(modes, facts):
-    """The simulator and `jaxferry.room` find the last use of a copy independently."""
+    """The simulator and `jaxferry.step.room` find the last use of a copy independently."""
     like = dataclasses.replace(transformer(3).layers[1], param_bytes=1, grad_bytes=1, activation_bytes=1)
     layers = (dataclasses.replace(like, **{"name": f"l{i}", "parameters": f"l{i}", **x}) for i, x in enumerate(facts))
     profile = dataclasses.replace(transformer(3), layers=tuple(layers))

@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from jaxferry.costs.records import Profile
 from jaxferry.errors import BudgetError
-from jaxferry.holdings import DFGB, gradient_flags
 from jaxferry.modes import Mode
-from jaxferry.plan import exact
-from jaxferry.plan.base import Objective, Request
-from jaxferry.plan.bounds import steady_lower_bound_s, step_lower_bound_s
-from jaxferry.plan.evaluate import PlanEvaluator
-from jaxferry.plan.exact import Exact, reserve_factors
-from jaxferry.plan.frontier import optimal_forward
-from jaxferry.plan.gradients import gradients_to_host
-from jaxferry.plan.preference import EQUAL_WITHIN
-from jaxferry.plan.registry import make_policy, policies
-from jaxferry.plan.whole_step import StepCosts, StepSearch
-from jaxferry.planning import make_plan
-from jaxferry.profiling.records import Profile
+from jaxferry.planner import exact
+from jaxferry.planner.base import Objective, Request
+from jaxferry.planner.bounds import steady_lower_bound_s, step_lower_bound_s
+from jaxferry.planner.evaluate import PlanEvaluator
+from jaxferry.planner.exact import Exact, reserve_factors
+from jaxferry.planner.frontier import optimal_forward
+from jaxferry.planner.gradients import gradients_to_host
+from jaxferry.planner.planning import make_plan
+from jaxferry.planner.preference import EQUAL_WITHIN
+from jaxferry.planner.registry import make_policy, policies
+from jaxferry.planner.whole_step import StepCosts, StepSearch
+from jaxferry.step.holdings import DFGB, gradient_flags
 from oracle import Oracle
 from profiles import (
     UNLIMITED_BYTES,

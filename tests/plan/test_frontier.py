@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxferry.plan import frontier
-from jaxferry.plan.copies import SharedCopies, holds_as_much
-from jaxferry.plan.evaluate import PlanEvaluator
-from jaxferry.plan.frontier import forward_s, optimal_forward
-from jaxferry.planning import make_plan
-from jaxferry.profiling.layer_records import LayerProfile
-from jaxferry.profiling.records import Profile
+from jaxferry.costs.layer_records import LayerProfile
+from jaxferry.costs.records import Profile
+from jaxferry.planner import frontier
+from jaxferry.planner.copies import SharedCopies, holds_as_much
+from jaxferry.planner.evaluate import PlanEvaluator
+from jaxferry.planner.frontier import forward_s, optimal_forward
+from jaxferry.planner.planning import make_plan
 from profiles import examples, profiles
 
 some = examples(40)

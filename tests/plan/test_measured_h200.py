@@ -7,12 +7,12 @@ import pathlib
 
 import pytest
 
+from jaxferry.costs.machines import find_machine
+from jaxferry.costs.records import Profile
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.plan.preference import EQUAL_WITHIN
-from jaxferry.planning import make_plan
-from jaxferry.profiling.machines import find_machine
-from jaxferry.profiling.records import Profile
-from jaxferry.simulate.report import simulate
+from jaxferry.planner.planning import make_plan
+from jaxferry.planner.preference import EQUAL_WITHIN
+from jaxferry.step.simulate.report import simulate
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu" / "h200"
 

@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxferry.holdings import DHA, GFGB, RESIDENT
-from jaxferry.plan.best import Best
-from jaxferry.plan.effort import FEW_LAYERS
-from jaxferry.plan.neighbours import Neighbours, refine
-from jaxferry.plan.records import Loads, Updates
-from jaxferry.profiling.records import Profile
+from jaxferry.costs.records import Profile
+from jaxferry.planner.best import Best
+from jaxferry.planner.effort import FEW_LAYERS
+from jaxferry.planner.neighbours import Neighbours, refine
+from jaxferry.step.holdings import DHA, GFGB, RESIDENT
+from jaxferry.step.records import Loads, Updates
 from profiles import transformer
 
 

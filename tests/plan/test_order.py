@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
+from jaxferry.costs.layer_records import LayerProfile
+from jaxferry.costs.records import Profile
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.plan.order import with_update_order
-from jaxferry.plan.records import UpdateOrder, Updates
-from jaxferry.profiling.layer_records import LayerProfile
-from jaxferry.profiling.records import Profile
-from jaxferry.schedule import StepSchedules, needed_bytes, schedule_step, step_demand
-from jaxferry.simulate.report import simulate
+from jaxferry.planner.order import with_update_order
+from jaxferry.step.records import UpdateOrder, Updates
+from jaxferry.step.schedule import StepSchedules, needed_bytes, schedule_step, step_demand
+from jaxferry.step.simulate.report import simulate
 from profiles import UNLIMITED_BYTES, drawn, transformer, with_modes
 
 DEVICE, HOST = GradientPlace.DEVICE, GradientPlace.HOST

@@ -1,4 +1,4 @@
-"""One suite that every policy passes: the contract of `jaxferry.plan.base.Policy`."""
+"""One suite that every policy passes: the contract of `jaxferry.planner.base.Policy`."""
 
 import dataclasses
 import json
@@ -10,12 +10,12 @@ from hypothesis import given
 
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.plan.base import Objective, Request
-from jaxferry.plan.evaluate import PlanEvaluator
-from jaxferry.plan.records import Plan
-from jaxferry.plan.registry import make_policy, policies
-from jaxferry.planning import make_plan
-from jaxferry.simulate.report import simulate
+from jaxferry.planner.base import Objective, Request
+from jaxferry.planner.evaluate import PlanEvaluator
+from jaxferry.planner.planning import make_plan
+from jaxferry.planner.registry import make_policy, policies
+from jaxferry.step.records import Plan
+from jaxferry.step.simulate.report import simulate
 from oracle import Oracle
 from profiles import UNLIMITED_BYTES, examples, profiles, transformer
 

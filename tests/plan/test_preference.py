@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from jaxferry.costs.records import Profile
 from jaxferry.errors import BudgetError
-from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.plan.auto import AutoSearch
-from jaxferry.plan.base import Request
-from jaxferry.plan.preference import EQUAL_WITHIN, longest_equal_s, preferred, score_of, scores
-from jaxferry.planning import with_update_order
-from jaxferry.profiling.records import Profile
-from jaxferry.schedule import needed_bytes
-from jaxferry.simulate.report import simulate
+from jaxferry.planner.auto import AutoSearch
+from jaxferry.planner.base import Request
+from jaxferry.planner.planning import with_update_order
+from jaxferry.planner.preference import EQUAL_WITHIN, longest_equal_s, preferred, score_of, scores
+from jaxferry.step.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
+from jaxferry.step.schedule import needed_bytes
+from jaxferry.step.simulate.report import simulate
 from profiles import examples, profiles, transformer
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu" / "h200"

@@ -9,25 +9,25 @@ import scipy.optimize
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxferry import streaming
+from jaxferry.costs.layer_records import LayerProfile
+from jaxferry.costs.records import Profile
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.holdings import DHA
 from jaxferry.modes import GradientPlace, Mode, Subgroups, UpdatePlace
-from jaxferry.plan import place_bound
-from jaxferry.plan.any_bound import any_plan_lower_bound_s
-from jaxferry.plan.auto import AutoSearch
-from jaxferry.plan.base import Request
-from jaxferry.plan.place_options import BYTES, NUM_LANES, options
-from jaxferry.plan.preference import EQUAL_WITHIN
-from jaxferry.plan.records import LayerPlan, Loads, Plan, Updates
-from jaxferry.plan.registry import make_policy
-from jaxferry.plan.streamed_updates import StreamedUpdateSearch
-from jaxferry.plan.twin_flow import TwinFlow
-from jaxferry.planning import make_plan
-from jaxferry.profiling.layer_records import LayerProfile
-from jaxferry.profiling.records import Profile
-from jaxferry.schedule import needed_bytes
-from jaxferry.simulate.report import simulate
+from jaxferry.planner import place_bound
+from jaxferry.planner.any_bound import any_plan_lower_bound_s
+from jaxferry.planner.auto import AutoSearch
+from jaxferry.planner.base import Request
+from jaxferry.planner.place_options import BYTES, NUM_LANES, options
+from jaxferry.planner.planning import make_plan
+from jaxferry.planner.preference import EQUAL_WITHIN
+from jaxferry.planner.registry import make_policy
+from jaxferry.planner.streamed_updates import StreamedUpdateSearch
+from jaxferry.planner.twin_flow import TwinFlow
+from jaxferry.step import streaming
+from jaxferry.step.holdings import DHA
+from jaxferry.step.records import LayerPlan, Loads, Plan, Updates
+from jaxferry.step.schedule import needed_bytes
+from jaxferry.step.simulate.report import simulate
 from profiles import UNLIMITED_BYTES, examples, profiles, transformer
 
 NEARLY = 1 + 1e-9

@@ -7,24 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
-from jaxferry.holdings import RESIDENT
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
-from jaxferry.plan.any_bound import any_plan_lower_bound_s
-from jaxferry.plan.auto import AutoSearch
-from jaxferry.plan.base import Objective, Request
-from jaxferry.plan.best import plan_of
-from jaxferry.plan.device_updates import DeviceUpdateSearch, plain_training
-from jaxferry.plan.evaluate import PlanEvaluator
-from jaxferry.plan.neighbours import Neighbours, refine
-from jaxferry.plan.preference import EQUAL_WITHIN
-from jaxferry.plan.records import LayerPlan, Plan, Updates
-from jaxferry.plan.search import Pool
-from jaxferry.plan.update_groups import updatable_groups
-from jaxferry.planning import as_run, make_plan
-from jaxferry.profiling.records import Profile
-from jaxferry.schedule import Kind, Lane, needed_bytes, schedule_step
-from jaxferry.simulate.report import simulate
+from jaxferry.planner.any_bound import any_plan_lower_bound_s
+from jaxferry.planner.auto import AutoSearch
+from jaxferry.planner.base import Objective, Request
+from jaxferry.planner.best import plan_of
+from jaxferry.planner.device_updates import DeviceUpdateSearch, plain_training
+from jaxferry.planner.evaluate import PlanEvaluator
+from jaxferry.planner.neighbours import Neighbours, refine
+from jaxferry.planner.planning import as_run, make_plan
+from jaxferry.planner.preference import EQUAL_WITHIN
+from jaxferry.planner.search import Pool
+from jaxferry.planner.update_groups import updatable_groups
+from jaxferry.step.holdings import RESIDENT
+from jaxferry.step.records import LayerPlan, Plan, Updates
+from jaxferry.step.schedule import Kind, Lane, needed_bytes, schedule_step
+from jaxferry.step.simulate.report import simulate
 from profiles import UNLIMITED_BYTES, deterministic, examples, profiles, transformer, with_programs
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from costs import COSTS, MACHINE
+from jaxferry.costs.contention import DOWN, HOST, SHARING, UP, Contention
+from jaxferry.costs.estimate import estimate_profile
+from jaxferry.costs.records import Profile
+from jaxferry.costs.sharing import shared_by
 from jaxferry.errors import InputError
-from jaxferry.profiling.contention import DOWN, HOST, SHARING, UP, Contention
-from jaxferry.profiling.estimate import estimate_profile
-from jaxferry.profiling.records import Profile
-from jaxferry.profiling.sharing import shared_by
 from profiles import transformer
 
 

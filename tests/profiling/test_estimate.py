@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 import models
 from costs import COSTS, MACHINE
+from jaxferry.costs.costs import HostRead
+from jaxferry.costs.estimate import UPDATE_BYTES_PER_PARAMETER, estimate_profile
+from jaxferry.costs.machines import MACHINES
+from jaxferry.costs.records import Profile
+from jaxferry.costs.segment_costs import partition_costs
 from jaxferry.errors import InputError
 from jaxferry.partition import differentiate, partition
-from jaxferry.profiling.costs import HostRead
-from jaxferry.profiling.estimate import UPDATE_BYTES_PER_PARAMETER, estimate_profile
-from jaxferry.profiling.machines import MACHINES
-from jaxferry.profiling.records import Profile
-from jaxferry.profiling.segment_costs import partition_costs
 
 
 def test_the_roofline_by_hand() -> None:

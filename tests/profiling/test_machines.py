@@ -6,8 +6,8 @@ import pathlib
 
 import pytest
 
+from jaxferry.costs.machines import MACHINES, Machine, default_budget_bytes, find_machine
 from jaxferry.errors import InputError
-from jaxferry.profiling.machines import MACHINES, Machine, default_budget_bytes, find_machine
 
 DOCUMENT = {
     "format": "jaxferry.machine/1",

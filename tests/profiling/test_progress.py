@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from jaxferry.engine.shared_programs import compile_shared
-from jaxferry.profiling import progress
-from jaxferry.profiling.progress import Lines, progress_bar, shown
+from jaxferry.costs import progress
+from jaxferry.costs.progress import Lines, progress_bar, shown
+from jaxferry.transport.shared_programs import compile_shared
 
 
 def on(is_terminal):

@@ -6,9 +6,9 @@ import json
 import pytest
 from hypothesis import given
 
+from jaxferry.costs.layer_records import LayerProfile
+from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
-from jaxferry.profiling.layer_records import LayerProfile
-from jaxferry.profiling.records import Profile
 from profiles import deterministic, profiles, recomputing, transformer
 
 

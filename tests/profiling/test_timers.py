@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxferry.costs.timers import Effort, median_s, timed_call
 from jaxferry.errors import InputError
-from jaxferry.profiling.timers import Effort, median_s, timed_call
 from jaxferry.settings import own_settings
 
 

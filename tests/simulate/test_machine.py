@@ -6,12 +6,12 @@ import itertools
 import pytest
 from hypothesis import given
 
+from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, Remat
-from jaxferry.profiling.records import Profile
-from jaxferry.schedule import Kind, Lane, repeat, schedule_chain, schedule_step
-from jaxferry.simulate import machine
-from jaxferry.simulate.report import predict, simulate
+from jaxferry.step.schedule import Kind, Lane, repeat, schedule_chain, schedule_step
+from jaxferry.step.simulate import machine
+from jaxferry.step.simulate.report import predict, simulate
 from oracle import Oracle
 from profiles import deterministic, planned, profiles, recomputing, transformer, with_modes
 from profiles import unit_layer as layer

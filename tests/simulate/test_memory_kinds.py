@@ -5,10 +5,10 @@ import bisect
 from hypothesis import given
 
 from jaxferry.modes import Mode
-from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.schedule import schedule_chain
-from jaxferry.simulate.machine import device_bytes, run
-from jaxferry.simulate.memory_kinds import device_bytes_by_kind
+from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step.schedule import schedule_chain
+from jaxferry.step.simulate.machine import device_bytes, run
+from jaxferry.step.simulate.memory_kinds import device_bytes_by_kind
 from profiles import examples, planned, transformer
 
 

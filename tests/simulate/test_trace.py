@@ -5,9 +5,9 @@ import json
 
 from hypothesis import given
 
-from jaxferry.schedule import Lane, schedule_chain
-from jaxferry.simulate.machine import run
-from jaxferry.simulate.trace import chrome_trace
+from jaxferry.step.schedule import Lane, schedule_chain
+from jaxferry.step.simulate.machine import run
+from jaxferry.step.simulate.trace import chrome_trace
 from profiles import deterministic, planned
 
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.engine.host.checkpoint import Checkpoint
-from jaxferry.engine.host.pieces import Stacked
+from jaxferry.checkpoint import Checkpoint
+from jaxferry.optimizer.pieces import Stacked
 
 
 def content(seed=0, step=None):

@@ -1,7 +1,7 @@
 """A machine of round figures and the costs of one layer."""
 
-from jaxferry.profiling.estimate import LayerCosts
-from jaxferry.profiling.machines import Machine
+from jaxferry.costs.estimate import LayerCosts
+from jaxferry.costs.machines import Machine
 
 MACHINE = Machine(
     name="round",

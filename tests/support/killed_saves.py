@@ -128,8 +128,8 @@ class Saves:
 def main():
     sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
     import checkpoints
-    from jaxferry.engine import checkpoint
-    from jaxferry.engine.host.checkpoint import renames
+    from jaxferry import checkpoint
+    from jaxferry.checkpoint import renames
 
     for line in sys.stdin:
         job = json.loads(line)

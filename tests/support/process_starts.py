@@ -44,7 +44,7 @@ def trained_from(step, state, num_rows, own):
     """Losses of a few steps, and the words that greedy decoding adds to each row."""
     import numpy as np
 
-    from jaxferry import distributed
+    from jaxferry.processes import distributed
 
     losses, words = [], words_of(num_rows)
     for _ in range(3):
@@ -58,7 +58,7 @@ def trained_from(step, state, num_rows, own):
 
 def stored(folder):
     """The parameters as a safetensors file's tensors, the head's matrix transposed."""
-    from jaxferry import pretrained
+    from jaxferry.checkpoint import pretrained
 
     tensors = pretrained.open_safetensors(folder / "weights.safetensors")
 
@@ -132,7 +132,7 @@ class Starts:
         import jax
         import numpy as np
 
-        from jaxferry import pretrained
+        from jaxferry.checkpoint import pretrained
 
         step, num_read, found = self._step_of(word_loss, self._adam.adamw(1e-2), mesh=self.mesh), [0], {}
         state = step.init_from(init_params, jax.random.key(0))
@@ -161,7 +161,7 @@ class Starts:
     def read_losses(self, params, loss_fn, optimizer, options, batches):
         """Losses if all segments read parameters and write gradients in host memory."""
         from jaxferry.modes import GradientPlace, Mode
-        from jaxferry.plan.records import LayerPlan, Plan
+        from jaxferry.step.records import LayerPlan, Plan
 
         step = self._step_of(loss_fn, optimizer, mesh=self.mesh, **options)
         step.declare(params)
@@ -200,7 +200,7 @@ class Starts:
 
         import jax
 
-        from jaxferry.measure import shares
+        from jaxferry.training.measure import shares
 
         measured, is_last = shares.measure_share, self.number == jax.process_count() - 1
 

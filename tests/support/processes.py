@@ -151,7 +151,7 @@ class Member(Starts):
         import jax
         import numpy as np
 
-        from jaxferry import distributed
+        from jaxferry.processes import distributed
 
         step = self.step(clip_norm=0.5)
         state, losses, metrics = self.train(step, step.init(self.model.params()))
@@ -282,8 +282,8 @@ class Member(Starts):
 
     def hangs(self):
         """One process is alive, but does not begin its last step."""
-        from jaxferry.engine.all_processes import coordination_client
-        from jaxferry.engine.progress import watch
+        from jaxferry.processes.all_processes import coordination_client
+        from jaxferry.processes.progress import watch
 
         watch(coordination_client(), self.number, HANGS_AFTER_S)
         step = self.step()
@@ -377,7 +377,7 @@ def main(member=Member):
     faulthandler.dump_traceback_later(float(os.environ.get("HANGS_AFTER_S", "400")), exit=True)
     import jax
 
-    from jaxferry.engine.joining import joining_within
+    from jaxferry.processes.joining import joining_within
 
     given = (address, int(num_processes), int(number))
     with joining_within(JOIN_TIMEOUT_S) as timeout_s:

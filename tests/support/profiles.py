@@ -6,12 +6,12 @@ import random
 import hypothesis
 import hypothesis.strategies as st
 
+from jaxferry.costs.contention import NO_CONTENTION, SHARING, Contention
+from jaxferry.costs.layer_records import LayerProfile
+from jaxferry.costs.records import Profile
 from jaxferry.modes import GradientPlace, Mode, Remat
-from jaxferry.plan.records import LayerPlan, Loads, Plan, UpdateOrder, Updates
-from jaxferry.profiling.contention import NO_CONTENTION, SHARING, Contention
-from jaxferry.profiling.layer_records import LayerProfile
-from jaxferry.profiling.records import Profile
-from jaxferry.schedule import schedule_step
+from jaxferry.step.records import LayerPlan, Loads, Plan, UpdateOrder, Updates
+from jaxferry.step.schedule import schedule_step
 
 
 def examples(most):

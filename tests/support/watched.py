@@ -14,7 +14,7 @@ import jaxferry
 from accelerator import COUNTING
 from jaxferry.engine.gradients import StepGradients
 from jaxferry.engine.streamed_updates import StreamingStep
-from jaxferry.engine.transport.held import DeviceLayer
+from jaxferry.transport.held import DeviceLayer
 from steps import transport_of
 
 SCALARS_BYTES = 256

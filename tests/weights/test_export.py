@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
+from jaxferry.costs.layer_records import LayerProfile
+from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode
-from jaxferry.plan.records import Plan
-from jaxferry.profiling.layer_records import LayerProfile
-from jaxferry.profiling.records import Profile
-from jaxferry.simulate.report import simulate
+from jaxferry.step.records import Plan
+from jaxferry.step.simulate.report import simulate
 from jaxferry.weights.export import export_plan, instance_from_profile
 from jaxferry.weights.greedy import greedy
 from jaxferry.weights.records import Choice

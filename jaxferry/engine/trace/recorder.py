@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jaxferry.engine.lanes import StepRun
-from jaxferry.engine.trace.marks import StepMarks
-from jaxferry.schedule import Lane, Run, Schedule, dispatch_order, repeat
+from jaxferry.step.schedule import Lane, Run, Schedule, dispatch_order, repeat
+from jaxferry.transport.marks import StepMarks
 
 
 class Recorder:

@@ -1,0 +1,225 @@
+"""The leaves of a checkpoint as they are stored: read piece by piece, straight to where they shall live.
+
+So a process that has room to train has room to resume, and of several processes each keeps its own elements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore
+
+from jaxferry.checkpoint.about import About, Leaf, Piece
+from jaxferry.checkpoint.arrays import files_of, folder_of, names_of, open_one
+from jaxferry.checkpoint.chunks import PIECE_BYTES, indices
+from jaxferry.checkpoint.digests import Digest
+from jaxferry.checkpoint.paths import reason
+from jaxferry.errors import CheckpointError
+from jaxferry.partition import Span
+
+_PLACED = 1 << 18
+"""Elements whose places are computed at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLeaf:
+    """An array of a checkpoint, not read yet.
+
+    Attributes:
+      about: what the checkpoint says of it.
+      part: "params", "optimizer" or "extra".
+      number: its number there.
+      folder: the checkpoint's folder.
+      path: the checkpoint as the user names it, for errors.
+      context: TensorStore's, which the leaves of a checkpoint share.
+    """
+
+    about: Leaf
+    part: str
+    number: int
+    folder: pathlib.Path
+    path: str
+    context: Any = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole."""
+        return self.about.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The stored dtype."""
+        return np.dtype(jax.numpy.dtype(self.about.dtype))
+
+    def read(self) -> np.ndarray:
+        """Returns the whole array; raises errors as `read_into` does."""
+        made = np.empty(self.shape, self.dtype)
+        self.read_into(made)
+        return made
+
+    def read_into(self, made: np.ndarray, span: Span | None = None) -> None:
+        """Reads the array, or some elements of it, and compares the digest.
+
+        Args:
+          made: receives it, in any dtype; it may be changed before an error.
+          span: the elements, flat in `made`; None for all, in the shape of the whole.
+
+        Raises:
+          CheckpointError: if it is missing or damaged; the message names the leaf and the file.
+        """
+        # Elements of parts along another axis do not follow each other in the whole.
+        is_apart = span is not None and self.about.axis not in (None, 0)
+        try:
+            for first, found in self._pieces(None if is_apart else span):
+                if span is None:
+                    self._put(made, first, found)
+                elif is_apart:
+                    self._put_apart(made, span, first, found)
+                else:
+                    span.put(made, first, found)
+        except (CheckpointError, OSError, ValueError, TypeError, MemoryError) as error:
+            raise cannot_read(self.path, error) from error
+
+    @property
+    def _shape_of_one(self) -> tuple[int, ...]:
+        """Shape of the array, or of each of its parts."""
+        return tuple(length for axis, length in enumerate(self.shape) if axis != self.about.axis)
+
+    def _put(self, made: np.ndarray, first: int, found: np.ndarray) -> None:
+        """Writes elements that follow each other in the array, or in one of its parts, to the whole."""
+        one = math.prod(self._shape_of_one)
+        if self.about.axis is not None:
+            made = np.moveaxis(made, self.about.axis, 0)[first // one, ...]  # a view, also of a scalar
+            first %= one
+        if found.ndim and found.shape[1:] == made.shape[1:]:
+            row = first // max(1, math.prod(made.shape[1:]))
+            made[row : row + len(found)] = found
+        elif found.shape == made.shape:
+            made[...] = found
+        else:
+            flat = made.reshape(-1) if made.flags.c_contiguous else made.flat
+            flat[first : first + found.size] = found.reshape(-1)
+
+    def _put_apart(self, made: np.ndarray, span: Span, first: int, found: np.ndarray) -> None:
+        """Writes elements that follow each other in a part along some axis to those elements of the whole."""
+        assert self.about.axis is not None
+        length, inner = self.shape[self.about.axis], math.prod(self.shape[self.about.axis + 1 :])
+        part, first = divmod(first, math.prod(self._shape_of_one))
+        flat = found.reshape(-1)
+        for start in range(0, flat.size, _PLACED):
+            some = flat[start : start + _PLACED]
+            before, after = np.divmod(np.arange(first + start, first + start + some.size), inner)
+            places = (before * length + part) * inner + after - span.start
+            is_wanted = (places >= 0) & (places < span.size)
+            made[places[is_wanted]] = some[is_wanted]
+
+    def _pieces(self, span: Span | None) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields elements that follow each other, and the first one's place: of parts, one part after the other."""
+        names = [f"{self.part}.{name}" for name in names_of(self.number, self.about)]
+        one = math.prod(self._shape_of_one)
+        for process, piece in enumerate(self.about.pieces or (Piece(0, one, self.about.digest or ""),)):
+            is_wanted = span is None or (piece.start < span.stop and span.start < piece.stop)
+            if len(names) > 1 or is_wanted:
+                shape = (piece.stop - piece.start,) if self.about.pieces else self._shape_of_one
+                yield from self._stored(self.folder / folder_of(process), names, piece, shape, one)
+
+    def _stored(
+        self, folder: pathlib.Path, names: list[str], piece: Piece, shape: tuple[int, ...], one: int
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields what a process has stored of a leaf; its digest is compared at the end."""
+        what, digest = f"{self.part} {self.about.path}", Digest()
+        for number, name in enumerate(names):
+            first = number * one + piece.start
+            # Arrays without elements are not stored.
+            for found in self._read(folder, name, shape, what) if math.prod(shape) else ():
+                digest.add(found)
+                yield first, found
+                first += found.size
+        if piece.digest and digest.text() != piece.digest:
+            raise CheckpointError(f"{what} in {files_of(folder, names)} is damaged: its digest is another")
+
+    def _read(self, folder: pathlib.Path, name: str, shape: tuple[int, ...], what: str) -> Iterator[np.ndarray]:
+        try:
+            stored = open_one(folder, name, self.context)
+        except Exception as error:
+            raise CheckpointError(f"{what} in {files_of(folder, [name])}: {reason(error)}") from error
+        found, declared = (tuple(stored.shape), stored.dtype.numpy_dtype), (shape, self.dtype)
+        if found != declared:
+            raise CheckpointError(f"{what} in {files_of(folder, [name])} is declared as {declared}, not {found}")
+        try:
+            chunk, num_elements = stored.chunk_layout.read_chunk.shape, PIECE_BYTES // self.dtype.itemsize
+            for index in indices(shape, chunk, num_elements):
+                yield np.asarray(stored[index].read().result())
+        except Exception as error:
+            raise CheckpointError(f"{what} in {files_of(folder, [name])}: {reason(error)}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredKey:
+    """Keys of random numbers in a checkpoint, not read yet.
+
+    Attributes:
+      data: their bits.
+      kind: JAX's name of their implementation.
+    """
+
+    data: StoredLeaf
+    kind: str
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the keys."""
+        return self._keys.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the keys."""
+        return tuple(self._keys.shape)
+
+    def read(self) -> jax.Array:
+        """Returns the keys; raises errors as `StoredLeaf.read_into` does, and if the kind does not fit the bits."""
+        shape = self.shape
+        return jax.random.wrap_key_data(jax.numpy.asarray(self.data.read()), impl=self.kind).reshape(shape)
+
+    @property
+    def _keys(self) -> Any:
+        """Shape and dtype of the keys."""
+        bits = jax.ShapeDtypeStruct(self.data.shape, self.data.dtype)
+        try:
+            return jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=self.kind), bits)
+        except (ValueError, TypeError) as error:
+            raise cannot_read(self.data.path, error) from error
+
+
+def stored_leaves(about: About, folder: pathlib.Path, path: str | os.PathLike[str]) -> dict[str, dict[str, StoredLeaf]]:
+    """Returns the leaves of `params`, `optimizer` and `extra` by path.
+
+    Args:
+      about: what the checkpoint holds.
+      folder: its folder.
+      path: the checkpoint as the user names it, for errors.
+    """
+    context = tensorstore.Context()
+    described = {"params": about.params, "optimizer": about.optimizer, "extra": about.extra}
+    if not about.has_digests:
+        described["extra"] = ()
+    return {
+        part: {
+            leaf.path: StoredLeaf(leaf, part, number, folder, os.fspath(path), context)
+            for number, leaf in enumerate(leaves)
+        }
+        for part, leaves in described.items()
+    }
+
+
+def cannot_read(path: str | os.PathLike[str], error: Exception) -> CheckpointError:
+    """Returns the error for a checkpoint that cannot be read."""
+    what = str(error) if isinstance(error, CheckpointError | ValueError) else reason(error)
+    return CheckpointError(f"{os.fspath(path)} cannot be read: {what}; restore another checkpoint")

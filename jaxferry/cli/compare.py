@@ -1,0 +1,306 @@
+"""Trains one model under several policies in turn and compares measured with predicted steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxferry.cli.recording import Recording
+from jaxferry.costs.progress import Report
+from jaxferry.costs.records import Profile
+from jaxferry.errors import InputError
+from jaxferry.records import check_bytes, check_format, check_list, check_seconds, check_text, required
+from jaxferry.step.records import Plan
+from jaxferry.step.schedule import Lane, Run, Schedule
+from jaxferry.step.simulate import machine
+
+if TYPE_CHECKING:
+    from jaxferry.engine import TrainState
+    from jaxferry.training.prepared import Prepared
+    from jaxferry.training.train_step import TrainStep
+
+FORMAT = "jaxferry.bench/1"
+_SHOWN_STEPS = 2
+
+Bars = Mapping[Lane, Sequence[tuple[float, float]]]
+"""Start and end of each lane's tasks, in seconds."""
+
+Record = Callable[["TrainStep", "TrainState", "Prepared"], Recording]
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyRun:
+    """The results of training under a policy.
+
+    Attributes:
+      policy: its name.
+      step_s: seconds of each step, from the end of the previous step's last program to the end of its own.
+      predicted_s: the simulated steady step of the same tasks, with the profile's times.
+      own_bound_s: the work of the busiest lane under this plan.
+      peak_device_bytes: device memory that a step needs.
+      losses: losses of all steps, including the warm-up.
+      measured: the lanes in two steps in the middle of the run; times count from the end of the program before them.
+      predicted: the lanes in two simulated steps.
+      recording: the last round's steps; None if they were not recorded.
+    """
+
+    policy: str
+    step_s: tuple[float, ...]
+    predicted_s: float
+    own_bound_s: float
+    peak_device_bytes: int
+    losses: tuple[float, ...]
+    measured: Bars
+    predicted: Bars
+    recording: Recording | None = None
+
+    @property
+    def measured_s(self) -> float:
+        """The median step."""
+        return statistics.median(self.step_s)
+
+    def to_json(self, bound_s: float) -> dict[str, Any]:
+        """Returns the results and their ratios as JSON values."""
+        return {
+            "policy": self.policy,
+            "measured_s": self.measured_s,
+            "step_s": list(self.step_s),
+            "predicted_s": self.predicted_s,
+            "own_bound_s": self.own_bound_s,
+            "measured_over_predicted": ratio(self.measured_s, self.predicted_s),
+            "measured_over_bound": ratio(self.measured_s, bound_s),
+            "measured_over_own_bound": ratio(self.measured_s, self.own_bound_s),
+            "peak_device_bytes": self.peak_device_bytes,
+            "losses": list(self.losses),
+            "measured": _bars_to_json(self.measured),
+            "predicted": _bars_to_json(self.predicted),
+            **({} if self.recording is None else {"recording": self.recording.to_json()}),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class SideBySide:
+    """Policies side by side.
+
+    Attributes:
+      work_s: seconds of compute, upload, download and host update per step, independent of the plan.
+    """
+
+    work_s: Mapping[str, float]
+
+    @property
+    def bound_s(self) -> float:
+        """The longest of `work_s`: a bound for plans that move and update every layer once."""
+        return max(self.work_s.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison(SideBySide):
+    """The results of training under several policies; `rows` has one for each."""
+
+    rows: tuple[PolicyRun, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the comparison as JSON values."""
+        rows = [row.to_json(self.bound_s) for row in self.rows]
+        return {"format": FORMAT, "work_s": dict(self.work_s), "bound_s": self.bound_s, "rows": rows}
+
+    @classmethod
+    def from_json(cls, document: Any) -> Comparison:
+        """Reads the output of `to_json`.
+
+        Raises:
+          InputError: if the document is something else.
+        """
+        fields = check_format(document, FORMAT)
+        try:
+            rows = tuple(_row_from_json(row) for row in required(fields, "rows", "bench"))
+            works = required(fields, "work_s", "bench").items()
+            work_s = {name: check_seconds(seconds, name, "work_s") for name, seconds in works}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"rows or work_s do not come from a bench: {type(error).__name__} at {error}") from error
+        if not rows or not work_s:
+            raise InputError("a bench must have rows and work_s")
+        return cls(work_s, rows)
+
+
+def compare_policies(
+    policies: Sequence[str],
+    profile: Profile,
+    make_step: Callable[[str], TrainStep],
+    new_state: Callable[[TrainStep], TrainState],
+    batch: Any,
+    *,
+    num_steps: int = 8,
+    num_rounds: int = 3,
+    one_at_a_time: bool = False,
+    record: Record | None = None,
+    report: Report | None = None,
+) -> Comparison:
+    """Trains under each policy.
+
+    Args:
+      policies: the policies' names.
+      profile: the profile for plans and predictions.
+      make_step: makes a policy's training step, which plans with the profile and records at least `num_steps` steps.
+      new_state: makes the step's initial state.
+      batch: the batch of every step.
+      num_steps: steps per round, of which the first is not timed; at least 4.
+      num_rounds: timed rounds, after one warm-up round.
+      one_at_a_time: whether each policy finishes all its rounds and frees its state before the next one starts.
+        Otherwise they take turns, so that other work on the machine affects all alike; host memory then holds a state
+        for each.
+      record: makes the recording of a step's last steps; None makes none.
+      report: called before each round.
+
+    Raises:
+      InputError: if there are too few steps or rounds.
+    """
+    if num_steps < 4 or num_rounds < 1:
+        raise InputError(f"there must be at least 4 steps and 1 round, got {num_steps} and {num_rounds}")
+    notify = report or (lambda part, done, total: None)
+    count = itertools.count()
+    total = len(policies) * (num_rounds + 1)
+
+    def begin(policy: str) -> _Trained:
+        notify(policy, next(count), total)
+        trained = _Trained(policy, make_step(policy), new_state, batch, record)
+        trained.run_steps(num_steps)
+        trained.discard_times()
+        return trained
+
+    def in_turns(policies: Sequence[str]) -> list[PolicyRun]:
+        every = [begin(policy) for policy in policies]
+        for _, trained in itertools.product(range(num_rounds), every):
+            notify(trained.policy, next(count), total)
+            trained.run_steps(num_steps)
+        return [trained.row() for trained in every]
+
+    together = [[policy] for policy in policies] if one_at_a_time else [policies]
+    return Comparison(works_s(profile), tuple(row for each in together for row in in_turns(each)))
+
+
+class _Trained:
+    """Training under one policy."""
+
+    def __init__(
+        self,
+        policy: str,
+        step: TrainStep,
+        new_state: Callable[[TrainStep], TrainState],
+        batch: Any,
+        record: Record | None,
+    ) -> None:
+        self.policy, self._step, self._batch, self._record = policy, step, batch, record
+        self._state = new_state(step)
+        self._prepared = step.prepare(batch)
+        step.compile_updates(self._state, batch)
+        self._seconds: list[float] = []
+        self._losses: list[float] = []
+        self._run: Run | None = None
+
+    def run_steps(self, num_steps: int) -> None:
+        """Runs steps and stores the duration of each except the first."""
+        # The first step of all updates after all gradients: its tasks are others, and it is not recorded with the rest.
+        num_recorded = num_steps - (self._run is None)
+        for _ in range(num_steps):
+            self._state, metrics = self._step(self._state, self._batch)
+            self._losses.append(float(metrics["loss"]))
+        self._state.block_until_ready()
+        self._run = self._step.recorded()
+        if self._run is None or self._run.schedule.steps < num_recorded:
+            raise InputError(f"the step must record at least {num_steps} steps: record_steps={num_steps}")
+        ends = ends_of_steps(self._run)[-num_steps:]
+        self._seconds += [after - before for before, after in itertools.pairwise(ends)]
+
+    def discard_times(self) -> None:
+        """Discards the times so far."""
+        self._seconds.clear()
+
+    def row(self) -> PolicyRun:
+        """Returns the results."""
+        assert self._run is not None
+        schedule = self._prepared.schedule
+        return PolicyRun(
+            policy=self.policy,
+            step_s=tuple(self._seconds),
+            predicted_s=machine.steady_step_s(schedule),
+            own_bound_s=own_bound_s(schedule),
+            peak_device_bytes=self._prepared.peak.total,
+            losses=tuple(self._losses),
+            measured=steps_in_the_middle(self._run),
+            predicted=steps_in_the_middle(machine.run(self._run.schedule)),
+            recording=None if self._record is None else self._record(self._step, self._state, self._prepared),
+        )
+
+
+def own_bound_s(step: Schedule) -> float:
+    """Returns the work of the busiest lane in one step, in seconds."""
+    return max(sum(task.duration_s for task in step.tasks if task.lane is lane) for lane in Lane)
+
+
+def works_s(profile: Profile) -> dict[str, float]:
+    """Returns each lane's seconds of work per step, independent of the plan: compute, upload, download, host update."""
+    layers = profile.layers
+    return {
+        "compute": sum(layer.forward_s + layer.backward_s for layer in layers),
+        "upload": sum(layers[group[0]].load_s for group in profile.groups),
+        "download": sum(layer.offload_s for layer in layers),
+        "update": sum(profile.group_update_s),
+    }
+
+
+def ends_of_steps(of: Run) -> list[float]:
+    """Returns the end of each step's last program, in seconds."""
+    ends = [0.0] * of.schedule.steps
+    for task, end in zip(of.schedule.tasks, of.ends_s, strict=True):
+        if task.lane is Lane.GPU:
+            ends[task.step] = max(ends[task.step], end)
+    return ends
+
+
+def ratio(numerator: float, denominator: float) -> float | None:
+    """Returns the quotient, or None if the denominator is 0."""
+    return numerator / denominator if denominator > 0 else None
+
+
+def plan_counts(plan: Plan) -> dict[str, int]:
+    """Returns the number of layers in each mode."""
+    modes = [mode.value for mode in plan.modes]
+    return {mode: modes.count(mode) for mode in dict.fromkeys(modes)}
+
+
+def steps_in_the_middle(of: Run) -> Bars:
+    """Returns the bars of the two steps before the last one, in seconds from the end of the program before them."""
+    ends = ends_of_steps(of)
+    first, last = ends[-_SHOWN_STEPS - 2], ends[-2]
+    bars: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in Lane}
+    for task, start, end in zip(of.schedule.tasks, of.starts_s, of.ends_s, strict=True):
+        if end > first and start < last:
+            bars[task.lane].append((start - first, end - first))
+    return bars
+
+
+def _bars_to_json(bars: Bars) -> dict[str, list[list[float]]]:
+    return {lane.value: [list(bar) for bar in of_lane] for lane, of_lane in bars.items()}
+
+
+def _bars_from_json(fields: Mapping[str, Any]) -> Bars:
+    return {Lane(lane): [(float(start), float(end)) for start, end in bars] for lane, bars in fields.items()}
+
+
+def _row_from_json(fields: Mapping[str, Any]) -> PolicyRun:
+    return PolicyRun(
+        policy=check_text(fields["policy"], "policy", "bench"),
+        step_s=tuple(check_seconds(each, "step_s", "bench") for each in check_list(fields["step_s"], "step_s", "time")),
+        predicted_s=check_seconds(fields["predicted_s"], "predicted_s", "bench"),
+        own_bound_s=check_seconds(fields["own_bound_s"], "own_bound_s", "bench"),
+        peak_device_bytes=check_bytes(fields["peak_device_bytes"], "peak_device_bytes", "bench"),
+        losses=tuple(map(float, fields["losses"])),
+        measured=_bars_from_json(fields["measured"]),
+        predicted=_bars_from_json(fields["predicted"]),
+        recording=Recording.from_json(fields["recording"]) if "recording" in fields else None,
+    )

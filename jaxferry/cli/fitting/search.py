@@ -1,0 +1,240 @@
+"""Searches the largest batch that fits into device memory, and plans for it.
+
+own batch --trace--> smallest budget --secant--> another size --trace--> ... --> largest batch --auto--> forecast
+
+The device memory of the leanest plan is close to linear in the batch size, from what parameters and gradients alone
+need. So a few traces find the largest batch: its size was traced, and the next one, which does not fit. Larger batches
+may fit if layers are read in host memory. That is no answer: products of many rows read a layer again and again, so
+such steps are slower for each sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxferry.cli.fitting.records import BatchForecast, Fit
+from jaxferry.cli.fitting.traced import Traced
+from jaxferry.modes import MODULE
+from jaxferry.optimizer.host_memory import pinned_bytes
+from jaxferry.planner.base import Request
+from jaxferry.planner.granularity import plan_finest
+from jaxferry.planner.order import with_update_order
+from jaxferry.step.bottleneck import find_bottleneck
+from jaxferry.step.holdings import streamed_state_bytes
+from jaxferry.step.records import Plan
+from jaxferry.step.simulate.report import predict, simulate
+from jaxferry.units import format_apart
+
+MOST_TRACES = 30
+"""Traces of a search; a memory that is linear in the batch size needs three, one that is nearly so a few more."""
+
+_MOST_GUESSES = 6
+"""Traces at sizes where a line meets the budget; the search then halves."""
+
+_MOST_SAMPLES = 1 << 24
+
+_MOST_PLANS = 4
+"""How often a plan is made for less memory, until there is room for what the allocator takes beyond buffers."""
+
+
+def find_fit(
+    trace: Callable[[int], Traced],
+    batch_size: int,
+    *,
+    model: str,
+    machine: str,
+    budget_bytes: int,
+    host_bytes: Mapping[str, int],
+    host_memory_bytes: int | None = None,
+    report: Callable[[str], None] = lambda part: None,
+) -> Fit:
+    """Answers whether a model trains on a machine, with which batches, and how fast.
+
+    Args:
+      trace: traces the model for batches of a size.
+      batch_size: the workload's own batch size, at least 1.
+      model: its name.
+      machine: its name.
+      budget_bytes: device memory that training may take.
+      host_bytes: host memory that training keeps, by what it is for.
+      host_memory_bytes: host memory that training may take; None if it is not known.
+      report: called with a short description as each part starts.
+    """
+
+    def traced(size: int) -> Traced:
+        report(f"tracing batches of {size}")
+        return trace(size)
+
+    # For what waits in host memory for its backward; batches need nothing else there.
+    left_bytes = None if host_memory_bytes is None else host_memory_bytes - sum(host_bytes.values())
+    sizes = Sizes(traced, budget_bytes, left_bytes)
+
+    def fits(each: Traced) -> bool:
+        return each.smallest_bytes <= budget_bytes and sizes.fits_on_host(each)
+
+    own = sizes.of(batch_size)
+    smallest = own if fits(own) or batch_size == 1 else sizes.of(1)
+    wanted = {own.batch_size: own} if fits(own) else {}
+    if fits(smallest):
+        largest = sizes.largest(loading=smallest.loading_bytes <= budget_bytes)
+        wanted[largest.batch_size] = largest
+    rows = []
+    for size, each in wanted.items():
+        report(f"planning for batches of {size}")
+        rows.append(forecast(each, budget_bytes))
+    kept = with_saved(host_bytes, max([smallest, *wanted.values()], key=lambda each: each.batch_size))
+    streamed = [streamed_state_bytes(wanted[row.batch_size].profile, row.plan) for row in rows]
+    return Fit(
+        model,
+        machine,
+        budget_bytes,
+        kept,
+        host_memory_bytes,
+        pinned_bytes(kept, max(streamed, default=0)),
+        smallest.smallest_bytes,
+        smallest.batch_size,
+        max(wanted, default=0),
+        tuple(rows),
+        _problem(smallest, budget_bytes, with_saved(host_bytes, smallest), host_memory_bytes),
+    )
+
+
+def with_saved(host_bytes: Mapping[str, int], traced: Traced) -> dict[str, int]:
+    """Host memory by what it is for, with the activations of a batch that wait there."""
+    return {**host_bytes, **({"saved activations": traced.saved_bytes} if traced.saved_bytes else {})}
+
+
+class Sizes:
+    """The batch sizes that have been traced."""
+
+    def __init__(self, trace: Callable[[int], Traced], budget_bytes: int, left_bytes: int | None = None) -> None:
+        self._trace, self._budget_bytes, self._left_bytes = trace, budget_bytes, left_bytes
+        self._known: dict[int, Traced] = {}
+        self._need: Callable[[Traced], int] = _loading_bytes
+
+    def of(self, batch_size: int) -> Traced:
+        """The model for batches of a size."""
+        if batch_size not in self._known:
+            self._known[batch_size] = self._trace(batch_size)
+        return self._known[batch_size]
+
+    def largest(self, loading: bool) -> Traced:
+        """The largest size that fits, with all layers loaded or not; one that fits so must be known."""
+        self._need = _loading_bytes if loading else _smallest_bytes
+        while len(self._known) < MOST_TRACES:
+            size = self._next()
+            if size is None:
+                break
+            self.of(size)
+        return self._known[max(size for size, traced in self._known.items() if self._fits(traced))]
+
+    def fits_on_host(self, traced: Traced) -> bool:
+        """Whether host memory has room for what waits there, beside what training keeps anyway."""
+        # Batches without such values are not what does not fit.
+        return not self._saved_bytes(traced) or self._saved_bytes(traced) <= (self._left_bytes or 0)
+
+    def _saved_bytes(self, traced: Traced) -> int:
+        return 0 if self._left_bytes is None else traced.saved_bytes
+
+    def _fits(self, traced: Traced) -> bool:
+        return self._need(traced) <= self._budget_bytes and self.fits_on_host(traced)
+
+    def _next(self) -> int | None:
+        """The size to trace next; None if the largest is known."""
+        needs = sorted((size, self._need(traced)) for size, traced in self._known.items())
+        fitting = [each for each in needs if self._fits(self._known[each[0]])]
+        others = [each for each in needs if not self._fits(self._known[each[0]])]
+        first, last = fitting[-1][0] + 1, (others[0][0] if others else _MOST_SAMPLES) - 1
+        if first > last:
+            return None
+        if len(needs) > _MOST_GUESSES:
+            return (first + last) // 2 if others else min(2 * first, last)
+        return min(max(self._where_the_budget_ends([*fitting[-2:], *others[:1]][-2:]), first), last)
+
+    def _where_the_budget_ends(self, needs: list[tuple[int, int]]) -> int:
+        """The size at which the line through the largest two sizes, or through one and none, meets the budget."""
+        first = next(iter(self._known.values()))
+        (one, bytes_of_one), (two, bytes_of_two) = [(0, self._need(first.without_samples)), *needs][-2:]
+        slope = (bytes_of_two - bytes_of_one) / (two - one)
+        return int(one + (self._budget_bytes - bytes_of_one) / slope) if slope > 0 else 2 * two
+
+
+def _loading_bytes(traced: Traced) -> int:
+    return traced.loading_bytes
+
+
+def _smallest_bytes(traced: Traced) -> int:
+    return traced.smallest_bytes
+
+
+def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
+    """Plans by `auto` for a budget.
+
+    Raises:
+      BudgetError: if no plan fits.
+    """
+    plan, device_bytes = _planned(traced, budget_bytes)
+    simulation = simulate(traced.profile, plan)
+    step_s = simulation.steady_step_s
+    busy = {lane: use.busy_s / step_s if step_s > 0 else 0.0 for lane, use in simulation.lanes.items()}
+    bottleneck = find_bottleneck(busy, plan.details, step_s)
+    tokens = _tokens(traced.batch)
+    return BatchForecast(
+        batch_size=traced.batch_size,
+        step_s=step_s,
+        samples_per_s=traced.batch_size / step_s,
+        tokens_per_s=None if tokens is None else tokens / step_s,
+        device_bytes=device_bytes,
+        busy_share={lane.value: share for lane, share in busy.items()},
+        limit=bottleneck.limit,
+        reason=bottleneck.reason,
+        plan=plan,
+    )
+
+
+def _planned(traced: Traced, budget_bytes: int) -> tuple[Plan, dict[str, int]]:
+    """The plan of `auto` and its device memory, which leaves room for what the allocator takes beyond buffers."""
+    left, least, found = budget_bytes, traced.counted_bytes(budget_bytes), []
+    for number in range(_MOST_PLANS):
+        _, plan = plan_finest(traced.profile, "auto", Request(None, left), MODULE)
+        found.append((plan, traced.device_bytes(plan, budget_bytes)))
+        excess = sum(found[-1][1].values()) - budget_bytes
+        if excess <= 0:
+            return found[-1]
+        left = least if number + 2 == _MOST_PLANS else max(left - excess, least)
+    # Of plans with equally little memory, the one that `auto` prefers may need more beyond buffers.
+    details = {**found[-1][0].details, "binding": "memory"}
+    leanest = with_update_order(traced.profile, dataclasses.replace(traced.leanest(budget_bytes), details=details))
+    found.append((predict(traced.profile, leanest), traced.device_bytes(leanest, budget_bytes)))
+    return min(found, key=lambda each: sum(each[1].values()))
+
+
+def _tokens(batch: Any) -> int | None:
+    """The number of integers in the largest integer array whose rows have several."""
+    leaves = [leaf for leaf in jax.tree.leaves(batch) if hasattr(leaf, "shape") and len(leaf.shape) >= 2]
+    sizes = [int(np.prod(leaf.shape)) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.integer)]
+    return max(sizes, default=None)
+
+
+def _problem(smallest: Traced, budget_bytes: int, host_bytes: Mapping[str, int], host_memory_bytes: int | None) -> str:
+    problems = []
+    if smallest.smallest_bytes > budget_bytes:
+        needs, budget = format_apart(smallest.smallest_bytes, budget_bytes)
+        problems.append(
+            f"batches of {smallest.batch_size} need {needs} of device memory, and the budget is {budget}: take a "
+            "larger device or shorter samples"
+        )
+    total = sum(host_bytes.values())
+    if host_memory_bytes is not None and total > host_memory_bytes:
+        needs, there = format_apart(total, host_memory_bytes)
+        problems.append(
+            f"training needs {needs} of host memory, and there are {there}: "
+            "add memory, freeze parameters, or take an optimizer with less state"
+        )
+    return "; ".join(problems)

@@ -1,0 +1,336 @@
+"""The cost of one layer on a machine, in seconds and bytes: an element of `layers` in a profile (`records.py`)."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from typing import Any, Self
+
+from jaxferry.errors import InputError
+from jaxferry.records import (
+    check_bytes,
+    check_flag,
+    check_keys,
+    check_seconds,
+    check_text,
+    name_of_element,
+    required,
+)
+
+_PROGRAM_BYTES = (
+    "save_bytes",
+    "fetch_bytes",
+    "forward_workspace_bytes",
+    "backward_workspace_bytes",
+    "row_gradient_bytes",
+    "sum_bytes",
+)
+_BYTES = ("param_bytes", "grad_bytes", "activation_bytes", *_PROGRAM_BYTES)
+SECONDS = (
+    "load_s",
+    "forward_s",
+    "forward_dha_s",
+    "backward_s",
+    "backward_dha_s",
+    "backward_go_s",
+    "offload_s",
+    "update_s",
+    "inter_forward_s",
+    "inter_backward_s",
+)
+_FLAGS = {
+    "backward_reads": True,
+    "gradient_rows": False,
+    "has_backward": True,
+    "has_gradient": True,
+    "fused_backward": False,
+    "shares_program": False,
+}
+LINK_SHARES = ("forward_read_s", "backward_read_s", "backward_write_s")
+_FACTS = {**_FLAGS, **dict.fromkeys(_PROGRAM_BYTES, 0), **dict.fromkeys(LINK_SHARES, 0.0)}
+_UPDATES_ON_DEVICE = ("update_gpu_s", "update_streamed_s", "state_up_s", "state_down_s")
+_ON_DEVICE = (*_UPDATES_ON_DEVICE, "state_bytes")
+_OPTIONAL = (
+    "block",
+    "activation_bytes",
+    "inter_forward_s",
+    "inter_backward_s",
+    "temporary_bytes",
+    *_ON_DEVICE,
+    *_FACTS,
+)
+_RECOMPUTATION = ("recompute_s", "recompute_activation_bytes")
+_OF_GRADIENT = {
+    **dict.fromkeys(("grad_bytes", "row_gradient_bytes", "sum_bytes", "state_bytes"), 0),
+    **dict.fromkeys(("offload_s", "update_s", "backward_write_s"), 0.0),
+    **dict.fromkeys(_UPDATES_ON_DEVICE),
+}
+_OF_BACKWARD = {
+    **dict.fromkeys(("activation_bytes", "fetch_bytes", "backward_workspace_bytes"), 0),
+    **dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s", "inter_backward_s", "backward_read_s"), 0.0),
+    **dict.fromkeys(_RECOMPUTATION),
+}
+
+
+def forward_variant(by_dha: bool, recomputes: bool = False) -> str:
+    """The name of a layer's forward, such as `"forward_dha"`."""
+    return f"forward{'_dha' * by_dha}{'_recompute' * recomputes}"
+
+
+def backward_variant(by_dha: bool, grad_on_host: bool, recomputes: bool = False) -> str:
+    """The name of a layer's backward, such as `"backward_dha_go_recompute"`."""
+    return f"backward{'_dha' * by_dha}{'_go' * grad_on_host}{'_recompute' * recomputes}"
+
+
+_BOTH = (False, True)
+_FORWARDS = tuple(forward_variant(*flags) for flags in itertools.product(_BOTH, repeat=2))
+_BACKWARDS = tuple(backward_variant(*flags) for flags in itertools.product(_BOTH, repeat=3))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerProfile:
+    """The sizes and times of one layer; all times in seconds.
+
+    Attributes:
+      name: the layer's name, unique in its profile.
+      param_bytes: bytes of its parameters on the device.
+      grad_bytes: bytes of its gradient on the device.
+      activation_bytes: bytes kept on the device from its forward to its backward.
+      load_s: T_trans, parameters host to device.
+      forward_s: T_FP, forward with parameters on the device.
+      forward_dha_s: T_FP^H, forward that reads its parameters in host memory.
+      backward_s: T_BP = T_CBP, backward with parameters and gradient on the device.
+      backward_dha_s: T_BP^H, backward that reads its parameters in host memory.
+      backward_go_s: T_GBP, backward that writes its gradient to host memory, parameters on the device.
+      offload_s: gradient, or its sum of `sum_bytes`, device to host.
+      update_s: the optimizer step on the host.
+      inter_forward_s: T_FP(A), parameterless compute right after this layer's forward.
+      inter_backward_s: T_BP(A), parameterless compute right before this layer's backward.
+      parameters: the parameter group; entries with the same group share one host vector. Default: `name`.
+      block: the parameter group of blocks that this one is a part of, for layers of modules; "" if it is no such part.
+      recompute_s: extra time of a backward that runs the forward again; None if no plan may choose that.
+      recompute_activation_bytes: bytes then kept on the device from forward to backward. Give both keys or neither.
+      backward_reads: whether the backward reads the parameters. A lookup's backward does not. One that runs its forward
+        again does in any case.
+      gradient_rows: whether the gradient leaves as rows of lookups. Such a gradient is never GO.
+      row_gradient_bytes: bytes of these rows on the device; 0 counts `grad_bytes`, those of the whole table.
+      sum_bytes: bytes of the gradient's sum over micro-batches if that leaves the device instead and is wider; else 0.
+      has_backward: whether there is a backward. Without one, all times and byte counts of the backward, of
+        recomputation, of the gradient and of kept activations are 0, and given values are ignored.
+      has_gradient: whether the backward computes a gradient of the parameters. Without one, `grad_bytes`, `offload_s`
+        and `update_s` are 0, `backward_go_s` is `backward_s`, and given values are ignored. It needs `has_backward`.
+      fused_backward: whether forward and backward are one program; possible only for the last program of a profile.
+      shares_program: whether its forward and its backward are part of the programs of the layer before it. So the
+        layers of a program have parameters of their own, but run together.
+      save_bytes: bytes of values that leave for host memory after this forward, the last one that reads them.
+      fetch_bytes: bytes of values that return from host memory for this backward.
+      forward_workspace_bytes: device memory in use while the forward runs, besides parameters, kept activations and the
+        program's temporaries.
+      backward_workspace_bytes: likewise for the backward, without its gradient.
+      forward_read_s: time of the link up that a forward by DHA takes for its reads; at most `forward_dha_s`. Loads get
+        what is left of the link (`jaxferry.step.simulate.shared_work`).
+      backward_read_s: likewise for the backward; without what a backward by DHA reads that runs its forward again.
+      backward_write_s: time of the link down that a GO backward takes for its gradient.
+      update_gpu_s: the optimizer step on the device, with master parameters and optimizer state there; None if no
+        policy may choose that.
+      update_streamed_s: likewise by the programs of an update that streams, which split and join what moves;
+        `update_gpu_s` if None, see `streamed_update_s`.
+      state_up_s: master parameters and optimizer state host to device, for an update that streams them through the GPU;
+        None if no policy may choose that. A plan file may; the time is then that of a load of as many bytes.
+      state_down_s: likewise back, with the new compute copy; as an offload of as many bytes if None. If the compute
+        copy stays on the device, see `state_down_for`.
+      state_bytes: bytes of master parameters and optimizer state.
+      temporary_bytes: device memory that each compiled program needs besides its arguments and results, by variant
+        (`forward_variant`, `backward_variant`); a missing variant needs 0. If forward and backward are one program,
+        its temporaries count as the backward's.
+
+    Raises:
+      InputError: if a field is not acceptable; the message names layer and field.
+    """
+
+    name: str
+    param_bytes: int
+    grad_bytes: int
+    load_s: float
+    forward_s: float
+    forward_dha_s: float
+    backward_s: float
+    backward_dha_s: float
+    backward_go_s: float
+    offload_s: float
+    update_s: float
+    activation_bytes: int = 0
+    inter_forward_s: float = 0.0
+    inter_backward_s: float = 0.0
+    parameters: str = ""
+    block: str = ""
+    recompute_s: float | None = None
+    recompute_activation_bytes: int | None = None
+    backward_reads: bool = True
+    gradient_rows: bool = False
+    has_backward: bool = True
+    has_gradient: bool = True
+    fused_backward: bool = False
+    shares_program: bool = False
+    save_bytes: int = 0
+    fetch_bytes: int = 0
+    forward_workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
+    row_gradient_bytes: int = 0
+    sum_bytes: int = 0
+    forward_read_s: float = 0.0
+    backward_read_s: float = 0.0
+    backward_write_s: float = 0.0
+    update_gpu_s: float | None = None
+    update_streamed_s: float | None = None
+    state_up_s: float | None = None
+    state_down_s: float | None = None
+    state_bytes: int = 0
+    temporary_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        where = f'layer "{check_text(self.name, "name", "layer")}"'
+        for key in _FLAGS:
+            object.__setattr__(self, key, check_flag(getattr(self, key), key, where))
+        for key in _BYTES:
+            object.__setattr__(self, key, check_bytes(getattr(self, key), key, where))
+        for key in (*SECONDS, *LINK_SHARES):
+            object.__setattr__(self, key, check_seconds(getattr(self, key), key, where))
+        if self.forward_read_s > self.forward_dha_s:
+            most, given = self.forward_dha_s, self.forward_read_s
+            raise InputError(f"{where}: forward_read_s must be at most forward_dha_s, {most}, got {given}")
+        object.__setattr__(self, "state_bytes", check_bytes(self.state_bytes, "state_bytes", where))
+        for key in _UPDATES_ON_DEVICE:
+            if getattr(self, key) is not None:
+                object.__setattr__(self, key, check_seconds(getattr(self, key), key, where))
+        if self.parameters == "":
+            object.__setattr__(self, "parameters", self.name)
+        check_text(self.parameters, "parameters", where)
+        if self.block != "":
+            check_text(self.block, "block", where)
+        self._check_recomputation(where)
+        self._check_temporaries(where)
+        self._leave_out_what_does_not_run(where)
+
+    def _leave_out_what_does_not_run(self, where: str) -> None:
+        if self.has_gradient and not self.has_backward:
+            raise InputError(f"{where}: has_gradient needs has_backward; set both to false")
+        if self.fused_backward and not self.has_backward:
+            raise InputError(f"{where}: fused_backward needs has_backward")
+        nothing = {**({} if self.has_gradient else _OF_GRADIENT), **({} if self.has_backward else _OF_BACKWARD)}
+        if not self.has_gradient and self.has_backward:
+            nothing["backward_go_s"] = self.backward_s
+        for key, value in nothing.items():
+            object.__setattr__(self, key, value)
+
+    def _check_recomputation(self, where: str) -> None:
+        given = [key for key in _RECOMPUTATION if getattr(self, key) is not None]
+        if len(given) == 1:
+            [missing] = set(_RECOMPUTATION) - set(given)
+            raise InputError(f"{where}: {given[0]} needs {missing} beside it")
+        if given:
+            seconds = check_seconds(self.recompute_s, "recompute_s", where)
+            kept_bytes = check_bytes(self.recompute_activation_bytes, "recompute_activation_bytes", where)
+            object.__setattr__(self, "recompute_s", seconds)
+            object.__setattr__(self, "recompute_activation_bytes", kept_bytes)
+
+    def _check_temporaries(self, where: str) -> None:
+        given = self.temporary_bytes
+        if not isinstance(given, Mapping):
+            raise InputError(f"{where}: temporary_bytes must be an object of bytes by program, got {given!r}")
+        check_keys(given, (*_FORWARDS, *_BACKWARDS), f"{where}: temporary_bytes")
+        allowed = (*_FORWARDS, *_BACKWARDS) if self.has_backward else _FORWARDS
+        checked = {key: check_bytes(value, f"temporary_bytes of {key}", where) for key, value in given.items()}
+        kept = {key: value for key, value in checked.items() if value and key in allowed}
+        object.__setattr__(self, "temporary_bytes", kept)
+
+    @classmethod
+    def from_json(cls, document: Any, index: int = 0) -> Self:
+        """Reads one element of `layers`; `index` is its position, for errors about its name."""
+        name, where = name_of_element(document, index)
+        check_keys(document, tuple(field.name for field in dataclasses.fields(cls)), where)
+        values = {key: required(document, key, where) for key in (*_BYTES, *SECONDS) if key not in _OPTIONAL}
+        values |= {key: document[key] for key in _OPTIONAL if key in document}
+        if "recompute_s" in document:
+            values["recompute_s"] = check_seconds(document["recompute_s"], "recompute_s", where)
+        if "recompute_activation_bytes" in document:
+            kept_bytes = document["recompute_activation_bytes"]
+            values["recompute_activation_bytes"] = check_bytes(kept_bytes, "recompute_activation_bytes", where)
+        if "parameters" in document:
+            values["parameters"] = check_text(document["parameters"], "parameters", where)
+        return cls(name=name, **values)
+
+    def to_json(self) -> dict[str, Any]:
+        """The layer as an element of `layers`; optional keys only where they differ from the default."""
+        document = dataclasses.asdict(self)
+        if self.parameters == self.name:
+            del document["parameters"]
+        absent: dict[str, Any] = {**_FACTS, **dict.fromkeys(_RECOMPUTATION), "temporary_bytes": {}, "block": ""}
+        absent |= {**dict.fromkeys(_UPDATES_ON_DEVICE), "state_bytes": 0}
+        return {key: value for key, value in document.items() if key not in absent or value != absent[key]}
+
+    @property
+    def device_gradient_bytes(self) -> int:
+        """Bytes of the gradient on the device."""
+        return self.row_gradient_bytes if self.gradient_rows and self.row_gradient_bytes else self.grad_bytes
+
+    @property
+    def offload_bytes(self) -> int:
+        """Bytes that leave the device in `offload_s`."""
+        return self.sum_bytes or self.grad_bytes
+
+    @property
+    def can_recompute(self) -> bool:
+        """Whether a plan may let the backward run the forward again."""
+        return self.recompute_s is not None
+
+    def kept_bytes(self, recomputes: bool) -> int:
+        """Bytes kept on the device from the forward to the backward, with or without recomputation."""
+        again = self.recompute_activation_bytes if recomputes else None
+        return self.activation_bytes if again is None else again
+
+    @property
+    def streamed_update_s(self) -> float:
+        """Seconds of the optimizer step on the device where masters and state come for the update only."""
+        return (self.update_gpu_s or 0.0) if self.update_streamed_s is None else self.update_streamed_s
+
+    def state_down_for(self, copy_stays: bool) -> float | None:
+        """Seconds of the transfer down after an update through the GPU; None if the profile does not state them.
+
+        `state_down_s` covers the compute copy. A transfer without it takes its share of that time by bytes.
+        """
+        if self.state_down_s is None or not copy_stays or not self.param_bytes:
+            return self.state_down_s
+        return self.state_down_s * self.state_bytes / (self.state_bytes + self.param_bytes)
+
+    def forward_bytes(self, by_dha: bool, recomputes: bool = False) -> int:
+        """Device memory in use while the forward runs, besides parameters and kept activations."""
+        return self.forward_workspace_bytes + self.temporary_bytes.get(forward_variant(by_dha, recomputes), 0)
+
+    def backward_bytes(self, by_dha: bool, grad_on_host: bool, recomputes: bool = False) -> int:
+        """Likewise for the backward, without its gradient."""
+        variant = backward_variant(by_dha, grad_on_host, recomputes)
+        return self.backward_workspace_bytes + self.temporary_bytes.get(variant, 0)
+
+    def without_recomputation(self) -> Self:
+        """The layer without the option to recompute it."""
+        return dataclasses.replace(self, recompute_s=None, recompute_activation_bytes=None)
+
+    def backward_for(self, by_dha: bool, grad_on_host: bool, recomputes: bool = False) -> float:
+        """Seconds of the backward: parameters read by DHA or not, gradient written to the host or not.
+
+        The costs of both detours add up, so a gradient that stays gains T_GBP - T_CBP in every mode, as in MemFerry,
+        section IV-D. The result is never below 0. Running the forward again adds `recompute_s`, and by DHA also the
+        extra time of the forward by DHA.
+        """
+        more_s = 0.0
+        if recomputes:
+            more_s = (self.recompute_s or 0.0) + (max(self.forward_dha_s - self.forward_s, 0.0) if by_dha else 0.0)
+        if not by_dha:
+            return (self.backward_go_s if grad_on_host else self.backward_s) + more_s
+        if not grad_on_host:
+            return self.backward_dha_s + more_s
+        return max(self.backward_dha_s + (self.backward_go_s - self.backward_s), 0.0) + more_s
+
+    def backward_reads_for(self, recomputes: bool) -> float:
+        """Seconds of the link up that a backward by DHA takes, which reads twice if it runs its forward again."""
+        return self.backward_read_s + (self.forward_read_s if recomputes else 0.0)

@@ -1,1 +1,0 @@
-"""Transports: they move parameters and gradients between host and device."""

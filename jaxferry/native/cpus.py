@@ -1,0 +1,128 @@
+"""How many CPUs the process may use, and how many threads work in host memory.
+
+A machine's own number misleads under `taskset`, a job scheduler, or a container's quota: more threads than CPUs take
+turns, and the slowest one ends the work. Sources: sched_setaffinity(2), cpuset(7), Linux's documentation of control
+groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Iterator
+
+from jaxferry.errors import InputError
+from jaxferry.native.control_groups import Group, groups, read_lines
+
+VARIABLE = "JAXFERRY_HOST_THREADS"
+"""The environment variable that sets the number of threads of the native library's host steps."""
+
+_ROOT = pathlib.Path("/")
+_NODES = "sys/devices/system/node"
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuLimit:
+    """CPUs that the process may use at a time.
+
+    Attributes:
+      num_cpus: how many; a quota may be a fraction.
+      source: who says so, in words.
+    """
+
+    num_cpus: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class NumaNode:
+    """Memory and the CPUs next to it.
+
+    Attributes:
+      number: the kernel's number of the node.
+      num_cpus: how many of the CPUs on which the process may run are there.
+      is_allowed: whether the process may take memory there.
+    """
+
+    number: int
+    num_cpus: int
+    is_allowed: bool
+
+
+def limits(root: pathlib.Path = _ROOT) -> list[CpuLimit]:
+    """Returns all limits that the process knows, smallest first.
+
+    Args:
+      root: the folder that holds `proc` and `sys`.
+    """
+    found = [CpuLimit(os.cpu_count() or 1, "CPUs of the machine")]
+    if (allowed := _affinity()) is not None:
+        found.append(CpuLimit(len(allowed), "affinity of the process: taskset, cpuset or job scheduler"))
+    for group in groups("cpu", root):
+        with contextlib.suppress(ValueError):  # a file in another form says nothing
+            found.extend(_quota(group))
+    return sorted(found, key=lambda limit: limit.num_cpus)
+
+
+def num_cpus(root: pathlib.Path = _ROOT) -> int:
+    """Returns the number of CPUs that the process may use at once: the smallest limit, a fraction rounded up."""
+    return max(1, math.ceil(limits(root)[0].num_cpus))
+
+
+def num_host_threads(root: pathlib.Path = _ROOT) -> tuple[int, str]:
+    """Returns the number of threads that share a host step, including its caller, and who says so in words.
+
+    Raises:
+      InputError: if `JAXFERRY_HOST_THREADS` is not a number of threads.
+    """
+    given = os.environ.get(VARIABLE, "")
+    if not given:
+        return num_cpus(root), limits(root)[0].source
+    try:
+        wanted = int(given)
+    except ValueError:
+        wanted = 0
+    if wanted < 1:
+        raise InputError(f"{VARIABLE} must be a whole number of threads, 1 or more, got {given!r}: correct or unset it")
+    return wanted, VARIABLE
+
+
+def numa_nodes(root: pathlib.Path = _ROOT) -> list[NumaNode]:
+    """Returns the machine's NUMA nodes in order; none on systems that do not tell them."""
+    allowed, memory = _affinity(), None
+    for line in read_lines(root / "proc/self/status"):
+        name, _, value = line.partition(":")
+        if name == "Mems_allowed_list":
+            memory = _numbers(value)
+    found = []
+    for folder in (root / _NODES).glob("node[0-9]*"):
+        cpus = _numbers(next(iter(read_lines(folder / "cpulist")), ""))
+        number = int(folder.name.removeprefix("node"))
+        own = cpus if allowed is None else cpus & allowed
+        found.append(NumaNode(number, len(own), memory is None or number in memory))
+    return sorted(found, key=lambda node: node.number)
+
+
+def _affinity() -> set[int] | None:
+    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+def _quota(group: Group) -> Iterator[CpuLimit]:
+    if group.version == 2:
+        name = "cpu.max"
+        quota, period = [*group.first_line(name).split(), "", ""][:2]
+    else:
+        name = "cpu.cfs_quota_us"
+        quota, period = group.first_line(name), group.first_line("cpu.cfs_period_us")
+    # Without a quota they read "max" and -1.
+    if quota.isdigit() and int(period) > 0:
+        yield CpuLimit(int(quota) / int(period), f"{name} of the control group")
+
+
+def _numbers(text: str) -> set[int]:
+    """The numbers of a kernel's list such as "0-3,8"."""
+    spans = [part.partition("-")[::2] for part in text.strip().split(",") if part]
+    return {number for first, last in spans for number in range(int(first), int(last or first) + 1)}

@@ -1,0 +1,369 @@
+"""A training state's arrays in host memory, arranged in parameter groups."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxferry.native import host_sums
+from jaxferry.optimizer.on_devices import OnDevices
+from jaxferry.optimizer.optimizer import HostOptimizer
+from jaxferry.optimizer.pieces import Key, Parts, Pieces, cut, filled, on_host
+from jaxferry.optimizer.streamed import masters_of, replace_state, state_of, stream, subgroups_of
+from jaxferry.optimizer.update_group import UpdateGroup
+from jaxferry.optimizer.whole_copies import WholeCopies
+from jaxferry.partition import Layer, Leaf
+from jaxferry.transport.orphaned_copies import ORPHANED_COPIES
+from jaxferry.transport.pinned import Vectors, from_shares, on_cpu, to_pinned, writes_in_place
+from jaxferry.transport.placement import Placement
+
+
+class HostArrays:
+    """Masters, optimizer state and compute copy.
+
+    Args:
+      optimizer: the host optimizer.
+      placement: where arrays live.
+      layers: the parameter groups.
+      masters: by index in the flattened tree; emptied.
+      state: the leaves of the optimizer's state by path, emptied; None makes the initial state.
+
+    Attributes:
+      layers: the parameter groups in which the arrays are arranged.
+      units: the update groups, with masters and optimizer state.
+      whole_copies: of several processes, what programs read in place of `vectors`.
+    """
+
+    def __init__(
+        self,
+        optimizer: HostOptimizer,
+        placement: Placement,
+        layers: Sequence[Layer],
+        masters: dict[int, Parts],
+        state: dict[str, Parts] | None,
+    ) -> None:
+        self.layers: tuple[Layer, ...] = tuple(layers)
+        self._optimizer, self._placement = optimizer, placement
+        # What holds the vectors outlives this object until the device has read them.
+        self._held: list[list[Vectors]] = [[]]
+        ORPHANED_COPIES.keep(self, placement, self._held)
+        self.whole_copies = WholeCopies(placement)
+        self._frozen: dict[Key, jax.Array] = {}
+        self._stale: set[int] = set()
+        self._on_devices: dict[tuple[int, ...], OnDevices] = {}
+        self._packings: dict[Any, Callable[[Sequence[jax.Array]], Vectors]] = {}
+        pieces = self._masters_from(masters)
+        known = None if state is None else self._state_from(state)
+        # The caller's references are removed, so that arrays that are cut do not exist twice.
+        masters.clear()
+        if state is not None:
+            state.clear()
+        self.units = self._make_units(pieces, known)
+        self._unit_of: dict[int, UpdateGroup] = {}
+
+    def unit_of(self, group: int) -> UpdateGroup:
+        """The update group that covers a parameter group."""
+        unit = self._unit_of.get(group)
+        if unit is None:
+            self._unit_of = {each: unit for unit in self.units for each in unit.layers}
+            unit = self._unit_of[group]
+        return unit
+
+    @property
+    def vectors(self) -> list[Vectors]:
+        """For each group its flat vectors in pinned memory, in the compute dtype (once `fill` has made them)."""
+        return self._held[0]
+
+    def readable(self, group: int) -> list[jax.Array]:
+        """The vectors from which programs read a group in host memory; see `Placement.readable`."""
+        return self.whole_copies.of(group, self.layers[group], self.vectors[group])
+
+    @property
+    def on_device(self) -> frozenset[int]:
+        """The groups whose masters and optimizer state are on the device."""
+        return frozenset(group for unit in self.units if unit.is_on_device for group in unit.layers)
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of masters and optimizer state on each device."""
+        return sum(self._on_devices[unit.layers].num_bytes for unit in self.units if unit.is_on_device)
+
+    @property
+    def streamed(self) -> dict[int, int]:
+        """The groups whose updates stream through the GPU, each with its number of subgroups."""
+        return {unit.layers[0]: len(unit.subgroups) for unit in self.units if unit.subgroups}
+
+    def to_device(self, unit: UpdateGroup) -> None:
+        """Moves the masters and the optimizer state of a unit to the device, where they stay."""
+        self.to_host(unit)
+        there = self._on_devices[unit.layers] = OnDevices.of(self._optimizer, unit, self.layers, self._placement)
+        unit.masters, unit.state = there.placed(unit.masters, unit.state)
+        unit.is_on_device = True
+
+    def to_stream(self, unit: UpdateGroup, count: int) -> None:
+        """Moves them into flat vectors in pinned memory, in so many subgroups."""
+        self.to_host(unit)
+        stream(unit, subgroups_of(self._optimizer, unit, self.layers, count), self._placement, self._packed)
+
+    def to_host(self, unit: UpdateGroup) -> None:
+        """Moves them to ordinary host memory."""
+        if unit.is_on_device or unit.subgroups:
+            unit.masters, unit.state = self._masters_at_home(unit), self._state_at_home(unit)
+            unit.is_on_device, unit.subgroups = False, []
+            self._refresh(self._stale.intersection(unit.layers))
+
+    def bring_home(self) -> None:
+        """Moves everything that is on the device to host memory."""
+        for unit in self.units:
+            if unit.is_on_device:
+                self.to_host(unit)
+
+    def note_update(self, unit: UpdateGroup) -> None:
+        """Notes that a unit was updated on the device: its `vectors` are older than its masters."""
+        self._stale |= set(unit.layers)
+
+    def refresh(self, but: Collection[int] = ()) -> None:
+        """Makes the `vectors` anew of groups that were updated on the device, but for some."""
+        self._refresh(self._stale.difference(but))
+
+    def _refresh(self, groups: set[int]) -> None:
+        if not groups:
+            return
+        trained = self._trained([unit for unit in self.units if groups.intersection(unit.layers)])
+        for group in sorted(groups):
+            layer, old = self.layers[group], self.vectors[group]
+            own = layer.trained
+            arrays = [self._master_of(own, leaf, trained) for leaf in own.leaves]
+            made = self._packed(own, arrays)
+            self.vectors[group] = (*made, *old[len(made) :])
+            ORPHANED_COPIES.drop(self._placement, old)
+        self._stale = self._stale - groups
+
+    def _masters_at_home(self, unit: UpdateGroup) -> list[jax.Array]:
+        """Masters of a unit in host memory: copies if they are elsewhere."""
+        if unit.is_on_device:
+            return self._on_devices[unit.layers].masters_at_home(unit.masters)
+        return masters_of(unit, self._placement) if unit.subgroups else unit.masters
+
+    def _state_at_home(self, unit: UpdateGroup) -> list[jax.Array]:
+        """Likewise for the optimizer's state."""
+        if unit.is_on_device:
+            return self._on_devices[unit.layers].state_at_home(unit.state)
+        return state_of(unit, self._placement) if unit.subgroups else unit.state
+
+    def masters(self) -> dict[int, Parts]:
+        """Returns the stored parameters by leaf and part, without copies where they are in host memory.
+
+        Frozen ones may exist only in the compute copy: they are NumPy views of it.
+        """
+        return {**self._trained(), **self._frozen_parts()}
+
+    def master(self, leaf: int) -> Parts:
+        """Returns one of them by part."""
+        units = [unit for unit in self.units if leaf in unit.leaves]
+        return self._trained(units)[leaf] if units else self._frozen_parts(leaf)[leaf]
+
+    def _frozen_parts(self, only: int | None = None) -> dict[int, Parts]:
+        """Returns the frozen parameters, or one of them, by leaf and part."""
+        found: dict[int, dict[Any, Any]] = {}
+        _add(found, ((key, array) for key, array in self._frozen.items() if only in (None, key[0])))
+        for layer, vectors in zip(self.layers, self.vectors, strict=False):
+            keys = [self._key(layer, leaf) for leaf in layer.leaves]
+            pairs = zip(keys, self._placement.ownership.of(layer).leaves, strict=True)
+            missing = [
+                (key, leaf)
+                for key, leaf in pairs
+                if not leaf.is_trained and key not in self._frozen and only in (None, key[0])
+            ]
+            flat = self._on_cpu(layer, vectors, {leaf.vector for _, leaf in missing})
+            for (name, part), leaf in missing:
+                own = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
+                found.setdefault(name, {})[part] = own
+        return dict(found)
+
+    def _on_cpu(self, layer: Layer, vectors: Vectors, numbers: Collection[int]) -> dict[int, np.ndarray]:
+        """Some vectors of a layer's compute copy, by number."""
+        if self._placement.num_devices == 1 or not numbers:
+            return {number: np.asarray(on_cpu([vectors[number]], self._placement)[0]) for number in numbers}
+        own = from_shares(vectors, self._placement, layer)
+        return {number: np.asarray(own[number]) for number in numbers}
+
+    def optimizer_state(self) -> dict[str, dict[Any, jax.Array]]:
+        """Returns the stored leaves of the optimizer's state, by path and part."""
+        found: dict[str, dict[Any, jax.Array]] = {}
+        for unit in self.units:
+            _add(found, zip(unit.state_keys, self._state_at_home(unit), strict=True))
+        return found
+
+    @property
+    def copy_bytes(self) -> dict[str, int]:
+        """The bytes of a copy of masters and optimizer state, by what they are for; of those that a copy holds."""
+        own = [leaf for layer in self.layers for leaf in self._placement.ownership.of(layer).leaves]
+        frozen = {leaf.source: leaf.size * leaf.master_dtype.itemsize for leaf in own if not leaf.is_trained}
+        trained = sum(unit.num_bytes for unit in self.units)
+        return {"master parameters and optimizer state": trained, "frozen parameters": sum(frozen.values())}
+
+    @property
+    def elsewhere_bytes(self) -> int:
+        """The bytes of masters and optimizer state of which `masters` and `optimizer_state` make copies."""
+        return sum(unit.num_bytes for unit in self.units if not unit.is_on_host)
+
+    def copies(self) -> tuple[dict[int, Parts], dict[str, Parts]]:
+        """Returns what `masters` and `optimizer_state` do, as copies that later steps do not change."""
+        found_masters: dict[int, dict[Any, jax.Array]] = {}
+        found_state: dict[str, dict[Any, jax.Array]] = {}
+        for unit in self.units:
+            for found, keys, arrays in (
+                (found_masters, unit.keys, self._masters_at_home(unit)),
+                (found_state, unit.state_keys, self._state_at_home(unit)),
+            ):
+                # Those of the others are copies already.
+                own = (on_host(array, self._placement) if unit.is_on_host else array for array in arrays)
+                _add(found, zip(keys, own, strict=True))
+        for name, parts in self._frozen_parts().items():
+            found_masters[name] = {part: on_host(array, self._placement) for part, array in parts.items()}
+        return dict(found_masters), dict(found_state)
+
+    def arrange(self, layers: Sequence[Layer]) -> None:
+        """Arranges the arrays in these parameter groups; `vectors` is empty afterwards.
+
+        If that fails (host memory is short), the arrays stay in the groups that they were in.
+        """
+        masters, state = self._masters_from(self.masters()), self._state_from(self.optimizer_state())
+        before = self.layers
+        # Only the pieces hold the arrays now, so that arrays that are cut do not exist twice.
+        self.layers, self.units, self._frozen, self._unit_of = tuple(layers), [], {}, {}
+        self._drop_vectors()
+        try:
+            self.units = self._make_units(masters, state)
+        except BaseException:
+            self.layers = before
+            self.units = self._make_units(self._masters_from(masters.left()), self._state_from(state.left()))
+            raise
+
+    def replace_masters(self, masters: dict[int, Parts]) -> None:
+        """Replaces all parameters; `vectors` is empty afterwards.
+
+        Args:
+          masters: by index in the flattened tree; emptied.
+        """
+        for unit in self.units:
+            self.to_host(unit)
+        pieces = self._masters_from(masters)
+        masters.clear()
+        frozen = self._take_frozen(pieces)
+        made = [[pieces.take(key) for key in unit.keys] for unit in self.units]
+        for unit, own in zip(self.units, made, strict=True):
+            unit.masters = own
+        self._frozen = frozen
+        self._drop_vectors()
+
+    def replace_state(self, leaves: Mapping[str, Any]) -> None:
+        """Replaces leaves of the optimizer's state.
+
+        Args:
+          leaves: some of them, whole, by path.
+        """
+        pieces = self._state_from({name: {None: leaf} for name, leaf in leaves.items()})
+        made = [{key: pieces.take(key) for key in unit.state_keys if key[0] in leaves} for unit in self.units]
+        for unit, new in zip(self.units, made, strict=True):
+            if unit.subgroups and replace_state(unit, new, self._placement):
+                continue
+            if unit.is_on_device:
+                unit.state = self._on_devices[unit.layers].replaced(unit.state, new)
+                continue
+            self.to_host(unit)
+            unit.state = [new.get(key, leaf) for key, leaf in zip(unit.state_keys, unit.state, strict=True)]
+
+    def fill(self) -> None:
+        """Makes the `vectors` that do not exist."""
+        trained = self._trained()
+        for layer in self.layers[len(self.vectors) :]:
+            leaves = [self._master_of(layer, leaf, trained) for leaf in layer.leaves]
+            self.vectors.append(self._packed(layer, leaves))
+            for leaf in layer.leaves:
+                if not leaf.is_trained and leaf.dtype == leaf.master_dtype:
+                    del self._frozen[self._key(layer, leaf)]
+
+    def _drop_vectors(self) -> None:
+        ORPHANED_COPIES.drop(self._placement, self._held[0])
+        self.whole_copies.drop()
+        self._held[0], self._stale = [], set()
+
+    def _trained(self, units: Sequence[UpdateGroup] | None = None) -> dict[int, dict[Any, jax.Array]]:
+        """Returns the stored masters of trained parameters, by leaf and part; of some units, or all."""
+        found: dict[int, dict[Any, jax.Array]] = {}
+        for unit in self.units if units is None else units:
+            _add(found, zip(unit.keys, self._masters_at_home(unit), strict=True))
+        return found
+
+    def _key(self, layer: Layer, leaf: Leaf) -> Key:
+        """How a group's parameter is stored, or would be if its update took parts of it."""
+        return leaf.source, self._placement.ownership.span(layer, leaf) or leaf.part
+
+    def _master_of(self, layer: Layer, leaf: Leaf, trained: Mapping[int, Parts]) -> jax.Array:
+        """Returns the master of a group's leaf; cuts it if it is stored whole."""
+        name, part = self._key(layer, leaf)
+        if not leaf.is_trained:
+            return self._frozen[name, part]
+        known = trained[name]
+        if leaf.part is None or part in known:
+            return known[part]
+        return cut(known[None], leaf.part, self._placement)
+
+    def _make_units(self, masters: Pieces, state: Pieces | None) -> list[UpdateGroup]:
+        self._frozen = self._take_frozen(masters)
+        units = self._optimizer.units_of(self.layers)
+        for unit in units:
+            unit.masters = [masters.take(key) for key in unit.keys]
+            if state is None:
+                unit.state = self._optimizer.updates.init_state(unit, unit.masters)
+            else:
+                unit.state = [state.take(key) for key in unit.state_keys]
+        return units
+
+    def _take_frozen(self, masters: Pieces) -> dict[Key, jax.Array]:
+        keys = [self._key(layer, leaf) for layer in self.layers for leaf in layer.leaves if not leaf.is_trained]
+        return {key: masters.take(key) for key in keys}
+
+    def _masters_from(self, arrays: Mapping[int, Parts]) -> Pieces:
+        return Pieces(arrays, self._placement, {i: tuple(aval.shape) for i, aval in enumerate(self._optimizer.avals)})
+
+    def _state_from(self, arrays: Mapping[str, Parts]) -> Pieces:
+        shapes = {name: tuple(aval.shape) for name, aval in self._optimizer.state_shapes().items()}
+        return Pieces(arrays, self._placement, shapes)
+
+    def _packed(self, layer: Layer, arrays: Sequence[jax.Array]) -> Vectors:
+        """A layer's arrays in host memory, or what this process holds of them, in new vectors in pinned memory."""
+        place, own = self._placement, self._placement.ownership.of(layer)
+        if not (place.is_cpu or writes_in_place(place)):
+            return to_pinned(self._packing(own)(arrays), place, layer)
+        pairs = list(zip(own.leaves, arrays, strict=True))
+
+        def write(made: np.ndarray, number: int) -> None:
+            for leaf, array in pairs:
+                if leaf.vector == number:
+                    host_sums.copy(made[leaf.offset : leaf.offset + leaf.size], np.asarray(array).reshape(-1))
+
+        return tuple(
+            filled(v.shape, v.dtype, place, functools.partial(write, number=number), is_pinned=True)
+            for number, v in enumerate(own.vectors)
+        )
+
+    def _packing(self, layer: Layer) -> Callable[[Sequence[jax.Array]], Vectors]:
+        def pack(masters: Any) -> Vectors:
+            return layer.pack(jax.device_put(masters, jax.memory.Space.Device))
+
+        if layer.layout not in self._packings:
+            self._packings[layer.layout] = jax.jit(pack, out_shardings=self._placement.update_output)
+        return self._packings[layer.layout]
+
+
+def _add(found: dict[Any, dict[Any, jax.Array]], arrays: Iterable[tuple[Key, jax.Array]]) -> None:
+    """Adds arrays by name and part."""
+    for (name, part), array in arrays:
+        found.setdefault(name, {})[part] = array

@@ -1,0 +1,247 @@
+"""The update of a unit by one call into the native library, where the optimizer has a native rule.
+
+    counts, norm, scale --a program, once a step--> factors
+    factors, gradient vectors, masters, moments, compute copy --HostStep--> all in place
+
+`update_programs.py` chooses it. JAX's arrays stay where they are and take new values, as pinned memory does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxferry.native import is_available
+from jaxferry.native.host_step import FACTORS, HostStep, StepFactors, StepPart
+from jaxferry.native.operations import DTYPES
+from jaxferry.optimizer.optimizers import FusedTransformation, HostRule
+from jaxferry.optimizer.update_group import UpdateGroup
+from jaxferry.partition import Layer
+from jaxferry.transport.pinned import Vectors, as_numpy, updated_vectors
+from jaxferry.transport.placement import Placement
+
+
+def fused_rule(optimizer: Any, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:
+    """Returns the library's rule for the update of these layers; None if Optax has to do it.
+
+    Args:
+      optimizer: the Optax transformation.
+      state: shapes of its state for these layers.
+      layers: the layers of the unit.
+      reads: for each layer whether it has a gradient.
+    """
+    rule = optimizer.rule if isinstance(optimizer, FusedTransformation) else None
+    if rule is None or not all(reads) or not rule.fits(state):
+        return None
+    leaves = [leaf for layer in layers for leaf in layer.leaves]
+    if not all(leaf.master_dtype == np.float32 and leaf.dtype in DTYPES for leaf in leaves):
+        return None
+    return rule if is_available("cpu") else None
+
+
+def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:
+    """Returns the factor that clips gradients of this global norm to `clip_norm`; fp32 scalars."""
+    one = jnp.float32(1)
+    return one if clip_norm is None else jnp.where(norm < clip_norm, one, jnp.float32(clip_norm) / norm)
+
+
+def factors_program(rule: HostRule, state: Any, clip_norm: float | None) -> tuple[Callable[..., jax.Array], int]:
+    """Returns a function, for a jitted one, of a state's counts, the norm and the scale to the factors of a step.
+
+    The second result is the number of counts.
+
+    Args:
+      rule: the optimizer's rule.
+      state: shapes of its state; any layer's, since all count alike.
+      clip_norm: global norm to clip gradients to, or None.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    _, places = _moments_and_counts(rule, structure)
+
+    def factors(counts: Sequence[jax.Array], norm: jax.Array, scale: jax.Array) -> jax.Array:
+        # No factor depends on moments.
+        known: list[Any] = [None] * len(leaves)
+        for place, count in zip(places, counts, strict=True):
+            known[place] = count
+        found = {
+            "unscale": 1 / scale,
+            "clip": clip_factor(norm, clip_norm),
+            **rule.factors(jax.tree.unflatten(structure, known)),
+        }
+        return jnp.stack([found[name] for name in FACTORS])
+
+    return factors, len(places)
+
+
+def _moments_and_counts(rule: HostRule, structure: Any) -> tuple[list[list[int]], list[int]]:
+    """Where the moments of a state, and all else, which counts steps, are among its leaves."""
+    numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
+    moments = [jax.tree.leaves(moment) for moment in rule.moments(numbered)]
+    of_moments = {place for places in moments for place in places}
+    return moments, [place for place in range(structure.num_leaves) if place not in of_moments]
+
+
+class Factors:
+    """The factors of a step, computed once for all units that have taken as many steps.
+
+    Args:
+      program: the compiled function of `factors_program`.
+      num_counts: of a unit's state.
+
+    Attributes:
+      shared: the factors.
+      norm, scale: the numbers that they were computed with.
+    """
+
+    def __init__(self, program: Callable[..., Any], num_counts: int) -> None:
+        self._program, self.shared = program, StepFactors(num_counts)
+        self.norm: Any = None
+        self.scale: Any = None
+
+    def compute(self, counts: Sequence[np.ndarray], norm: Any, scale: Any) -> None:
+        """Computes them.
+
+        Args:
+          counts: int32 scalars, see `factors_program`.
+          norm: fp32 scalar, the global norm of all gradients after the division by `scale`; one object for a step.
+          scale: fp32 scalar, the divisor of gradients; likewise.
+        """
+        self.norm = self.scale = None
+        taken = [np.int32(count) for count in counts]
+        self.shared.values[:] = np.asarray(self._program(taken, norm, scale))
+        self.shared.counts[:] = taken
+        self.norm, self.scale = norm, scale
+
+
+class FusedUpdate:
+    """Updates units of one layout by the native library.
+
+    Args:
+      rule: the optimizer's rule.
+      factors: computes the factors of a step.
+      layers: the layers of such a unit; this process's elements of their trained parameters.
+      state: shapes of its Optax state.
+      decays: for each master whether it decays.
+      gradient_dtypes: of the vectors of gradients, for all layers together.
+      placement: where arrays live.
+      writes_in_place: whether the compute copy is overwritten where it is.
+    """
+
+    def __init__(
+        self,
+        rule: HostRule,
+        factors: Factors,
+        layers: Sequence[Layer],
+        state: Any,
+        decays: Sequence[bool],
+        gradient_dtypes: Sequence[np.dtype],
+        placement: Placement,
+        writes_in_place: bool,
+    ) -> None:
+        self._rule, self._factors, self._layers, self._placement = rule, factors, layers, placement
+        self._writes_in_place = writes_in_place
+        self._copies = [vector for layer in layers for vector in layer.vectors]
+        self._gradients = [(v.size, dtype) for v, dtype in zip(self._copies, gradient_dtypes, strict=True)]
+        places = sorted((leaf.index, number, leaf) for number, layer in enumerate(layers) for leaf in layer.leaves)
+        starts = np.cumsum([0, *(len(layer.vectors) for layer in layers)])
+        self._parts = [
+            StepPart(int(starts[number]) + leaf.vector, leaf.offset, decay)
+            for (_, number, leaf), decay in zip(places, decays, strict=True)
+        ]
+        self._moments, self._counts = _moments_and_counts(rule, jax.tree.structure(state))
+
+    def __call__(
+        self, unit: UpdateGroup, vectors: Sequence[Vectors], gradients: Sequence[Vectors], norm: Any, scale: Any
+    ) -> Sequence[Vectors]:
+        """See `update_programs.Update`. The arrays of the unit stay, with new content."""
+        prepared = unit.prepared
+        if prepared is None or prepared.update is not self:
+            prepared = self._prepare(unit)
+        number = 0
+        for of_layer in gradients:
+            for vector in of_layer:
+                if prepared.arrived[number]() is not vector:
+                    self._note_gradient(prepared, number, vector)
+                number += 1
+        if not self._writes_in_place:
+            made = [np.empty(vector.size, vector.dtype) for vector in self._copies]
+            prepared.step.copies[:] = [array.ctypes.data for array in made]
+            self._run(prepared, norm, scale)
+            return self._stored(vectors, made)
+        for known, of_layer in zip(prepared.vectors, vectors, strict=True):
+            if known is not of_layer:
+                self._note_copies(prepared, vectors)
+        self._run(prepared, norm, scale)
+        return vectors
+
+    def begin_step(self, unit: UpdateGroup, norm: Any, scale: Any) -> None:
+        """See `update_programs.Update`."""
+        self._factors.compute((unit.prepared or self._prepare(unit)).counts, norm, scale)
+
+    def _run(self, prepared: _Prepared, norm: Any, scale: Any) -> None:
+        factors = self._factors
+        is_known = factors.norm is norm and factors.scale is scale
+        if not (is_known and prepared.step.run()):
+            factors.compute(prepared.counts, norm, scale)
+            prepared.step.run()
+
+    def _prepare(self, unit: UpdateGroup) -> _Prepared:
+        masters, state = (list(map(as_numpy, own)) for own in (unit.masters, unit.state))
+        moments, counts = [[state[i] for i in places] for places in self._moments], [state[i] for i in self._counts]
+        dtypes = [dtype for _, dtype in self._gradients], [vector.dtype for vector in self._copies]
+        given = (self._rule.step, self._parts, masters, moments, *dtypes, counts, self._factors.shared)
+        unit.prepared = _Prepared(
+            self, HostStep(*given), counts, [_nothing for _ in self._gradients], [()] * len(self._layers)
+        )
+        return unit.prepared
+
+    def _note_gradient(self, prepared: _Prepared, number: int, vector: jax.Array) -> None:
+        """Notes where a gradient is. Later ones are mostly in the same arrays, which only the transport keeps alive."""
+        if (vector.size, vector.dtype) != self._gradients[number]:
+            raise ValueError(
+                f"an update takes a gradient of {self._gradients[number]}, got {vector.shape} {vector.dtype}"
+            )
+        prepared.step.gradients[number] = vector.unsafe_buffer_pointer()
+        prepared.arrived[number] = weakref.ref(vector)
+
+    def _note_copies(self, prepared: _Prepared, vectors: Sequence[Vectors]) -> None:
+        """Notes where the compute copy is: each layer's vectors of trained parameters are its first ones."""
+        pairs = zip(vectors, self._layers, strict=True)
+        trained = [vector for of_layer, layer in pairs for vector in of_layer[: len(layer.vectors)]]
+        prepared.step.copies[:] = [vector.unsafe_buffer_pointer() for vector in jax.block_until_ready(trained)]
+        prepared.vectors = list(vectors)
+
+    def _stored(self, vectors: Sequence[Vectors], made: Sequence[np.ndarray]) -> list[Vectors]:
+        """The compute copy with these vectors of trained parameters."""
+        left = iter(made)
+        new = [tuple(next(left) for _ in layer.vectors) for layer in self._layers]
+        return updated_vectors(vectors, new, self._placement, self._layers)
+
+
+@dataclasses.dataclass
+class _Prepared:
+    """What an update knows of a unit until its arrays are replaced.
+
+    Attributes:
+      update: the update.
+      step: the library's step.
+      counts: of the unit's state.
+      arrived: references to the vectors of gradients that the step reads.
+      vectors: the compute copy that it writes.
+    """
+
+    update: FusedUpdate
+    step: HostStep
+    counts: list[np.ndarray]
+    arrived: list[Callable[[], Any]]
+    vectors: list[Vectors]
+
+
+def _nothing() -> None:
+    """Refers to no array."""

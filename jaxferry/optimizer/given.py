@@ -1,0 +1,83 @@
+"""Checks what a user assigns to a state: parameters, the optimizer's state, hyperparameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxferry.errors import InputError
+from jaxferry.optimizer.subtree import path_names
+from jaxferry.partition import check_byte_order
+
+
+def given_leaves(what: str, given: Any, expected: Any) -> list[Any]:
+    """The leaves of a given tree.
+
+    Args:
+      what: what it is assigned to, for errors.
+      given: the tree, of arrays.
+      expected: a tree of the same structure, of shape structs.
+
+    Raises:
+      InputError: if structure, a shape or the kind of a dtype differs.
+    """
+    leaves, wanted = jax.tree.leaves(given), jax.tree.leaves(expected)
+    tree: Any = jax.tree.structure(given)
+    if tree != jax.tree.structure(expected):
+        names, known = set(path_names(given)), set(path_names(expected))
+        found = [f"it lacks {name}" for name in sorted(known - names)] + [f"{n} is new" for n in sorted(names - known)]
+        raise InputError(f"{what} must be a tree like its current value: {'; '.join(found[:3]) or 'nodes differ'}")
+    for name, leaf, known_leaf in zip(path_names(expected), leaves, wanted, strict=True):
+        _check_leaf(f"{what}, leaf {name},", leaf, known_leaf)
+    return leaves
+
+
+def hyperparameters(known: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of an optimizer's state that hold hyperparameters of `optax.inject_hyperparams`, by path.
+
+    Args:
+      known: all leaves of the state, by path.
+      values: new values by name.
+
+    Raises:
+      InputError: if the state holds no such hyperparameter, a schedule sets it, or the value does not fit.
+    """
+    found: dict[str, Any] = {}
+    names = sorted({match[1] for path in known if (match := re.search(r"\.hyperparams\['(\w+)'\]$", path))})
+    for name, value in values.items():
+        paths = [path for path in known if path.endswith(f".hyperparams['{name}']")]
+        if not paths:
+            has = f"it has {', '.join(names)}" if names else "wrap it in optax.inject_hyperparams to have some"
+            raise InputError(f"the optimizer's state has no hyperparameter {name!r}: {has}")
+        if any(f".hyperparams_states['{name}']" in path for path in known):
+            raise InputError(
+                f"hyperparameter {name!r} follows a schedule, which sets it in every update: pass a number"
+            )
+        for path in paths:
+            _check_leaf(f"hyperparameter {name!r}", value, known[path])
+            found[path] = np.asarray(value)
+    return found
+
+
+def _check_leaf(what: str, leaf: Any, expected: Any) -> None:
+    check_byte_order(leaf, what)
+    shape, wanted = np.shape(leaf), tuple(expected.shape)
+    if shape != wanted:
+        raise InputError(f"{what} must have shape {wanted}, got {shape}")
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    if not _fits(dtype, expected.dtype):
+        raise InputError(f"{what} must have a dtype that {expected.dtype} can hold, got {dtype}")
+
+
+def _fits(dtype: Any, into: Any) -> bool:
+    """Whether values of a dtype keep their kind in the other: reals stay reals, keys stay keys."""
+    extended = jax.dtypes.extended
+    if jax.dtypes.issubdtype(dtype, extended) or jax.dtypes.issubdtype(into, extended):
+        return bool(dtype == into)
+    kinds: Sequence[Any] = (np.bool_, np.integer, np.floating, np.complexfloating)
+    ranks = [[jax.dtypes.issubdtype(each, kind) for kind in kinds] for each in (dtype, into)]
+    return all(any(rank) for rank in ranks) and ranks[0].index(True) <= ranks[1].index(True)

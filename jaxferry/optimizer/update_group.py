@@ -1,0 +1,164 @@
+"""Update groups: which layers share one update, and how the parts that they hold are joined and split again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxferry.optimizer.pieces import Key
+from jaxferry.partition import Layer, Part, Span
+from jaxferry.partition.graph import aval_bytes
+
+
+@dataclasses.dataclass
+class UpdateGroup:
+    """What one update covers: a layer, or all layers if the optimizer is not separable.
+
+    Attributes:
+      layers: indices of the layers.
+      leaves: indices of their parameters in the model's own tree, ascending.
+      masters: master parameters in the order of `leaves`, in host memory.
+      state: leaves of the Optax state, in host memory.
+      state_keys: their paths, and which part of a stacked parameter they belong to.
+      programs: its updates (`update_programs.Update`), by which of the layers any segment reads.
+      parts: for each master its part of the leaf, or some elements of it; empty if all are whole.
+      is_on_device: whether masters and state are on the device instead.
+      subgroups: what holds them if updates stream them through the GPU; masters and state are then shapes.
+      prepared: what an update has prepared for masters and state as they are.
+    """
+
+    layers: tuple[int, ...]
+    leaves: tuple[int, ...]
+    masters: list[jax.Array]
+    state: list[jax.Array]
+    state_keys: list[Key]
+    programs: dict[tuple[bool, ...], Any] = dataclasses.field(default_factory=dict)
+    parts: tuple[Part | Span | None, ...] = ()
+    is_on_device: bool = False
+    subgroups: list[Subgroup] = dataclasses.field(default_factory=list)
+    prepared: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Replaces a field; what is prepared for other arrays would keep these alive."""
+        if name in ("masters", "state"):
+            super().__setattr__("prepared", None)
+        super().__setattr__(name, value)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether masters and state are in ordinary host memory, where the host updates them."""
+        return not self.is_on_device and not self.subgroups
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of masters and state."""
+        return sum(map(aval_bytes, (*self.masters, *self.state)))
+
+    @property
+    def keys(self) -> list[Key]:
+        """Leaf and part of each master."""
+        return list(zip(self.leaves, self.parts or [None] * len(self.leaves), strict=True))
+
+
+@dataclasses.dataclass
+class Subgroup:
+    """Parameters of a unit, or elements of them, with their optimizer state, which stream through the GPU together.
+
+    Attributes:
+      unit: the update of these parameters alone; masters and state are shapes, but for state that stays on the device.
+      trained: these parameters, at their offsets in vectors of the unit's layer.
+      spans: by index of the leaf, its elements that are of this subgroup; empty for those that are whole.
+      touched: the numbers of these vectors.
+      streamed: the layout of what moves, in flat vectors of its own: masters, then leaves of the state, by index.
+      vectors: these vectors, in pinned memory; empty if only shapes are wanted.
+    """
+
+    unit: UpdateGroup
+    trained: Layer
+    spans: Mapping[int, Span]
+    touched: tuple[int, ...]
+    streamed: Layer
+    vectors: tuple[jax.Array, ...] = ()
+
+    @property
+    def moved(self) -> list[int]:
+        """Which of the masters, followed by the leaves of the state, move."""
+        return [leaf.index for leaf in self.streamed.leaves]
+
+
+def updated_together(layers: Sequence[Layer], not_by_part: Collection[int]) -> list[tuple[int, ...]]:
+    """Groups layers for updates: layers that hold parts of the same leaf go together if that leaf is updated whole.
+
+    All other leaves of which such layers hold parts are then updated whole as well.
+    """
+    stacked = [{leaf.source for leaf in layer.leaves if leaf.part is not None} for layer in layers]
+    whole, more = set[int](), set(not_by_part)
+    while more - whole:
+        whole |= more
+        more = set[int]().union(*(leaves for leaves in stacked if leaves & whole))
+    group_of = list(range(len(layers)))
+    for leaf in whole:
+        groups = {group_of[i] for i, leaves in enumerate(stacked) if leaf in leaves}
+        group_of = [min(groups) if group in groups else group for group in group_of]
+    return [tuple(i for i, other in enumerate(group_of) if other == group) for group in dict.fromkeys(group_of)]
+
+
+def put_together(layers: Sequence[Layer], arrays: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
+    """Joins stored parts into leaves of the model's own tree; for a jitted function."""
+    whole: dict[int, jax.Array] = {}
+    parts: dict[int, dict[Part, jax.Array]] = {}
+    for leaf in (leaf for layer in layers for leaf in layer.leaves):
+        if leaf.part is None:
+            whole[leaf.source] = arrays[leaf.index]
+        else:
+            parts.setdefault(leaf.source, {})[leaf.part] = arrays[leaf.index]
+    for source, found in parts.items():
+        ordered = sorted(found, key=lambda part: part.number)
+        whole[source] = jnp.stack([found[part] for part in ordered], ordered[0].axis)
+    return whole
+
+
+def taken_apart(layers: Sequence[Layer], arrays: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
+    """Splits leaves into stored parts: the inverse of `put_together`."""
+    return {leaf.index: _part_of(arrays[leaf.source], leaf.part) for layer in layers for leaf in layer.leaves}
+
+
+def masters_by_leaf(
+    unit: UpdateGroup, layers: Sequence[Layer]
+) -> Callable[[Sequence[jax.Array]], dict[int, jax.Array]]:
+    """Returns a function, for a jitted one, of a unit's masters to its layers' parameters by index of the leaf."""
+    leaves, is_by_part = unit.leaves, bool(unit.parts)
+
+    def by_leaf(masters: Sequence[jax.Array]) -> dict[int, jax.Array]:
+        if is_by_part:
+            indices = sorted(leaf.index for layer in layers for leaf in layer.leaves)
+            return dict(zip(indices, masters, strict=True))
+        return taken_apart(layers, dict(zip(leaves, masters, strict=True)))
+
+    return by_leaf
+
+
+def _part_of(array: jax.Array, part: Part | None) -> Any:
+    return array if part is None else jax.lax.index_in_dim(array, part.number, part.axis, keepdims=False)
+
+
+def by_leaf(layers: Sequence[Layer], gradients: Sequence[Any], scale: jax.Array) -> dict[int, jax.Array]:
+    """Returns gradients by leaf index in the master dtypes, divided by `scale`; zeros for a layer without one."""
+    found: dict[int, jax.Array] = {}
+    for layer, vectors in zip(layers, gradients, strict=True):
+        arrays = layer.unpack(vectors) if vectors else [jnp.zeros(leaf.shape) for leaf in layer.leaves]
+        wide = [a.astype(leaf.master_dtype) for leaf, a in zip(layer.leaves, arrays, strict=True)]
+        found |= {leaf.index: a / scale.astype(a.dtype) for leaf, a in zip(layer.leaves, wide, strict=True)}
+    return found
+
+
+def packed(layers: Sequence[Layer], masters: Mapping[int, jax.Array], vectors: Sequence[Any]) -> list[Any]:
+    """Returns the compute copy of each layer."""
+    return [
+        layer.pack([masters[leaf.index] for leaf in layer.leaves], into or None)
+        for layer, into in zip(layers, vectors, strict=True)
+    ]

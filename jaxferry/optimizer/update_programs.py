@@ -1,0 +1,395 @@
+"""The programs of the host optimizer: initial states, and one donated jitted update for each unit.
+
+    gradient vectors --unscale, clip--> update --> master, state (in place), compute copy (in place)
+
+With an optimizer of `jaxferry.optimizer.optimizers`, an update is one call into the native library (`fused.py`).
+Otherwise XLA compiles Optax's update. Masters and state are leaves of the model's own tree; gradients and the compute
+copy are flat vectors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxferry.native import host_sums
+from jaxferry.optimizer.fused import Factors, FusedUpdate, factors_program, fused_rule
+from jaxferry.optimizer.optimized_tree import OptimizedTree
+from jaxferry.optimizer.optimizers import FusedTransformation, HostRule
+from jaxferry.optimizer.pieces import filled
+from jaxferry.optimizer.separable import init_content
+from jaxferry.optimizer.stacked_update import Held
+from jaxferry.optimizer.subtree import path_names, select, subtree
+from jaxferry.optimizer.update_group import UpdateGroup, by_leaf, packed, put_together, taken_apart
+from jaxferry.partition import Layer
+from jaxferry.partition.graph import bits_of, result_shapes, trace, zeros_of
+from jaxferry.transport.pinned import Vectors, updated_vectors, writes_in_place
+from jaxferry.transport.placement import Placement
+from jaxferry.transport.shared_programs import compile_shared
+
+_FACTORS = "factors"
+
+
+class Update(Protocol):
+    """Updates units of one layout on the host."""
+
+    def __call__(
+        self, unit: UpdateGroup, vectors: Sequence[Vectors], gradients: Sequence[Vectors], norm: Any, scale: Any
+    ) -> Sequence[Vectors]:
+        """Updates a unit's masters and state, and returns the new compute copy; waits for both.
+
+        Args:
+          unit: the unit; its old masters and state are overwritten.
+          vectors: the compute copy of each of its layers, in pinned memory, which is overwritten where the CPU can.
+          gradients: for each layer the vectors of its trained parameters, which have arrived; empty for a layer that no
+            segment reads.
+          norm: fp32 scalar, the global norm of the gradients after the division.
+          scale: fp32 scalar, the divisor of the gradients.
+        """
+        ...
+
+    def begin_step(self, unit: UpdateGroup, norm: Any, scale: Any) -> None:
+        """Does what the first update of a step does for all units, for a measurement of the others."""
+        ...
+
+
+class CompiledUpdate:
+    """An update that XLA has compiled.
+
+    Args:
+      program: maps `(masters, state, vectors, gradients, norm, scale)` to `(masters, state, vectors)`, with vectors of
+        trained parameters alone. Masters and state are donated; if the device is a CPU, so are vectors, else there are
+        none.
+      placement: where arrays live.
+      layers: of such a unit, the trained parameters.
+    """
+
+    def __init__(self, program: Any, placement: Placement, layers: Sequence[Layer]) -> None:
+        self.program, self._placement, self._layers = program, placement, layers
+        self._nums = [len(layer.vectors) for layer in layers]
+
+    def __call__(
+        self, unit: UpdateGroup, vectors: Sequence[Vectors], gradients: Sequence[Vectors], norm: Any, scale: Any
+    ) -> list[Vectors]:
+        """See `Update`."""
+        pairs = zip(vectors, self._nums, strict=True)
+        old = [of_layer[:num] if self._placement.is_cpu else () for of_layer, num in pairs]
+        made = jax.block_until_ready(self.program(unit.masters, unit.state, old, gradients, norm, scale))
+        unit.masters, unit.state, new = made
+        if self._placement.is_cpu:
+            return [(*own, *of_layer[num:]) for own, of_layer, num in zip(new, vectors, self._nums, strict=True)]
+        return updated_vectors(vectors, new, self._placement, self._layers)
+
+    def begin_step(self, unit: UpdateGroup, norm: Any, scale: Any) -> None:
+        """See `Update`."""
+
+
+class _InitialState:
+    """Makes initial states: zeros, the most of them, are written by all threads, and a program makes the others.
+
+    Args:
+      init: returns the leaves of the state of masters.
+      masters: some that it takes.
+      placement: where arrays live.
+    """
+
+    def __init__(
+        self, init: Callable[[Any], list[jax.Array]], masters: Sequence[jax.Array], placement: Placement
+    ) -> None:
+        self._placement = placement
+        graph = trace(init, [jax.ShapeDtypeStruct(master.shape, master.dtype) for master in masters], (), {})
+        avals: list[Any] = [graph.avals[atom] if isinstance(atom, int) else atom.aval for atom in graph.outputs]
+        self._zeros = {i: avals[i] for i in zeros_of(graph) if bits_of(avals[i].dtype) >= 8}
+
+        def others(masters: Any) -> list[jax.Array]:
+            return [leaf for i, leaf in enumerate(init(masters)) if i not in self._zeros]
+
+        self._others = jax.jit(others, out_shardings=placement.host)
+
+    def __call__(self, masters: Sequence[jax.Array]) -> list[jax.Array]:
+        """The leaves of the state."""
+        made = self._others(masters)
+        for number, aval in sorted(self._zeros.items()):
+            made.insert(number, filled(aval.shape, aval.dtype, self._placement, host_sums.clear))
+        return list(made)
+
+
+class UpdatePrograms:
+    """Compiles updates; equal units share one.
+
+    Args:
+      tree: the transformation on the model's tree.
+      placement: where arrays live.
+      clip_norm: global norm to clip gradients to, or None.
+      accumulates: whether gradients are sums over micro-batches, in the dtypes of `Layer.wide`.
+    """
+
+    def __init__(
+        self, tree: OptimizedTree, placement: Placement, clip_norm: float | None, accumulates: bool = False
+    ) -> None:
+        self._tree, self._placement, self._clip_norm = tree, placement, clip_norm
+        self._accumulates = accumulates
+        self._programs: dict[Any, Any] = {}
+        self._updates: dict[Any, Update] = {}
+        self._factors: Factors | None = None
+
+    def init_state(self, unit: UpdateGroup, masters: Sequence[jax.Array]) -> list[jax.Array]:
+        """The initial Optax state of a unit, in host memory."""
+        # The function is kept, and so is what it refers to: not the unit, which holds arrays.
+        leaves, held, is_by_part = unit.leaves, unit.keys, bool(unit.parts)
+
+        def init(masters: Any) -> list[jax.Array]:
+            masters = jax.device_put(masters, jax.memory.Space.Device)
+            if is_by_part:
+                return self._tree.by_part.init(held, masters)
+            return jax.tree.leaves(
+                self._tree.optimizer.init(self._tree.subtree(dict(zip(leaves, masters, strict=True))))
+            )
+
+        key: Any = ("init", leaves, tuple(master.shape for master in masters))
+        if not unit.parts:
+            key = (
+                init_content(self._tree.optimizer, self._tree.tree, self._tree.avals, leaves, self._tree.prunes) or key
+            )
+        if key not in self._programs:
+            self._programs[key] = _InitialState(init, masters, self._placement)
+        state: list[jax.Array] = self._programs[key](masters)
+        return state
+
+    def compile(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], is_read: Sequence[bool]) -> None:
+        """Stores the `Update` of every unit in `unit.programs`; equal units share it."""
+        missing: dict[Any, Any] = {}
+        wanted = []
+        for unit in units:
+            reads = tuple(is_read[layer] for layer in unit.layers)
+            if reads not in unit.programs:
+                key = self.key(unit, layers, is_read)
+                wanted.append((unit, reads, key))
+                if key not in self._updates:
+                    missing.setdefault(key, (unit, reads))
+        found = {key: self._rule(unit, reads, layers) for key, (unit, reads) in missing.items()}
+        rules = {key: rule for key, rule in found.items() if rule is not None}
+        contents = {key: self._content(key, given[0]) for key, given in missing.items() if key not in rules}
+        if rules and self._factors is None:
+            key = next(iter(rules))
+            contents[_FACTORS] = self._factors_content(missing[key][0])
+            missing[_FACTORS] = (missing[key][0], rules[key])
+        programs = compile_shared(contents, lambda key: self._lowered(key, missing[key][0], missing[key][1], layers))
+        if _FACTORS in programs:
+            counts, *_ = programs[_FACTORS].args_info[0]
+            self._factors = Factors(programs.pop(_FACTORS), len(counts))
+        for key, program in programs.items():
+            self._updates[key] = CompiledUpdate(program, self._placement, self._trained(missing[key][0], layers))
+        for key, rule in rules.items():
+            self._updates[key] = self._fused(rule, missing[key][0], layers)
+        for unit, reads, key in wanted:
+            unit.programs[reads] = self._updates[key]
+
+    def _lowered(self, key: Any, unit: UpdateGroup, how: Any, layers: Sequence[Layer]) -> Any:
+        """A program before XLA compiles it: of the factors by a rule, or of a unit's update by what is read."""
+        return self._lower_factors(unit, how) if key == _FACTORS else self._lower(unit, layers, how)
+
+    def plain(self, unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[..., Any]:
+        """The update of a unit by Optax, for a jitted function on any device.
+
+        It maps `(masters, state, gradients, norm)` to `(masters, state)`. `gradients` are in the master dtypes, by
+        index of the leaf.
+
+        Args:
+          unit: the unit.
+          layers: its layers' trained parameters.
+        """
+        # What is returned keeps no reference to the unit, which holds arrays.
+        leaves, held, is_by_part = unit.leaves, unit.keys, bool(unit.parts)
+        structure = None if is_by_part else jax.tree.structure(self._tree.state(leaves))
+
+        def update(masters: Any, state: Any, gradients: dict[int, jax.Array], norm: jax.Array) -> Any:
+            found = self._clipped(gradients, norm)
+            if is_by_part:
+                return self._tree.by_part.update(held, [found[i] for i in sorted(found)], masters, state)
+            params = self._tree.subtree(dict(zip(leaves, masters, strict=True)))
+            whole, before = put_together(layers, found), jax.tree.unflatten(structure, state)
+            updates, after = self._tree.optimizer.update(self._tree.subtree(whole), before, params)
+            return jax.tree.leaves(optax.apply_updates(params, updates)), jax.tree.leaves(after)
+
+        return update
+
+    def key(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
+        """Returns everything that the update of a unit depends on: units with equal keys share a program."""
+        layouts = tuple(layer.layout for layer in self._owned(unit, layers))
+        shapes = tuple(tuple(master.shape) for master in unit.masters)
+        content = self._tree.whole.content(unit.leaves) or unit.leaves
+        return (content, shapes, layouts, tuple(is_read[i] for i in unit.layers))
+
+    def plain_content(self, unit: UpdateGroup) -> tuple[Hashable, bool]:
+        """Everything that `plain` depends on besides the layers' layouts, and whether that is so for all models."""
+        content = self._tree.whole.content(unit.leaves)
+        is_shared = content is not None and not unit.parts and len(unit.layers) == 1
+        return (content or unit.leaves, self._clip_norm), is_shared
+
+    def _content(self, key: Any, unit: UpdateGroup) -> Hashable | None:
+        """Everything that a compiled update depends on, whatever the model; None if that cannot be compared."""
+        if unit.parts or len(unit.layers) > 1 or self._tree.whole.content(unit.leaves) is None:
+            return None
+        place = self._placement
+        return ("update", key, self._clip_norm, self._accumulates, place, place.is_cpu)
+
+    def _factors_content(self, unit: UpdateGroup) -> Hashable | None:
+        """Likewise for the factors of a step."""
+        content = self._tree.whole.content(unit.leaves)
+        return content and ("factors", content, self._clip_norm, self._placement)
+
+    def text(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
+        """Returns a text that says what a unit's update does; masters and state may be shapes."""
+        reads = tuple(is_read[i] for i in unit.layers)
+        rule = self._rule(unit, reads, layers)
+        if rule is None:
+            text: str = self._lower(unit, layers, reads).as_text()
+            return text
+        layouts = [layer.layout for layer in self._owned(unit, layers)]
+        return f"fused {rule.step} {self._accumulates} {writes_in_place(self._placement)} {layouts}"
+
+    def _lower_factors(self, unit: UpdateGroup, rule: HostRule) -> Any:
+        state, where = self._state_tree(unit), self._placement.host_compute
+        count, number = (jax.ShapeDtypeStruct((), dtype, sharding=where) for dtype in (jnp.int32, jnp.float32))
+        function, num_counts = factors_program(rule, state, self._clip_norm)
+        jitted = jax.jit(function, out_shardings=where, keep_unused=True)
+        return jitted.trace([count] * num_counts, number, number).lower()
+
+    def _fused(self, rule: HostRule, unit: UpdateGroup, layers: Sequence[Layer]) -> FusedUpdate:
+        assert self._factors is not None
+        own, place, arrived = self._owned(unit, layers), self._placement, self._arrived(unit, layers)
+        return FusedUpdate(
+            rule,
+            self._factors,
+            own,
+            self._state_tree(unit),
+            self._decays(rule, unit),
+            [vector.dtype for of_layer in arrived for vector in of_layer],
+            place,
+            place.is_cpu or writes_in_place(place),
+        )
+
+    def _lower(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[bool]) -> Any:
+        place, unit_layers = self._placement, self._owned(unit, layers)
+        state = self._state_tree(unit)
+        update: Any = functools.partial(self._part_update, unit.keys) if unit.parts else self._optax_update
+
+        def flat_update(masters: Any, state_leaves: Any, vectors: Any, gradients: Any, *numbers: jax.Array) -> Any:
+            # Operands of different memory kinds do not mix; on a CPU this placement copies nothing.
+            host = (masters, state_leaves, vectors, gradients)
+            masters, state_leaves, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
+            params, before = masters, state_leaves
+            if not unit.parts:
+                params = subtree(self._tree.tree, dict(zip(unit.leaves, masters, strict=True)), self._tree.prunes)
+                before = jax.tree.unflatten(jax.tree.structure(state), state_leaves)
+            params, after, packed = update(unit_layers, params, before, vectors, gradients, *numbers)
+            return jax.tree.leaves(params), jax.tree.leaves(after), packed
+
+        def struct(x: Any, where: Any) -> Any:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+        def structs(layer: Layer) -> Any:
+            return tuple(struct(v, place.update_output) for v in layer.vectors)
+
+        arrived = zip(self._arrived(unit, layers), reads, strict=True)
+        gradients = [
+            tuple(struct(v, place.update_output) for v in vectors) if is_read else () for vectors, is_read in arrived
+        ]
+        vectors = [structs(layer) if place.is_cpu else () for layer in unit_layers]
+        number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute)
+        masters, states = ([struct(x, place.host) for x in leaves] for leaves in (unit.masters, unit.state))
+
+        jitted = jax.jit(
+            flat_update,
+            donate_argnums=(0, 1, 2) if place.is_cpu else (0, 1),
+            keep_unused=True,
+            out_shardings=(place.host, place.host, place.update_output),
+        )
+        return jitted.trace(masters, states, vectors, gradients, number, number).lower()
+
+    def _arrived(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[tuple[Any, ...]]:
+        """The vectors of gradients that arrive, of each of a unit's layers; shapes."""
+        own = self._owned(unit, layers)
+        return [layer.wide.vectors if self._accumulates else layer.vectors for layer in own]
+
+    def _trained(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
+        return [layers[i].trained for i in unit.layers]
+
+    def _owned(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
+        """The trained parameters of a unit's layers, as this process holds them."""
+        return [self._placement.ownership.of(layers[i].trained) for i in unit.layers]
+
+    def _rule(self, unit: UpdateGroup, reads: Sequence[bool], layers: Sequence[Layer]) -> HostRule | None:
+        """Returns the native library's rule for a unit; None if Optax has to update it."""
+        own, state = self._owned(unit, layers), self._state_tree(unit)
+        is_cut = any(leaf.part is not None for layer in own for leaf in layer.leaves)
+        if state is None or (is_cut and not unit.parts) or [name for name, _ in unit.state_keys] != path_names(state):
+            return None
+        return fused_rule(self._tree.optimizer, state, own, reads)
+
+    def _state_tree(self, unit: UpdateGroup) -> Any:
+        """Returns shapes of a unit's Optax state; None if parts have no usable state tree of their own."""
+        if not unit.parts:
+            return self._tree.state(unit.leaves)
+        if not isinstance(self._tree.optimizer, FusedTransformation) or len(set(unit.leaves)) < len(unit.leaves):
+            return None
+        return result_shapes(self._tree.optimizer.init, self._tree.subtree_of(unit.leaves))
+
+    def _decays(self, rule: HostRule, unit: UpdateGroup) -> list[bool]:
+        """Returns which masters of a unit decay; of a unit of parts, by the mask of the model's own tree."""
+        found: list[bool] = []
+        leaves, tree = unit.leaves, self._tree
+        if unit.parts:
+            leaves, shown = tuple(tree.shown), tree.subtree_of(tree.shown)
+        else:
+            shown = tree.subtree(select(tree.avals, leaves))
+        jax.eval_shape(lambda params: found.extend(rule.decays(params)), shown)
+        decays = dict(zip(sorted(leaves), found, strict=True))
+        return [decays[leaf] for leaf in unit.leaves]
+
+    def _part_update(
+        self,
+        held: Held,
+        layers: Sequence[Layer],
+        masters: Any,
+        state: Any,
+        vectors: Any,
+        gradients: Any,
+        norm: jax.Array,
+        scale: jax.Array,
+    ) -> Any:
+        found = self._clipped(by_leaf(layers, gradients, scale), norm)
+        masters, state = self._tree.by_part.update(held, [found[index] for index in sorted(found)], masters, state)
+        return masters, state, packed(layers, dict(zip(sorted(found), masters, strict=True)), vectors)
+
+    def _optax_update(
+        self,
+        layers: Sequence[Layer],
+        params: Any,
+        state: Any,
+        vectors: Any,
+        gradients: Any,
+        norm: jax.Array,
+        scale: jax.Array,
+    ) -> Any:
+        whole = put_together(layers, self._clipped(by_leaf(layers, gradients, scale), norm))
+        updates, state = self._tree.optimizer.update(self._tree.subtree(whole), state, params)
+        params = optax.apply_updates(params, updates)
+        masters = dict(zip(sorted(whole), jax.tree.leaves(params), strict=True))
+        return params, state, packed(layers, taken_apart(layers, masters), vectors)
+
+    def _clipped(self, gradients: dict[int, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
+        """Scales gradients to `clip_norm` if `norm` exceeds it: `optax.clip_by_global_norm` with a given norm."""
+        if self._clip_norm is None:
+            return gradients
+        limit = jnp.float32(self._clip_norm)
+        return {
+            i: jnp.where(norm < limit, g, (g / norm.astype(g.dtype)) * limit.astype(g.dtype))
+            for i, g in gradients.items()
+        }

@@ -1,0 +1,44 @@
+"""All policies by name."""
+
+from jaxferry.errors import InputError
+from jaxferry.planner.auto import Auto
+from jaxferry.planner.base import Policy
+from jaxferry.planner.exact import Exact
+from jaxferry.planner.go_memferry import GOMemFerry
+from jaxferry.planner.l2l import L2L
+from jaxferry.planner.memferry import MemFerry
+from jaxferry.planner.native_offload import NativeOffload
+from jaxferry.planner.native_overlapped import NativeOverlapped
+from jaxferry.planner.twin_flow import TwinFlow
+from jaxferry.planner.zero_offload import ZeroOffload
+
+_POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (
+        ZeroOffload,
+        NativeOffload,
+        NativeOverlapped,
+        L2L,
+        TwinFlow,
+        MemFerry,
+        GOMemFerry,
+        Exact,
+        Auto,
+    )
+}
+
+
+def policies() -> tuple[str, ...]:
+    """The names of all policies, baselines first."""
+    return tuple(_POLICIES)
+
+
+def make_policy(name: str) -> Policy:
+    """The policy with this name.
+
+    Raises:
+      InputError: if there is none; the message lists all policies.
+    """
+    if name not in _POLICIES:
+        raise InputError(f"unknown policy {name!r}; the policies are {', '.join(policies())}")
+    return _POLICIES[name]()

@@ -1,0 +1,125 @@
+"""Training by several processes: how a script starts, and what it passes to a step and takes from it.
+
+    mesh = distributed.start()
+    step = jaxferry.train_step(loss_fn, optimizer, mesh=mesh)
+    state, metrics = step(state, distributed.own_rows(batch))
+
+With one process, all of these leave arrays as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxferry.errors import InputError
+from jaxferry.processes.all_processes import coordination_client
+from jaxferry.processes.global_arrays import has_rows, is_global, is_key, spread
+from jaxferry.processes.joining import joining_within
+from jaxferry.processes.meshes import are_virtual
+from jaxferry.processes.progress import watch
+
+JOIN_TIMEOUT_S = 300
+"""How long processes wait for each other at the start unless told otherwise."""
+
+_NUMBERS = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+
+
+def start(
+    num_cpu_devices: int | None = None,
+    *,
+    join_timeout_s: int = JOIN_TIMEOUT_S,
+    heartbeat_timeout_s: int = 100,
+    hang_timeout_s: float = 1800.0,
+) -> Mesh:
+    """Joins the processes of a job, and returns the mesh of all their devices with the axis `data`.
+
+    It is called before anything else uses JAX. `jax.distributed.initialize` finds the processes by itself under SLURM,
+    Open MPI and Kubernetes (GKE); elsewhere JAX_COORDINATOR_ADDRESS (`HOST:PORT` of the first process),
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID name them.
+
+    Args:
+      num_cpu_devices: number of virtual CPU devices of each process, where there is no accelerator; None for one, or as
+        many as XLA_FLAGS says.
+      join_timeout_s: how long the processes wait for each other here. Those that have come then end, with an error that
+        names the missing ones: JAX's own (`Some timed out task names`), or status 70 if the first process is missing.
+      heartbeat_timeout_s: a process that has not been heard of for so long counts as dead. JAX then ends the others,
+        with an error that names it.
+      hang_timeout_s: how long a step or an evaluation waits for a process that is alive but has not begun it. The
+        waiting ones then end with status 70 and an error that names it.
+
+    Raises:
+      InputError: if `join_timeout_s` is below 1, the processes cannot be found, or JAX is in use already.
+    """
+    if join_timeout_s < 1:
+        raise InputError(f"join_timeout_s must be 1 or more seconds, got {join_timeout_s}")
+    if num_cpu_devices is not None or not are_virtual():
+        with contextlib.suppress(RuntimeError):  # the backends have started; JAX says so below
+            jax.config.update("jax_num_cpu_devices", num_cpu_devices or 1)
+    try:
+        given: dict[str, Any] = {name: int(os.environ[key]) for name, key in _NUMBERS.items() if key in os.environ}
+        with joining_within(join_timeout_s) as jax_timeout_s:
+            jax.distributed.initialize(
+                **given, heartbeat_timeout_seconds=heartbeat_timeout_s, initialization_timeout=jax_timeout_s
+            )
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"the processes of this job cannot be found: {str(error).rstrip('.')}. Outside SLURM, Open MPI and "
+            "Kubernetes, set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+        ) from error
+    watch(coordination_client(), jax.process_index(), hang_timeout_s)
+    return jax.make_mesh((jax.device_count(),), ("data",))
+
+
+def is_first() -> bool:
+    """Whether this is the first process, which prints and writes files."""
+    return jax.process_index() == 0
+
+
+def own_rows(batch: Any) -> Any:
+    """This process's rows of a batch that all processes have: a part of the first axis of each array.
+
+    Raises:
+      InputError: if the processes do not divide an array's rows.
+    """
+    number, count = jax.process_index(), jax.process_count()
+
+    def part(leaf: Any) -> Any:
+        if count == 1 or is_global(leaf) or not has_rows(leaf):
+            return leaf
+        if leaf.shape[0] % count:
+            raise InputError(f"a batch of {leaf.shape[0]} rows is not divided by {count} processes")
+        rows = leaf.shape[0] // count
+        return leaf[number * rows : (number + 1) * rows]
+
+    return jax.tree.map(part, batch)
+
+
+def alike(tree: Any) -> Any:
+    """Arrays that are the same in all processes, such as running statistics, for a step to take them as they are."""
+    if jax.process_count() == 1:
+        return tree
+    where = NamedSharding(jax.make_mesh((jax.device_count(),), ("data",)), PartitionSpec())
+    return jax.tree.map(lambda leaf: spread(leaf, where), tree)
+
+
+def whole(tree: Any) -> Any:
+    """Results of a step as NumPy arrays, with the rows of all processes; each process must call this.
+
+    PRNG keys become keys of this process's first device.
+    """
+
+    def gathered(leaf: Any) -> Any:
+        if is_key(leaf):
+            return jax.random.wrap_key_data(gathered(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        if is_global(leaf) and not leaf.is_fully_replicated:
+            return multihost_utils.process_allgather(leaf, tiled=True)
+        return np.asarray(leaf)
+
+    return jax.tree.map(gathered, tree)

@@ -1,0 +1,154 @@
+"""Arrays over devices of several processes, each of which reaches only its own devices.
+
+JAX's own `device_put` compares what all processes give to such an array, so it exchanges values between them. What is
+here does not, so any thread may call it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxferry.processes.global_arrays import is_raw_key
+
+
+def spread(array: Any, where: NamedSharding) -> jax.Array:
+    """An array of which this process knows all, such as one that all processes have alike.
+
+    Args:
+      array: a NumPy array or scalar, or an array of this process's devices.
+      where: its sharding.
+    """
+    if is_key(array) and not where.is_fully_addressable:  # JAX puts no keys on other processes' devices
+        keys = spread(jax.random.key_data(array), where)
+        return jax.random.wrap_key_data(keys, impl=jax.random.key_impl(array))
+    if where.is_fully_addressable or is_global(array):
+        return jax.device_put(array, where)
+    whole = np.asarray(array)
+    return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
+
+
+def joined_rows(array: Any, where: NamedSharding, by_process: NamedSharding) -> jax.Array:
+    """An array of which each process has its own rows.
+
+    Args:
+      array: this process's rows.
+      where: the sharding of the whole.
+      by_process: one that splits the first axis over the processes.
+    """
+    is_split = where.spec and where.spec[0] is not None
+    made = jax.make_array_from_process_local_data(where if is_split else by_process, np.asarray(array))
+    return made if is_split else jax.device_put(made, where)
+
+
+def moved(arrays: Sequence[jax.Array], where: Sequence[NamedSharding]) -> list[jax.Array]:
+    """Copies in other memories of the same devices, split as the arrays are."""
+    if all(there.is_fully_addressable for there in where):
+        copies: list[jax.Array] = jax.device_put(list(arrays), list(where))
+        return copies
+    return [_moved_parts(array, there) for array, there in zip(arrays, where, strict=True)]
+
+
+def _moved_parts(array: jax.Array, where: NamedSharding) -> jax.Array:
+    own = [shard.data for shard in array.addressable_shards]
+    there = [SingleDeviceSharding(next(iter(part.devices())), memory_kind=where.memory_kind) for part in own]
+    return jax.make_array_from_single_device_arrays(array.shape, where, jax.device_put(own, there))
+
+
+def rows_of(vector: jax.Array) -> np.ndarray:
+    """The parts of a vector that this process's devices have, one in each row; waits for them."""
+    parts = {shard.index[0].start or 0: shard.data for shard in vector.addressable_shards}
+    return np.stack([np.asarray(parts[start]) for start in sorted(parts)])
+
+
+def from_rows(rows: np.ndarray, size: int, where: NamedSharding) -> jax.Array:
+    """A vector of this many elements, of which this process's devices have these parts."""
+    places = where.addressable_devices_indices_map((size,))
+    starts = sorted({_start(index) for index in places.values()})
+    parts = [
+        jax.device_put(rows[starts.index(_start(index))], SingleDeviceSharding(device, memory_kind=where.memory_kind))
+        for device, index in places.items()
+    ]
+    return jax.make_array_from_single_device_arrays((size,), where, parts)
+
+
+def empty(size: int, dtype: Any, where: NamedSharding) -> jax.Array:
+    """A vector of zeros of this many elements, of which only this process's parts are made."""
+    if where.is_fully_addressable:
+        return jax.device_put(np.zeros(size, dtype), where)
+    num = len(where.addressable_devices_indices_map((size,)))
+    return from_rows(np.zeros((num, where.shard_shape((size,))[0]), dtype), size, where)
+
+
+def _start(index: Any) -> int:
+    return int(index[0].start or 0)
+
+
+def merged(array: np.ndarray, where: NamedSharding) -> np.ndarray:
+    """Joins arrays of which each process has some elements, and zeros elsewhere; each process must call this.
+
+    It moves as many bytes as the array has, a piece at a time through each device.
+
+    Args:
+      array: of one shape in all processes. Two processes must not have values for one byte.
+      where: splits the first axis over the processes.
+    """
+    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    words = np.zeros(-(-raw.size // 4), np.uint32)
+    words.view(np.uint8)[: raw.size] = raw
+    for start in range(0, words.size, _MERGED_WORDS):
+        piece = words[start : start + _MERGED_WORDS]
+        own = np.zeros((1, max(1 << (piece.size - 1).bit_length(), _LEAST_WORDS)), np.uint32)
+        own[0, : piece.size] = piece
+        shape = (where.mesh.shape[where.spec[0]], own.shape[1])
+        parts = [jax.device_put(own, device) for device in where.mesh.local_devices]
+        total = _total(where)(jax.make_array_from_single_device_arrays(shape, where, parts))
+        piece[:] = np.asarray(total.addressable_data(0))[: piece.size]
+    return words.view(np.uint8)[: raw.size].view(array.dtype).reshape(array.shape)
+
+
+_MERGED_WORDS, _LEAST_WORDS = 1 << 22, 1 << 8
+
+
+@functools.cache
+def _total(where: NamedSharding) -> Any:
+    whole = NamedSharding(where.mesh, PartitionSpec())
+    return jax.jit(lambda rows: rows.sum(axis=0, dtype=rows.dtype), out_shardings=whole)
+
+
+def is_global(array: Any) -> bool:
+    """Whether an array has parts on devices of other processes."""
+    return isinstance(array, jax.Array) and not array.is_fully_addressable
+
+
+def global_shape(leaf: Any, num_processes: int) -> Any:
+    """The shape and dtype of an argument of a step in all processes.
+
+    Args:
+      leaf: an argument, or its shape and dtype. Arrays of all processes and PRNG keys have their own shape, as has a
+        struct with a sharding; of others each process has its own rows.
+      num_processes: the number of processes.
+    """
+    is_whole = is_global(leaf) or (
+        getattr(leaf, "sharding", None) is not None and not leaf.sharding.is_fully_addressable
+    )
+    if num_processes == 1 or is_whole or not has_rows(leaf):
+        return leaf
+    shape = (num_processes * leaf.shape[0], *leaf.shape[1:])
+    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def has_rows(leaf: Any) -> bool:
+    """Whether an argument has a first axis of which each process has its own part."""
+    shape, dtype = getattr(leaf, "shape", ()), getattr(leaf, "dtype", None)
+    return bool(shape) and not is_key(leaf) and not is_raw_key(shape, dtype)
+
+
+def is_key(array: Any) -> bool:
+    """Whether an array consists of PRNG keys."""
+    return bool(jax.dtypes.issubdtype(getattr(array, "dtype", np.float32), jax.dtypes.prng_key))

@@ -1,0 +1,230 @@
+"""Tasks: their lanes, durations, dependencies and memory.
+
+Simulator and engine consume the same list of tasks, see `jaxferry.step.schedule`.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+from jaxferry.costs.contention import NO_CONTENTION, Contention
+
+
+class Lane(enum.StrEnum):
+    """The resource that a task occupies."""
+
+    GPU = "GPU"
+    H2D = "H2D"
+    D2H = "D2H"
+    HOST = "host"
+
+
+class Kind(enum.StrEnum):
+    """What a task does."""
+
+    LOAD = "load"
+    RELOAD = "reload"
+    """The second load of a RELOAD layer."""
+    REFRESH = "refresh"
+    """The load of a RESIDENT copy after its update."""
+    FORWARD = "forward"
+    INTER_FORWARD = "inter_forward"
+    INTER_BACKWARD = "inter_backward"
+    BACKWARD = "backward"
+    OFFLOAD = "offload"
+    UPDATE = "update"
+    SAVE = "save"
+    """Moves values that cross segments to host memory."""
+    FETCH = "fetch"
+    """Moves saved values back for a backward."""
+    STATE_UP = "state_up"
+    """Moves a subgroup's master parameters and optimizer state to the device for its update."""
+    STATE_DOWN = "state_down"
+    """Moves them back to host memory, with the new compute copy unless that stays on the device."""
+    READ = "read"
+    """The link's share of a program that reads host memory; in simulations only."""
+    WRITE = "write"
+    """Likewise of a backward that writes its gradient to host memory."""
+    CONTENTION = "contention"
+    """What a lane loses in a step to the others that use host memory; in simulations only."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """One piece of work on one lane.
+
+    Attributes:
+      name: kind and layer, for display.
+      segment: index of the segment, which is a layer of the profile; for updates and refreshes, the group's first one.
+      kind: what it does.
+      lane: what it occupies; tasks of a lane run in the order of the list.
+      duration_key: the profile's key of its duration. `backward_dha_go_s` means a backward that reads its parameters
+        and writes its gradient in host memory. A key that ends in `_recompute_s` means a backward that runs its forward
+        again. A save and a fetch have the key of the transfer with the same speed per byte.
+      duration_s: seconds.
+      after: indices of tasks in the same list that must have ended; all are lower than its own.
+      after_previous: indices of tasks of the previous step that must have ended. The first step waits for none.
+      before: on its lane it runs before the task with this index in the endless list of all steps, that is, between
+        tasks of the next step. None: in the order of the list. Without a next step, it follows all others.
+      start_bytes: device memory allocated as it starts.
+      end_bytes: device memory freed as it ends.
+      workspace_bytes: further device memory that it needs while it runs.
+      host_start_bytes: host memory for a gradient, allocated as it starts.
+      host_end_bytes: host memory for gradients, freed as it ends.
+      copy: for a forward or backward, the load whose parameter copy it reads; None if it reads host memory, a RESIDENT
+        copy, or nothing.
+      read_s: for a program that reads host memory, seconds of the link up that it takes.
+      write_s: for one that writes its gradient there, seconds of the link down.
+      subgroup: of an update that streams through the GPU, and its transfers: which part of the group's flat vectors.
+      num_subgroups: the number of such parts.
+      step: the step in a chain, counted from 0.
+    """
+
+    name: str
+    segment: int
+    kind: Kind
+    lane: Lane
+    duration_key: str
+    duration_s: float
+    after: tuple[int, ...] = ()
+    after_previous: tuple[int, ...] = ()
+    before: int | None = None
+    start_bytes: int = 0
+    end_bytes: int = 0
+    workspace_bytes: int = 0
+    host_start_bytes: int = 0
+    host_end_bytes: int = 0
+    copy: int | None = None
+    read_s: float = 0.0
+    write_s: float = 0.0
+    subgroup: int = 0
+    num_subgroups: int = 1
+    step: int = 0
+
+    @property
+    def need(self) -> tuple[int, int]:
+        """For an update: the smaller, the sooner a forward needs its parameters."""
+        return self.step, self.segment
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Task))
+
+
+def changed(task: Task, **values: Any) -> Task:
+    """Like `dataclasses.replace`, which takes four times as long: a search makes hundreds of thousands of tasks."""
+    found = object.__new__(Task)
+    for name in _FIELDS:
+        object.__setattr__(found, name, values[name] if name in values else getattr(task, name))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The tasks of one step, or of a chain of steps.
+
+    Attributes:
+      tasks: in dispatch order, but for `Task.before`: each task comes after everything that it waits for.
+      resident_bytes: device memory that RESIDENT copies hold all the time.
+      steps: the number of steps in `tasks`.
+      updates_by_need: whether the host picks, of the updates that could start, the one whose parameters the next
+        forward needs first. Otherwise updates follow the order of the list.
+      contention: what the lanes take of each other's time; in simulations only.
+    """
+
+    tasks: tuple[Task, ...]
+    resident_bytes: int
+    steps: int = 1
+    updates_by_need: bool = False
+    contention: Contention = NO_CONTENTION
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """When each task of a schedule started and ended, predicted or measured, in seconds from the first step's start.
+
+    Attributes:
+      schedule: the tasks that ran.
+      starts_s: start of each task.
+      ends_s: end of each task.
+    """
+
+    schedule: Schedule
+    starts_s: tuple[float, ...]
+    ends_s: tuple[float, ...]
+
+
+def repeat(step: Schedule, steps: int) -> Schedule:
+    """Chains copies of one step's tasks; `after_previous` becomes a plain wait."""
+    size = len(step.tasks)
+    tasks = list(step.tasks)
+    for number in range(1, steps):
+        offset = number * size
+        tasks += [
+            changed(
+                task,
+                after=tuple(index + offset for index in task.after)
+                + tuple(index + offset - size for index in task.after_previous),
+                before=None if task.before is None else task.before + offset,
+                copy=None if task.copy is None else task.copy + offset,
+                step=number,
+            )
+            for task in step.tasks
+        ]
+    return dataclasses.replace(step, tasks=tuple(tasks), steps=steps)
+
+
+def dispatch_order(tasks: Sequence[Task], ahead: int = 0) -> list[int]:
+    """Indices of the tasks in the order in which lanes run them.
+
+    Args:
+      tasks: of one step, or of a chain of steps.
+      ahead: subtracted from `Task.before`: the number of tasks, if those of the previous step run among these.
+    """
+
+    def place(index: int) -> tuple[int, bool]:
+        before = tasks[index].before
+        return (index, True) if before is None else (before - ahead, False)
+
+    return sorted(range(len(tasks)), key=place)
+
+
+def in_one_period(step: Schedule) -> Schedule:
+    """What runs in one period of an endless chain: tasks that the step leaves to the next one are those of the last.
+
+    Times of the chain, and so its period, are the same, but for its beginning.
+    """
+    if all(task.before is None for task in step.tasks):
+        return step
+    order = dispatch_order(step.tasks, len(step.tasks))
+    place = {index: number for number, index in enumerate(order)}
+    is_late = [task.before is not None for task in step.tasks]
+    tasks = []
+    for index in order:
+        task = step.tasks[index]
+        waits = [(other, is_late[index] - is_late[other]) for other in task.after]
+        waits += [(other, 1 + is_late[index] - is_late[other]) for other in task.after_previous]
+        after = tuple(place[other] for other, periods in waits if periods == 0)
+        earlier = tuple(place[other] for other, periods in waits if periods == 1)
+        assert len(after) + len(earlier) == len(waits)
+        assert all(other < place[index] for other in after)
+        copy = None if task.copy is None else place[task.copy]
+        tasks.append(changed(task, after=after, after_previous=earlier, before=None, copy=copy))
+    return dataclasses.replace(step, tasks=tuple(tasks))
+
+
+def leading_loads(step: Schedule) -> tuple[int, ...]:
+    """The first tasks of the link up that wait, within their own step, only for each other.
+
+    They can run before their step is called, unless they wait for or follow what the previous step leaves to it.
+    """
+    leading: list[int] = []
+    left = [task.before - len(step.tasks) for task in step.tasks if task.before is not None and task.lane is Lane.H2D]
+    for index, task in enumerate(step.tasks[: min(left, default=None)]):
+        if task.lane is Lane.H2D:
+            if task.kind not in (Kind.LOAD, Kind.RELOAD) or not set(task.after) <= set(leading):
+                break
+            if any(step.tasks[other].before is not None for other in task.after_previous):
+                break
+            leading.append(index)
+    return tuple(leading)

@@ -1,0 +1,262 @@
+"""Chooses the plan of a training step: the user's own, or a policy's for this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+
+from jaxferry.costs.estimate import estimate_profile, update_on_device_s
+from jaxferry.costs.machines import MACHINES, Machine
+from jaxferry.costs.records import Profile
+from jaxferry.costs.segment_costs import partition_costs
+from jaxferry.engine import RematVariants
+from jaxferry.engine.facts import with_program_facts, with_sum_bytes, without_times
+from jaxferry.engine.lower import summed_groups
+from jaxferry.errors import BudgetError, InputError
+from jaxferry.modes import BLOCK, FASTER, MODULE, Mode
+from jaxferry.partition import AUTO, Partition
+from jaxferry.planner.base import Request
+from jaxferry.planner.granularity import plan_finest
+from jaxferry.planner.planning import as_run, with_update_order
+from jaxferry.step.records import LayerPlan, Plan, UpdateOrder
+from jaxferry.step.step_builder import fetch_seconds_a_byte, save_seconds_a_byte
+from jaxferry.training.options import Options
+
+DEFAULT_MACHINE = "h200-pcie5"
+"""The machine that a profile is estimated for if the device is not a known GPU (a CPU, for example)."""
+
+_WITHOUT_TIMES = ("zero-offload", "native-offload", "native-overlapped", "l2l")
+
+
+def needs_times(policy: str | None) -> bool:
+    """Whether a policy's choice depends on a profile's times. The baselines' choice does not."""
+    return policy is not None and policy not in _WITHOUT_TIMES
+
+
+def planning_profile(
+    variants: RematVariants,
+    options: Options,
+    given: Profile | None,
+    device_kind: str,
+    updates_after_all: bool = False,
+    updates_together: bool = False,
+    staging_bytes: int = 0,
+    state_bytes: Mapping[str, int] | None = None,
+    has_own_memory: bool = True,
+) -> Profile:
+    """The profile that a step is planned and lowered with, with the facts of its programs.
+
+    Without a given profile, it is estimated by roofline if a policy is to choose the plan. Otherwise it has sizes only.
+
+    Args:
+      variants: the segments and their derivatives.
+      options: those of the training step.
+      given: the user's own or measured profile, or None.
+      device_kind: the device's own name, such as `"NVIDIA H200"`.
+      updates_after_all: whether updates wait for all gradients under any plan.
+      updates_together: whether one update covers several groups.
+      staging_bytes: device memory that transfers need besides the moved bytes.
+      state_bytes: bytes of masters and optimizer state of each parameter group, by name; None if not known.
+      has_own_memory: whether device memory is not host memory, so that a policy may update groups on the device.
+
+    Raises:
+      InputError: if the given profile is for another model.
+    """
+    parts = variants.base
+    num_devices, num_processes = parts.graph.num_devices, parts.graph.num_processes
+    if given is not None:
+        _check_names("profile", given, parts)
+        if (given.num_devices, given.num_processes) != (num_devices, num_processes):
+            by = "" if num_processes == given.num_processes else f" of {given.num_processes} processes"
+            own = by and f" of {num_processes}"
+            raise InputError(f"the profile is of {given.num_devices} devices{by}, and {num_devices}{own} train")
+        profile = given
+    elif options.plan is None and _policy_of(options) is not None:
+        costs, facts = partition_costs(parts, None), {"device": device_kind}
+        profile = estimate_profile(costs, _machine_of(device_kind), facts, num_devices, num_processes)
+        profile = profile.without_streaming()  # those times are AdamW's
+    else:
+        profile = without_times(parts)
+    is_offloaded = options.offload_activations
+    profile = with_program_facts(profile, parts, variants.derivatives, is_offloaded, staging_bytes)
+    profile = with_sum_bytes(profile, parts, summed_groups(parts, variants.derivatives, options.accumulate))
+    profile = dataclasses.replace(profile, updates_after_all=updates_after_all, updates_together=updates_together)
+    # A given plan may update groups on any device, and its tasks follow each other by the given times.
+    may_update = has_own_memory or options.plan is not None
+    return with_updates_on_device(profile, parts, device_kind, state_bytes, may_update)
+
+
+def with_updates_on_device(
+    profile: Profile,
+    parts: Partition,
+    device_kind: str,
+    state_bytes: Mapping[str, int] | None,
+    has_own_memory: bool,
+) -> Profile:
+    """The profile with the costs of updates on the device: its own, or estimated for a known GPU.
+
+    Masters and state that stream pass the links at the speeds of loads and offloads. One update of several groups does
+    not stream, nor do those of several devices.
+
+    Args as for `planning_profile`.
+    """
+    machine, layers, is_together = known_machine(device_kind), [], profile.updates_together
+    load_s_a_byte, offload_s_a_byte = fetch_seconds_a_byte(profile), save_seconds_a_byte(profile)
+    for layer, use in zip(profile.layers, parts.uses, strict=True):
+        seconds, group = layer.update_gpu_s, parts.layers[use.group]
+        if seconds is None and machine is not None and profile.has_times:
+            seconds = update_on_device_s(-(-group.trained.num_parameters // profile.num_devices), machine)
+            if profile.num_devices > 1:  # exchanges among the devices are parts of a load and of an offload
+                seconds += layer.load_s + layer.offload_s
+        may_update = has_own_memory and state_bytes is not None and group.name in state_bytes
+        size = 0 if state_bytes is None else state_bytes.get(group.name, 0)
+        up_s, down_s = layer.state_up_s, layer.state_down_s
+        if profile.has_times:
+            up_s = size * load_s_a_byte if up_s is None else up_s
+            down_s = (size + layer.param_bytes) * offload_s_a_byte if down_s is None else down_s
+        if not may_update or seconds is None:
+            seconds = None
+        if is_together or profile.num_devices > 1 or seconds is None:
+            up_s = down_s = None
+        own = dataclasses.replace(layer, state_bytes=size, update_gpu_s=seconds, state_up_s=up_s, state_down_s=down_s)
+        own = own if up_s is not None else dataclasses.replace(own, update_streamed_s=None)
+        layers.append(own)
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> Plan:
+    """Chooses the modes of the layers.
+
+    A given plan is used for exactly these layers. Without plan and policy, every layer is loaded once (GFGB), and the
+    reserve factor alone chooses gradients. If no plan of a policy fits into the memory budget, the policy plans for its
+    smallest feasible budget instead: the engine counts exact bytes afterwards.
+
+    Args:
+      variants: the segments and their derivatives.
+      options: those of the training step.
+      profile: from `planning_profile`.
+
+    Raises:
+      InputError: if the plan is for another model, or the policy does not exist.
+    """
+    parts, policy = variants.base, _policy_of(options)
+    if options.plan is not None:
+        _check_names("plan", options.plan, parts)
+        if profile.num_processes > 1 and options.plan != options.plan.updated_on_host():
+            raise InputError(
+                "the plan updates layers on the device, which devices of several processes do not: plan updates on the "
+                'host ("update": "host")'
+            )
+        if profile.num_devices > 1 and options.plan != options.plan.without_streams():
+            raise InputError(
+                "the plan streams updates through the GPU, which several devices do not: plan updates on the host or "
+                'where the state stays ("update": "host" or "resident")'
+            )
+        return _as_run(options.plan, profile)
+    if policy is None:
+        layers = tuple(LayerPlan(use.name, Mode.GFGB) for use in parts.uses)
+        plan = Plan("native-overlapped", 1.0, layers, update_order=UpdateOrder.NEED)
+        return _as_run(with_update_order(profile, plan), profile)
+    return _plan_within(variants, options, profile, policy, options.memory_budget_bytes)
+
+
+def best_granularity(variants: RematVariants, options: Options, profile: Profile) -> str:
+    """How fine layers should be: what a given plan or profile names, else what is faster for the policy.
+
+    Args:
+      variants: the segments, cut into layers of modules.
+      options: those of the training step.
+      profile: of these layers, estimated.
+    """
+    policy = _policy_of(options)
+    if options.given_names:
+        return MODULE if list(options.given_names) == [use.name for use in variants.base.uses] else BLOCK
+    if policy is None or not profile.has_times or not any(use.place for use in variants.base.uses):
+        return BLOCK
+    request = Request(options.reserve_factor, options.memory_budget_bytes)
+    profile = _may_recompute(variants, profile)
+    try:
+        chosen, _ = plan_finest(profile, policy, request, FASTER)
+    except BudgetError as error:
+        smallest = dataclasses.replace(request, memory_budget_bytes=error.smallest_bytes)
+        chosen, _ = plan_finest(profile, policy, smallest, FASTER)
+    return MODULE if chosen is profile else BLOCK
+
+
+def leanest_plan(variants: RematVariants, options: Options, profile: Profile) -> Plan | None:
+    """The policy's plan for its smallest feasible budget; None if no policy chooses.
+
+    A profile without temporaries may make a policy choose a plan that does not fit, where its leanest one does.
+    """
+    policy = _policy_of(options)
+    if options.plan is not None or policy is None:
+        return None
+    return _plan_within(variants, options, profile, policy, 1)
+
+
+def _plan_within(
+    variants: RematVariants, options: Options, profile: Profile, policy: str, budget_bytes: int | None
+) -> Plan:
+    """The policy's plan within a budget, or within its smallest feasible one if that is larger."""
+    profile = _may_recompute(variants, profile)
+    request = Request(options.reserve_factor, budget_bytes)
+    try:
+        return plan_finest(profile, policy, request, MODULE)[1]
+    except BudgetError as error:
+        smallest = dataclasses.replace(request, memory_budget_bytes=error.smallest_bytes)
+        return plan_finest(profile, policy, smallest, MODULE)[1]
+
+
+def _may_recompute(variants: RematVariants, profile: Profile) -> Profile:
+    """The profile for plans that recompute only where the options leave it to them."""
+    segments, uses = variants.base.segments, variants.base.uses
+    return profile.only_recomputing([use.place == 0 and segments[use.segment].remat == AUTO for use in uses])
+
+
+def _policy_of(options: Options) -> str | None:
+    if options.policy is None and options.reserve_factor is not None and options.reserve_factor < 1:
+        return "native-overlapped"
+    return options.policy
+
+
+def _as_run(plan: Plan, profile: Profile) -> Plan:
+    """The plan, with updates after all gradients where they must wait, and then in the better order."""
+    changed = as_run(profile, plan)
+    return with_update_order(profile, changed) if changed != plan and profile.has_times else changed
+
+
+def known_machine(device_kind: str) -> Machine | None:
+    """The built-in machine with this device, or None."""
+    words = device_kind.lower().replace("geforce", "").replace(" ", "")
+    return next((machine for name, machine in MACHINES.items() if name.split("-")[0] in words), None)
+
+
+def _machine_of(device_kind: str) -> Machine:
+    if (machine := known_machine(device_kind)) is not None:
+        return machine
+    if "nvidia" in device_kind.lower():
+        warnings.warn(
+            f"no performance figures for {device_kind!r}: planning with those of {DEFAULT_MACHINE}; profile= overrides",
+            stacklevel=6,
+        )
+    return MACHINES[DEFAULT_MACHINE]
+
+
+def _check_names(what: str, given: Plan | Profile, parts: Partition) -> None:
+    names, uses = [layer.name for layer in given.layers], [use.name for use in parts.uses]
+    if names != uses:
+        differing = next((n for n in [*uses, *names] if n not in uses or n not in names), "their order")
+        raise InputError(
+            f"the {what} is for another model: it has {len(names)} layers, the model {len(uses)}, and "
+            f"they differ in {differing!r}{_hint(names, uses)}"
+        )
+
+
+def _hint(names: Sequence[str], uses: Sequence[str]) -> str:
+    """What to do if the given names are those of the model's layers at another granularity."""
+    for finer, coarser, wanted in ((names, uses, MODULE), (uses, names, BLOCK)):
+        blocks = tuple(f"{name}/" for name in coarser)
+        if len(finer) > len(coarser) and all(name in coarser or name.startswith(blocks) for name in finer):
+            return f'; its layers are finer or coarser ones of this model: use granularity="{wanted}"'
+    return ""

@@ -1,0 +1,224 @@
+"""Prepares a training step for one batch structure: partition, plan, lower, fit, compile.
+
+loss_fn, batch --partition--> segments --policy--> Plan --fit--> Plan within the budget --lower--> StepProgram
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxferry.costs.records import Profile
+from jaxferry.engine import Evaluator, Programs, RematVariants, Transport, make_transport
+from jaxferry.errors import BudgetError, InputError
+from jaxferry.modes import FASTER, MODULE, Remat
+from jaxferry.partition import AUTO, Layer, Partition
+from jaxferry.partition.graph import Graph
+from jaxferry.processes.all_processes import check_same
+from jaxferry.settings import check_may_trace
+from jaxferry.step.holdings import streamed_state_bytes
+from jaxferry.step.records import Plan
+from jaxferry.training.choice import best_granularity
+from jaxferry.training.cuts import Cut, Cutter
+from jaxferry.training.measure.shares import Share
+from jaxferry.training.model import Model
+from jaxferry.training.one_device import share_of_one
+from jaxferry.training.options import Options
+from jaxferry.training.prepared import Prepared
+from jaxferry.training.profiles import Profiler
+from jaxferry.training.recent import Recent
+from jaxferry.training.shared import Shared
+from jaxferry.training.step import StepCompiler
+from jaxferry.training.structure import structure_of
+
+
+class Compiler:
+    """Prepares and caches steps and evaluations of one model.
+
+    Args:
+      model: the model.
+      loss_fn: its loss function.
+      options: those of `train_step`.
+      shared: what all steps of the training step share.
+
+    Attributes:
+      model: as given.
+      layers: the parameter groups. The first step, or measurement, decides them; before, they are the model's, or those
+        of an evaluation.
+    """
+
+    def __init__(self, model: Model, loss_fn: Callable[..., Any], options: Options, shared: Shared) -> None:
+        self.model, self._loss_fn, self._options, self._shared = model, loss_fn, options, shared
+        self._cutter = Cutter(model, loss_fn, options, shared.placement)
+        self._profiler = Profiler(model, options, shared.placement)
+        self._prepared: Recent[tuple[Prepared, Cut]] = Recent(options.cached_shapes, self._drop)
+        self._evaluators: Recent[tuple[Evaluator, Cut | None]] = Recent(options.cached_shapes, self._drop)
+        self._has_dropped = self._has_decided = False
+        self._saved_bytes = 0
+        self._transports: dict[tuple[Layer, ...], Transport] = {}
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The parameter groups."""
+        return self._cutter.known_layers or self.model.layers
+
+    @property
+    def prepared(self) -> list[Prepared]:
+        """All prepared steps."""
+        return [prepared for prepared, _ in self._prepared]
+
+    def prepare(self, args: Any, kwargs: Mapping[str, Any]) -> Prepared:
+        """The prepared step for arguments of this structure; prepares it on the first call."""
+
+        def make() -> tuple[Prepared, Cut]:
+            check_may_trace("the loss function for a batch of new shapes")
+            self._shared.prefetch.take(None)  # copies in flight would disturb the measurement
+            try:
+                return self._compiled(self._cut(args, kwargs), args, kwargs)
+            except BudgetError as error:
+                if self._has_decided:
+                    raise
+                return self._compiled_finer(args, kwargs, error)
+
+        self._decide_granularity(args, kwargs)
+        prepared, _ = self._prepared.get(structure_of(args, kwargs), make)
+        self._has_decided = True
+        return prepared
+
+    def _decide_granularity(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Lets the first batch of a step decide how fine layers are, if that is left open."""
+        if self._options.granularity != FASTER or self._has_decided:
+            return
+        self._cutter.restart(MODULE)
+        variants = RematVariants(self._cutter.cut(args, kwargs).parts, self._options.remat)
+        profile = self._profiler.planned_by_estimate(variants)
+        self._cutter.restart(best_granularity(variants, self._options, profile))
+
+    def measure(self, args: Any, kwargs: Mapping[str, Any]) -> Profile:
+        """Measures what each layer costs on the device."""
+        self._decide_granularity(args, kwargs)
+        self._shared.prefetch.clear()
+        variants, programs = self._variants(self._cut(args, kwargs))
+        self._has_decided = True
+        return self._profiler.measured(variants, programs, self._share(variants.base, args, kwargs))
+
+    def evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
+        """The evaluator of a function of the parameters."""
+
+        def make() -> tuple[Evaluator, Cut | None]:
+            check_may_trace("a function for arguments of new shapes")
+            cut = self._cut(args, kwargs) if function is self._loss_fn else None
+            parts = self._cutter.forward(function, args, kwargs) if cut is None else cut.parts
+            budget, transport = self._options.memory_budget_bytes, self._transport_of(parts.layers)
+            return Evaluator(parts, self._shared.placement, transport, self.model.is_native, budget), cut
+
+        return self._evaluators.get((function, structure_of(args, kwargs)), make)[0]
+
+    def _compiled(self, cut: Cut, args: Any, kwargs: Mapping[str, Any]) -> tuple[Prepared, Cut]:
+        _check_shared(cut.parts.graph)
+        if self._shared.placement.num_processes > 1:
+            check_same("the shapes of their batches", _shapes(cut.parts.graph))
+            check_same("their optimizers", self.model.update_text)
+            check_same("their profiles", self._profiler.source)
+        variants, programs = self._variants(cut)
+        transport = self._transport_of(variants.base.layers)
+        profile = self._profiler.planned(
+            variants, programs, self._share(variants.base, args, kwargs), transport.staging_bytes
+        )
+        resources = self._shared.resources(transport, self.model)
+        prepared = StepCompiler(variants, programs, profile, resources, self._options).compile_best()
+        self._check_host_memory(prepared)
+        return prepared, cut
+
+    def _check_host_memory(self, prepared: Prepared) -> None:
+        """Checks that host memory can hold what a step keeps there beside the state, before it runs."""
+        layers, read = prepared.partition.layers, prepared.program.read_in_place
+        # Clients of accelerators keep pinned memory that programs have used.
+        kept_bytes = 0 if self._shared.placement.is_cpu else self._saved_bytes
+        streamed_bytes = streamed_state_bytes(prepared.profile, prepared.plan)
+        self.model.check_step(layers, read, prepared.saved_bytes, not self._has_decided, kept_bytes, streamed_bytes)
+        self._saved_bytes = max(self._saved_bytes, prepared.saved_bytes)
+
+    def _compiled_finer(self, args: Any, kwargs: Mapping[str, Any], error: BudgetError) -> tuple[Prepared, Cut]:
+        """What fits with smaller layers, which the first batch may still choose; raises the error of the least need."""
+        for change in (self._cutter.keep_small_apart, self._cutter.take_modules):
+            if change():
+                try:
+                    return self._compiled(self._cut(args, kwargs), args, kwargs)
+                except BudgetError as other:
+                    error = min((error, other), key=lambda each: each.smallest_bytes)
+        raise error
+
+    def _share(self, partition: Partition, args: Any, kwargs: Mapping[str, Any]) -> Callable[[], Share]:
+        """Makes what one of several devices does of a step, for its measurement."""
+        given = (self.model, self._loss_fn, self._options, self._shared.placement, partition, args, kwargs)
+        return functools.partial(share_of_one, *given)
+
+    def _drop(self, dropped: tuple[Any, Cut | None]) -> None:
+        """Frees what was compiled for a structure; warns the first time."""
+        _, cut = dropped
+        if cut is not None:
+            cut.forget()
+        if not self._has_dropped:
+            self._has_dropped = True
+            warnings.warn(
+                f"more than {self._options.cached_shapes} shapes of batches (or functions of `apply`) so far: each is "
+                "planned and compiled anew, and what was compiled for the oldest is freed; pad batches to a few fixed "
+                "shapes, or raise cached_shapes=",
+                stacklevel=7,
+            )
+
+    def _cut(self, args: Any, kwargs: Mapping[str, Any]) -> Cut:
+        """The segments of the loss function for these arguments."""
+        is_first = self._cutter.known_layers is None
+        cut = self._cutter.cut(args, kwargs)
+        if is_first:
+            # Evaluators made earlier have other groups. New ones use these, so the state is not rearranged.
+            self._evaluators.clear()
+        return cut
+
+    def _variants(self, cut: Cut) -> tuple[RematVariants, Programs]:
+        """The segments with their rematerialized variants, and their uncompiled programs."""
+        self._shared.warn_once(cut.parts)
+        variants = cut.variants(self._options.remat)
+        if self._options.offload_activations:
+            _check_fixed_remat(variants.base, self._options.plan)
+        self.model.optimizer.check_parts(cut.parts.layers)
+        is_scaled = self._options.loss_scale is not None
+        placement, is_native = self._shared.placement, self.model.is_native
+        return variants, Programs(variants.base, variants.derivatives, placement, is_native, is_scaled, cut.programs)
+
+    def _transport_of(self, layers: tuple[Layer, ...]) -> Transport:
+        """The transport of these groups, shared by all programs so that its memory is shared too."""
+        if layers not in self._transports:
+            self._transports[layers] = make_transport(
+                self.model.transport, self._shared.placement, layers, self._options.accumulate > 1
+            )
+        return self._transports[layers]
+
+
+def _shapes(graph: Graph) -> str:
+    return ", ".join(str(graph.avals[value]) for value in graph.batch)
+
+
+def _check_shared(graph: Graph) -> None:
+    """Raises InputError if the devices of a mesh cannot share a batch."""
+    if graph.num_devices > 1 and not graph.batch_size:
+        raise InputError(
+            "a batch is split over the mesh along its first axis, whose size must be a multiple of "
+            f"{graph.num_devices} devices: got {graph.num_rows or 'no arrays'}"
+        )
+
+
+def _check_fixed_remat(parts: Partition, plan: Plan | None) -> None:
+    """Raises InputError if a plan could decide what recomputes: that would change which values leave the device."""
+    recomputes = [False] * len(parts.uses) if plan is None else plan.recomputes
+    planned = [recomputes[uses[0]] for uses in parts.uses_of if uses[0] < len(recomputes)]
+    for segment, again in zip(parts.segments, planned, strict=False):
+        if segment.remat == AUTO or (again and segment.remat != Remat.FULL):
+            raise InputError(
+                f"offload_activations=True needs a remat= that no plan changes, such as 'full' or 'none', but whether "
+                f"{segment.name!r} recomputes is left to the plan"
+            )

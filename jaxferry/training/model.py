@@ -1,0 +1,288 @@
+"""The model that a training step trains: its parameter tree, its optimizer, and their layout in host memory."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxferry.engine import (
+    UNSCALED,
+    HostOptimizer,
+    Owner,
+    Placement,
+    TrainState,
+    choose_transport,
+    host_array,
+    masters_from_arrays,
+)
+from jaxferry.optimizer import host_memory
+from jaxferry.optimizer.pieces import Parts
+from jaxferry.partition import Layer, Ownership, Span, frozen_leaves, held_whole, layers_by_path
+from jaxferry.partition.graph import aval_bytes
+from jaxferry.partition.packed import stored_struct
+from jaxferry.training.options import Options
+
+ACCELERATOR_DTYPE: Any = jnp.bfloat16
+"""The dtype in which an accelerator sees fp32 parameters, unless `compute_dtype` says otherwise."""
+
+_COPIES = "copies to read in place"
+_SAVED = "saved activations"
+_OF_STEPS = ("compute copy", "gradients", "sums of gradients")
+
+
+class Model:
+    """Shapes and dtypes of a model's parameters, with the host optimizer that updates them.
+
+    Args:
+      params: the model's tree of parameters; shapes are enough.
+      optimizer: the Optax transformation.
+      options: those of `train_step`.
+      placement: where arrays live.
+      transport: the requested transport; None for the best available one.
+
+    Attributes:
+      params: the tree, of shape structs.
+      compute_dtype: the dtype in which the device sees parameters; None for their own.
+      optimizer: the host optimizer.
+      layers: the parameter groups that the paths of the tree suggest.
+      transport: the kind of transport, one of `engine.TRANSPORTS`.
+
+    Raises:
+      InputError: if a parameter or the transport is not acceptable.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: optax.GradientTransformation,
+        options: Options,
+        placement: Placement,
+        transport: str | None,
+    ) -> None:
+        self._options, self._placement, self._optax = options, placement, optimizer
+        self.compute_dtype = _compute_dtype(params, options, placement)
+        hidden = frozen_leaves(options.trainable, params)
+        layers = layers_by_path(params, self.compute_dtype, hidden)
+        self.params = abstract(params)
+        leaves, tree = jax.tree.flatten(self.params)
+        dtypes = _master_dtypes(layers)
+        masters = [jax.ShapeDtypeStruct(stored_struct(leaf).shape, dtypes[i]) for i, leaf in enumerate(leaves)]
+        self._masters = jax.tree.unflatten(tree, masters)
+        self._accumulates = options.accumulate > 1
+        given = (optimizer, tree, masters, placement, options.clip_norm, hidden)
+        self.optimizer = HostOptimizer(*given, accumulates=self._accumulates)
+        by_path = layers_by_path(params, self.compute_dtype, self.optimizer.frozen)
+        self.layers = held_whole(by_path, self.optimizer.whole)
+        self.optimizer.check_parts(self.layers)
+        self.transport = choose_transport(transport, placement, self.layers)
+
+    def on(self, placement: Placement) -> Model:
+        """The same model on other devices, with the same transport."""
+        return Model(self.params, self._optax, self._options, placement, self.transport)
+
+    @functools.cached_property
+    def update_text(self) -> str:
+        """What an update computes, traced: equal in processes with the same optimizer and options."""
+        masters, optimizer = self._masters, self._optax
+        state = jax.eval_shape(optimizer.init, masters)
+        traced = [jax.make_jaxpr(optimizer.init)(masters), jax.make_jaxpr(optimizer.update)(masters, state, masters)]
+        constants = [np.asarray(constant).tobytes().hex() for jaxpr in traced for constant in jaxpr.consts]
+        # Printed functions have addresses, which differ.
+        steps = re.sub(r" at 0x[0-9a-f]+", "", "".join(map(str, traced)))
+        return f"{steps} {constants} {self._options.clip_norm}"
+
+    @property
+    def is_native(self) -> bool:
+        """Whether programs access host memory through the native library."""
+        return self.transport == "ferry"
+
+    def host_bytes(
+        self, layers: Sequence[Layer] = (), read: Collection[int] = (), saved_bytes: int = 0
+    ) -> dict[str, int]:
+        """Bytes of host memory that a training step keeps in this process, by what they are for.
+
+        Args:
+          layers: the parameter groups; none for those that paths suggest. Of several processes' shares, those of other
+            groups differ by a few elements.
+          read: the numbers of those that programs read in host memory; each of several processes has them whole.
+          saved_bytes: activations that wait in host memory for their backward.
+        """
+        own, layers = self._placement.ownership, layers or self.layers
+        state: Iterable[Any] = self.optimizer.state_shapes().values()
+        if not own.is_all:
+            state = [aval for unit in self.optimizer.units_of(layers) for aval in unit.state]
+        copies = sum(own.num_whole_bytes(layers[group]) for group in read)
+        more = {_COPIES: copies, _SAVED: saved_bytes}
+        of_training = _host_bytes(layers, state, self._accumulates, own)
+        return of_training | {name: num_bytes for name, num_bytes in more.items() if num_bytes}
+
+    def check_host_memory(self) -> None:
+        """Checks that host memory can hold everything that a training step keeps there, before a state is made.
+
+        Raises:
+          HostMemoryError: if it cannot.
+        """
+        found = self.host_bytes()
+        self._check_pinned(found)
+        if self._placement.allocator is None:
+            host_memory.check(found)
+        else:
+            num_bytes = host_memory.pinned_bytes(found)
+            spare_bytes = host_memory.pinned_pool_bytes(num_bytes) - num_bytes
+            remedies = [text for text in (host_memory.LESS_STATE, host_memory.pinned_advice(num_bytes)) if text]
+            host_memory.check(found | {"unused pinned memory": spare_bytes}, remedy=", ".join(remedies))
+        host_memory.return_freed_blocks()
+
+    def _check_pinned(self, found: Mapping[str, int], streamed_bytes: int = 0) -> None:
+        if not self._placement.is_cpu:
+            host_memory.check_pinned(host_memory.pinned_bytes(found, streamed_bytes))
+
+    def check_step(
+        self,
+        layers: Sequence[Layer],
+        read: Collection[int],
+        saved_bytes: int,
+        is_first: bool,
+        kept_bytes: int,
+        streamed_bytes: int = 0,
+    ) -> None:
+        """Checks that host memory can hold what a prepared step keeps there beside the state.
+
+        Args:
+          layers: as for `host_bytes`.
+          read: likewise.
+          saved_bytes: likewise.
+          is_first: whether no step has been prepared yet: then gradients and compute copy do not exist either.
+          kept_bytes: of `saved_bytes`, what earlier steps have taken and the device's client keeps.
+          streamed_bytes: masters and optimizer state that stream through the GPU.
+
+        Raises:
+          HostMemoryError: if it cannot.
+        """
+        found = self.host_bytes(layers, read, saved_bytes)
+        self._check_pinned(found, streamed_bytes)
+        needed = {name: found[name] for name in (_COPIES, _SAVED) if name in found}
+        if not needed:
+            return
+        if is_first:
+            needed |= {name: found[name] for name in _OF_STEPS if name in found}
+        held_bytes = sum(found.values()) - sum(needed.values())
+        if _SAVED in needed:
+            kept_bytes = min(kept_bytes, saved_bytes)
+            needed[_SAVED], held_bytes = saved_bytes - kept_bytes, held_bytes + kept_bytes
+        remedy = (
+            "take smaller or shorter batches (with offload_activations=True), or a plan that reads no layer in place"
+        )
+        host_memory.check(needed, "a step", remedy, held_bytes)
+
+    def masters(self, leaves: Sequence[Any]) -> dict[int, Parts]:
+        """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
+        return masters_from_arrays(leaves, self._dtypes(), self._placement, self._spans())
+
+    def optimizer_state(self, leaves: Mapping[str, Any]) -> dict[str, Parts]:
+        """Reads the leaves of the optimizer's state from a checkpoint likewise, by path; they keep their dtypes."""
+        state = [key for unit in self.optimizer.units_of(self.layers) for key in unit.state_keys]
+        spans = {name: span for name, span in state if isinstance(span, Span)}
+        where = self._placement.host
+        return {
+            name: {
+                spans.get(name): jax.device_put(leaf.read(), where, may_alias=False)
+                if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+                else host_array(leaf, self._placement, leaf.dtype, spans.get(name))
+            }
+            for name, leaf in leaves.items()
+        }
+
+    def _dtypes(self) -> list[np.dtype]:
+        dtypes = _master_dtypes(self.layers)
+        return [dtypes[leaf] for leaf in range(len(dtypes))]
+
+    def _spans(self) -> list[Span | None]:
+        own = self._placement.ownership
+        spans = {leaf.index: own.span(layer, leaf) for layer in self.layers for leaf in layer.leaves}
+        return [spans[leaf] for leaf in range(len(spans))]
+
+    def new_state(
+        self,
+        masters: dict[int, Parts],
+        layers: Sequence[Layer],
+        optimizer: dict[str, Parts] | None = None,
+        step: int = 0,
+        *,
+        owner: Owner,
+    ) -> TrainState:
+        """A training state of these masters.
+
+        Args:
+          masters: by index in the flattened tree; donated.
+          layers: the parameter groups of the state.
+          optimizer: the leaves of the optimizer's state by path, donated; None makes the initial state.
+          step: the number of steps taken.
+          owner: who may use it.
+        """
+        scale = self._options.loss_scale or UNSCALED
+        held_bytes = sum(self.host_bytes().values())
+        return TrainState(
+            self.params, self.optimizer, self._placement, layers, masters, owner, held_bytes, optimizer, step, scale
+        )
+
+
+def host_bytes(params: Any, optimizer: optax.GradientTransformation, compute_dtype: Any) -> dict[str, int]:
+    """`Model.host_bytes` for an optimizer that trains all parameters; its update is not traced.
+
+    Args:
+      params: the tree of parameters; shapes are enough.
+      optimizer: the Optax transformation.
+      compute_dtype: the dtype in which the device sees parameters; None for their own.
+    """
+    layers = layers_by_path(params, compute_dtype)
+    dtypes = _master_dtypes(layers)
+    leaves, tree = jax.tree.flatten(params)
+    masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
+    state = jax.eval_shape(optimizer.init, jax.tree.unflatten(tree, masters))
+    return _host_bytes(layers, jax.tree.leaves(state), accumulates=False, ownership=Ownership())
+
+
+def _host_bytes(
+    layers: Sequence[Layer], state: Iterable[Any], accumulates: bool, ownership: Ownership
+) -> dict[str, int]:
+    leaves = [leaf for layer in layers for leaf in ownership.of(layer).leaves]
+    # The compute copy of a frozen parameter is its only copy if the dtypes agree.
+    own = [leaf for leaf in leaves if leaf.is_trained or leaf.master_dtype != leaf.dtype]
+    trained = [layer.trained for layer in layers]
+    # Where gradients of fewer bits are summed, these arrive in memory of their own.
+    sums = sum(ownership.of(layer.wide).num_bytes for layer in trained if layer.wide is not layer and accumulates)
+    return {
+        "master parameters": sum(leaf.size * leaf.master_dtype.itemsize for leaf in own),
+        "optimizer state": sum(map(aval_bytes, state)),
+        "compute copy": sum(map(ownership.num_host_bytes, layers)),
+        "gradients": sum(map(ownership.num_host_bytes, trained)),
+        **({"sums of gradients": sums} if sums else {}),
+    }
+
+
+def abstract(params: Any) -> Any:
+    """The tree of parameters as shape structs; a leaf that is no array stays as it is."""
+
+    def shape_of(leaf: Any) -> Any:
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
+
+    return jax.tree.map(shape_of, params)
+
+
+def _compute_dtype(params: Any, options: Options, placement: Placement) -> Any:
+    is_single = all(getattr(leaf, "dtype", None) == np.float32 for leaf in jax.tree.leaves(params))
+    by_default = ACCELERATOR_DTYPE if placement.platform != "cpu" and is_single else None
+    return by_default if options.compute_dtype is None else options.compute_dtype
+
+
+def _master_dtypes(layers: Sequence[Layer]) -> dict[int, np.dtype]:
+    return {leaf.index: leaf.master_dtype for layer in layers for leaf in layer.leaves}

@@ -1,0 +1,193 @@
+"""Checks the arguments of `train_step`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxferry.costs.records import Profile
+from jaxferry.engine.loss_scale import LossScale
+from jaxferry.errors import InputError
+from jaxferry.modes import BLOCK, GRANULARITIES
+from jaxferry.partition import Trainable, check_remat
+from jaxferry.planner.registry import make_policy
+from jaxferry.step.records import Plan
+from jaxferry.units import parse_bytes
+
+MEASURE, ESTIMATE = "measure", "estimate"
+"""Keywords accepted instead of a profile; a file with such a name is given as `./measure`."""
+
+CACHED_SHAPES = 16
+"""Shapes of batches whose compiled programs a step keeps unless it is told otherwise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The checked arguments of `jaxferry.train_step`, which documents them."""
+
+    memory_budget_bytes: int | None = None
+    reserve_factor: float | None = None
+    clip_norm: float | None = None
+    compute_dtype: Any = None
+    plan: Plan | None = None
+    policy: str | None = None
+    profile: Profile | str | None = None
+    remat: Any = "none"
+    skip_nonfinite: bool = False
+    check_gradients: bool | None = None
+    record_steps: int = 0
+    accumulate: int = 1
+    loss_scale: LossScale | None = None
+    trainable: Trainable | None = None
+    offload_activations: bool = False
+    cached_shapes: int = CACHED_SHAPES
+    merge_small: bool = True
+    granularity: str = BLOCK
+    takes_device_budget: bool = True
+
+    def on(self, memory_bytes: int | None) -> Options:
+        """The options on a device whose allocator has this limit in bytes: the memory budget if none was given."""
+        if not self.takes_device_budget:
+            return self
+        return dataclasses.replace(self, memory_budget_bytes=memory_bytes)
+
+    @property
+    def given_names(self) -> tuple[str, ...]:
+        """The names of the layers of the given plan or profile; empty without any."""
+        given = self.plan if self.plan is not None else self.profile
+        return () if given is None or isinstance(given, str) else tuple(layer.name for layer in given.layers)
+
+
+def read_options(
+    *,
+    memory_budget: Any,
+    reserve_factor: Any,
+    clip_norm: Any,
+    compute_dtype: Any,
+    plan: Any,
+    policy: Any,
+    profile: Any,
+    remat: Any,
+    skip_nonfinite: Any,
+    check_gradients: Any,
+    record_steps: Any,
+    accumulate: Any,
+    loss_scale: Any,
+    trainable: Any = None,
+    offload_activations: Any = False,
+    cached_shapes: Any = CACHED_SHAPES,
+    merge_small: Any = True,
+    granularity: Any = BLOCK,
+) -> Options:
+    """Checks the arguments of `train_step`; reads plan and profile if they are files.
+
+    Raises:
+      InputError: if an argument is invalid.
+    """
+    if plan is not None and policy is not None:
+        raise InputError(f"plan and policy exclude each other, got both (policy {policy!r}): give one")
+    if policy is not None:
+        make_policy(policy)
+    has_budget = memory_budget not in (None, "none")
+    return Options(
+        memory_budget_bytes=parse_bytes(memory_budget, "memory_budget") if has_budget else None,
+        takes_device_budget=memory_budget is None,
+        reserve_factor=_read_reserve_factor(reserve_factor),
+        clip_norm=_read_clip_norm(clip_norm),
+        compute_dtype=_read_dtype(compute_dtype),
+        plan=_read_record(Plan, plan, "plan"),
+        policy=policy,
+        profile=profile if profile in (MEASURE, ESTIMATE) else _read_record(Profile, profile, "profile"),
+        remat=check_remat(remat),
+        skip_nonfinite=_read_flag(skip_nonfinite, "skip_nonfinite"),
+        check_gradients=None if check_gradients is None else _read_flag(check_gradients, "check_gradients"),
+        record_steps=_read_count(record_steps, 0, "record_steps must be a number of steps"),
+        accumulate=_read_count(accumulate, 1, "accumulate must be a number of micro-batches"),
+        loss_scale=_read_loss_scale(loss_scale, compute_dtype, accumulate),
+        trainable=trainable,
+        offload_activations=_read_flag(offload_activations, "offload_activations"),
+        cached_shapes=_read_count(cached_shapes, 1, "cached_shapes must be a number of shapes"),
+        merge_small=_read_flag(merge_small, "merge_small"),
+        granularity=_read_granularity(granularity),
+    )
+
+
+def _read_reserve_factor(value: Any) -> float | None:
+    if value is not None and not (_is_number(value) and 0 <= value <= 1):
+        raise InputError(f"reserve_factor must lie in [0, 1], got {value!r}")
+    return value
+
+
+def _read_clip_norm(value: Any) -> float | None:
+    if value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
+        raise InputError(f"clip_norm must be a positive number or None, got {value!r}")
+    return value
+
+
+def _read_flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def _read_count(value: Any, least: int, rule: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"{rule}, {least} or more, got {value!r}")
+    return value
+
+
+def _read_granularity(value: Any) -> str:
+    if value not in GRANULARITIES:
+        raise InputError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {value!r}")
+    return str(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _read_dtype(value: Any) -> Any:
+    if value is None:
+        return None
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise InputError(f"compute_dtype must be a floating dtype such as jnp.bfloat16, or None, got {value!r}")
+    if dtype.itemsize < 2:
+        raise InputError(f"compute_dtype must have at least 16 bits, since gradients are summed in it, got {value!r}")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise InputError(f"compute_dtype {value!r} needs 64-bit numbers: jax.config.update('jax_enable_x64', True)")
+    return dtype
+
+
+def _read_loss_scale(value: Any, compute_dtype: Any, accumulate: int) -> LossScale | None:
+    if value is None:
+        return LossScale() if _read_dtype(compute_dtype) == jnp.float16 else None
+    if value == "dynamic":
+        return LossScale()
+    if not (_is_number(value) and math.isfinite(value) and value > 0):
+        raise InputError(f'loss_scale must be "dynamic", a positive number or None, got {value!r}')
+    # Gradients are divided by loss_scale * accumulate in fp32, where subnormal numbers count as zero.
+    least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+    if not least <= value <= most / accumulate:
+        raise InputError(
+            f"loss_scale must lie in the range of fp32, here [{least:.3g}, {most / accumulate:.3g}], got {value!r}"
+        )
+    return None if value == 1 else LossScale(float(value), is_dynamic=False)
+
+
+def _read_record(kind: Any, value: Any, name: str) -> Any:
+    if value is None or isinstance(value, kind):
+        return value
+    if not isinstance(value, str | os.PathLike):
+        raise InputError(f"{name} must be a {kind.__name__} or the path of its JSON file, got {value!r}")
+    return kind.load(value)

@@ -1,0 +1,170 @@
+"""Where the times and sizes come from that a step is planned with."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from jaxferry.costs.progress import progress_bar
+from jaxferry.costs.records import Profile
+from jaxferry.engine import Placement, Programs, RematVariants, Rules, program_keys, summed_groups
+from jaxferry.engine.facts import with_sum_bytes
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.optimizer.on_devices import num_bytes_on_each, unit_on_devices
+from jaxferry.partition import Partition
+from jaxferry.settings import looks_for_nans
+from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.training.choice import needs_times, planning_profile, with_updates_on_device
+from jaxferry.training.measure.cold_caches import ACCELERATOR_BYTES
+from jaxferry.training.measure.contention import TRANSFER_BYTES
+from jaxferry.training.measure.profile import measure_profile
+from jaxferry.training.measure.shares import NotMeasurable, Share, measure_shares
+from jaxferry.training.model import Model
+from jaxferry.training.options import MEASURE, Options
+from jaxferry.units import format_apart
+
+
+class Profiler:
+    """Makes the profiles of one model's steps.
+
+    Args:
+      model: the model.
+      options: those of `train_step`.
+      placement: where arrays live.
+    """
+
+    def __init__(self, model: Model, options: Options, placement: Placement) -> None:
+        self._model, self._options, self._placement = model, options, placement
+
+    def planned(
+        self, variants: RematVariants, programs: Programs, share: Callable[[], Share], staging_bytes: int
+    ) -> Profile:
+        """The profile to plan and lower with: the user's own, measured, estimated, or of sizes only.
+
+        Args:
+          variants: the segments.
+          programs: their programs.
+          share: makes what one of several devices does.
+          staging_bytes: device memory that the transport keeps.
+        """
+        options, given = self._options, self._options.profile
+        if given == MEASURE:
+            given = self._measured(variants, programs, share)
+        elif given is None and needs_times(options.policy):
+            given = self._measured_if_possible(variants, programs, share)
+        return self._planning_profile(variants, given if isinstance(given, Profile) else None, staging_bytes)
+
+    @property
+    def source(self) -> str:
+        """Where the profile comes from, in words."""
+        given = self._options.profile
+        return str(given) if given is None or isinstance(given, str) else "given"
+
+    def planned_by_estimate(self, variants: RematVariants) -> Profile:
+        """Likewise without measurements, whatever the user gives."""
+        return self._planning_profile(variants, None, 0)
+
+    def _planning_profile(self, variants: RematVariants, given: Profile | None, staging_bytes: int) -> Profile:
+        return planning_profile(
+            variants,
+            self._options,
+            given,
+            self._placement.device_kind,
+            self._needs_all_gradients(variants.base),
+            self._updates_together(variants.base),
+            staging_bytes,
+            self._state_bytes(variants.base),
+            self._placement.updates,
+        )
+
+    def measured(self, variants: RematVariants, programs: Programs, share: Callable[[], Share]) -> Profile:
+        """Measures what each layer costs on the device. Args as for `planned`."""
+        state_bytes, kind = self._state_bytes(variants.base), self._placement.device_kind
+        measured = self._measured(variants, programs, share)
+        return with_updates_on_device(measured, variants.base, kind, state_bytes, self._placement.updates)
+
+    def _needs_all_gradients(self, parts: Partition) -> bool:
+        """Whether updates wait for all gradients under any plan."""
+        is_by_layer = self._model.optimizer.is_by_layer(parts.layers)
+        return rules_of(self._options).need_all_gradients or not is_by_layer
+
+    def _updates_together(self, parts: Partition) -> bool:
+        """Whether some groups have one update: then a policy has all groups on the device, or none."""
+        return not self._model.optimizer.is_by_layer(parts.layers)
+
+    def _state_bytes(self, parts: Partition) -> dict[str, int]:
+        """Bytes of masters and optimizer state, on each device, of each group that the segments read.
+
+        One update of several groups is shared out by parameters.
+        """
+        optimizer, groups = self._model.optimizer, parts.layers
+        read = {use.group for use in parts.uses}
+        found: dict[str, int] = {}
+        for unit in optimizer.units_of(groups):
+            sizes = {groups[group].name: groups[group].trained.num_parameters for group in unit.layers}
+            total = max(sum(sizes.values()), 1)
+            if read.issuperset(unit.layers):
+                on_each = num_bytes_on_each(unit_on_devices(optimizer, unit, groups, self._placement), self._placement)
+                found |= {name: -(-on_each * size // total) for name, size in sizes.items()}
+        return found
+
+    def _measured_if_possible(
+        self, variants: RematVariants, programs: Programs, share: Callable[[], Share]
+    ) -> Profile | None:
+        """What the layers cost; None, with a warning, if that can only be estimated."""
+        try:
+            self._check_room(variants.base, programs)
+            return self._measured(variants, programs, share)
+        except NotMeasurable as error:
+            warnings.warn(f"planning with an estimated profile: {error}", stacklevel=8)
+            return None
+
+    def _check_room(self, parts: Partition, programs: Programs) -> None:
+        """Raises NotMeasurable if measurements on an accelerator take more device memory than the budget."""
+        budget_bytes = self._options.memory_budget_bytes
+        if budget_bytes is None or self._placement.allocator is None:
+            return
+        layers = tuple(LayerPlan(use.name, Mode.GFGB, GradientPlace.DEVICE) for use in parts.uses)
+        keys = list(dict.fromkeys(program_keys(parts, programs.derivatives, Plan("measured", 1.0, layers))))
+        programs.require(keys)
+        needed_bytes = ACCELERATOR_BYTES + 2 * TRANSFER_BYTES + max(map(programs.bytes_of, keys))
+        if needed_bytes > budget_bytes:
+            needs, budget = format_apart(needed_bytes, budget_bytes)
+            raise NotMeasurable(
+                f"measuring takes {needs} of device memory, and memory_budget is {budget}: "
+                'profile="estimate" asks for no measurement'
+            )
+
+    def _measured(self, variants: RematVariants, programs: Programs, share: Callable[[], Share]) -> Profile:
+        options, placement, transport = self._options, self._placement, self._model.transport
+        more: dict[str, Any] = {
+            "remat": options.remat if isinstance(options.remat, str) else "per segment",
+            "offload_activations": options.offload_activations,
+        }
+        recomputing = variants.of(variants.may_recompute)
+        with progress_bar("measuring") as progress:
+            if placement.num_devices > 1:
+                given = (variants.base, recomputing, programs, placement, transport)
+                profile = measure_shares(share, *given, progress=progress, **more)
+            else:
+                alone = (variants.base, programs, self._model.optimizer, placement, transport)
+                profile = measure_profile(*alone, recomputing=recomputing, progress=progress, **more)
+        facts = {**profile.machine, "host_bytes": self._model.host_bytes(), **self._placement.memory_facts()}
+        groups = summed_groups(variants.base, variants.derivatives, self._options.accumulate)
+        return dataclasses.replace(
+            with_sum_bytes(profile, variants.base, groups),
+            machine=facts,
+            updates_after_all=self._needs_all_gradients(variants.base),
+            updates_together=self._updates_together(variants.base),
+        )
+
+
+def rules_of(options: Options) -> Rules:
+    """The update rules that the options of `train_step` ask for."""
+    scale, clips, check = options.loss_scale, options.clip_norm is not None, options.check_gradients
+    is_adapted = scale is not None and scale.is_dynamic
+    # Where updates wait for the norm anyway, the check costs nothing. Who looks for a NaN wants no update with one.
+    checks = clips or options.accumulate > 1 or looks_for_nans() if check is None else check
+    return Rules(clips, options.skip_nonfinite, is_adapted or checks, options.accumulate)

@@ -1,0 +1,308 @@
+"""Fits a plan into the memory budget, lowers it and compiles its programs.
+
+Plan --fit--> Plan within the budget --lower--> StepProgram --compile--> Prepared
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxferry.costs.records import Profile
+from jaxferry.engine import (
+    DeviceUpdateCompiler,
+    Norms,
+    Peak,
+    Programs,
+    RematVariants,
+    Resources,
+    RunnableStep,
+    StepProgram,
+    StepRunner,
+    TaskList,
+    fit,
+    groups_summed_on_host,
+    groups_to_keep,
+    groups_to_reserve,
+    loads_ahead,
+    lower,
+    peak_bytes,
+    summed_groups,
+    unsplit_by_step,
+    variants_of,
+)
+from jaxferry.engine.facts import with_sum_bytes
+from jaxferry.errors import BudgetError, InputError
+from jaxferry.modes import UpdatePlace
+from jaxferry.optimizer.optimizer import HostOptimizer
+from jaxferry.planner.l2l import L2L
+from jaxferry.planner.planning import with_update_order
+from jaxferry.processes.all_processes import check_same
+from jaxferry.step.program_keys import NO_JOINS, ProgramKey
+from jaxferry.step.records import Plan, Updates
+from jaxferry.step.simulate.report import simulate_schedule
+from jaxferry.training.choice import choose_plan, leanest_plan
+from jaxferry.training.options import Options
+from jaxferry.training.prepared import Prepared
+from jaxferry.training.profiles import rules_of
+
+_MOST_PLANS = 4
+"""How often a policy plans again for less memory."""
+
+
+class StepCompiler:
+    """Fits, lowers and compiles plans for the segments of one structure."""
+
+    def __init__(
+        self,
+        variants: RematVariants,
+        programs: Programs,
+        profile: Profile,
+        resources: Resources,
+        options: Options,
+    ) -> None:
+        self._variants, self._programs, self._given = variants, programs, profile
+        self._profile = _recomputable(profile)
+        self._resources, self._options = resources, options
+        # A recorder marks each copy beside the program that queues it.
+        self._joins = resources.transport.joins if resources.recorder is None else NO_JOINS
+        self._device_updates = DeviceUpdateCompiler(
+            resources.optimizer,
+            variants.base.layers,
+            resources.placement,
+            resources.transport,
+            options.accumulate > 1,
+        )
+
+    def compile_best(self) -> Prepared:
+        """Prepares the chosen plan, or the leanest one if that does not fit into the memory budget.
+
+        Raises:
+          BudgetError: if neither fits; it names the smaller of both needs.
+        """
+        plan = self._chosen()
+        try:
+            return self.compile(plan)
+        except BudgetError as error:
+            leanest = leanest_plan(self._variants, self._options, self._given)
+            if leanest is None or leanest == plan:
+                raise
+            try:
+                return self.compile(leanest)
+            except BudgetError as other:
+                raise min((error, other), key=lambda each: each.smallest_bytes) from None
+
+    def _chosen(self) -> Plan:
+        """The given plan, or the policy's.
+
+        A plan may need more than its profile says: what programs of updates on the device need is known once they are
+        compiled, and what the device's allocator takes once the step is lowered. The policy then plans again, for a
+        budget that is smaller by the excess, since to change the plan layer by layer would make the step slower.
+        """
+        options, budget = self._options, self._options.memory_budget_bytes
+        chosen = plan = choose_plan(self._variants, options, self._given)
+        if options.plan is not None or budget is None:
+            return plan
+        left = budget
+        for _ in range(_MOST_PLANS):
+            if self._resources.placement.allocator is None and _all_on_host(plan):
+                break
+            peak = self._peak(self._lower(plan))
+            if peak.fits(budget):
+                return plan
+            left = max(left - (peak.total - budget), 1)
+            smaller = dataclasses.replace(options, memory_budget_bytes=left)
+            plan = choose_plan(self._variants, smaller, self._given)
+        return plan if plan is chosen or self._peak(self._lower(plan)).fits(budget) else chosen
+
+    def compile(self, plan: Plan) -> Prepared:
+        """Prepares the plan that fits into the memory budget."""
+        if not _all_on_host(plan):
+            _check_updates(self._lower(plan), self._resources.optimizer)
+        program = self._fitted(plan)
+        if program.plan != plan:
+            # The budget has changed the plan, so the other order of updates may be faster now.
+            ordered = with_update_order(self._profile_of(program.plan, program.summed), program.plan)
+            program = self._lower(ordered, program.summed)
+        if self._profile.has_times or program.plan != plan:
+            program = self._predicted(program)
+        program = self._with_kept_copies(program)
+        keys = self._keys(program)
+        if self._resources.placement.num_processes > 1:
+            plan_json = dataclasses.replace(program.plan, predicted=None).to_json()
+            check_same("their plans", json.dumps([plan_json, sorted(program.summed), sorted(program.kept)]))
+        self._programs.require(keys)
+        self._programs.keep(keys)
+        peak_ahead = functools.partial(self._peak, program)
+        ahead = loads_ahead(program, peak_ahead, self._options.memory_budget_bytes)
+        if self._resources.transport.reserves:
+            program = self._with_reserved_buffers(program, ahead)
+        runnable = self._runnable(program, ahead)
+        runner = StepRunner(self._first(runnable), runnable)
+        is_changed = program.plan.layers != plan.layers
+        size = self._programs.num_executables
+        profile = self._profile_of(program.plan, program.summed)
+        return Prepared(program, profile, self._peak(program, ahead), is_changed, size, runner)
+
+    def _with_kept_copies(self, program: StepProgram) -> StepProgram:
+        """The program that keeps the copies that fit from one micro-batch to the next.
+
+        Given plans load as they say, and so does L2L, which loads each layer twice by definition.
+        """
+        options = self._options
+        if options.accumulate == 1 or options.plan is not None or options.policy == L2L.name:
+            return program
+        budget, unsplit_bytes = options.memory_budget_bytes, self._peak(program).unsplit()
+        kept = groups_to_keep(program, *self._counted(program), None if budget is None else budget - unsplit_bytes)
+        keeping = dataclasses.replace(program, kept=kept)
+        return keeping if self._peak(keeping).fits(budget) else program
+
+    def _with_reserved_buffers(self, program: StepProgram, ahead: Sequence[int]) -> StepProgram:
+        """The program that keeps the buffers of layers that the next step loads early."""
+        budget = self._options.memory_budget_bytes
+        reserved = groups_to_reserve(program, ahead, lambda each: self._peak(each, ahead), budget)
+        return dataclasses.replace(program, reserved=reserved)
+
+    def _predicted(self, program: StepProgram) -> StepProgram:
+        """The program whose plan predicts its own times; those of a plan that the budget has changed are another's."""
+        profile = self._profile_of(program.plan, program.summed)
+        predicted = simulate_schedule(profile, program.schedule).predicted if profile.has_times else None
+        return dataclasses.replace(program, plan=dataclasses.replace(program.plan, predicted=predicted))
+
+    def _first(self, runnable: RunnableStep) -> RunnableStep:
+        """The step that runs first: its updates start after all gradients have arrived.
+
+        With updates on the device all their gradients then stay there. If these do not fit, the step runs as planned.
+        """
+        if runnable.rules.need_all_gradients:
+            return runnable
+        plan = dataclasses.replace(runnable.program.plan, updates=Updates.AFTER_ALL)
+        program = self._lower(plan, runnable.program.summed)
+        most = max(self._peak(runnable.program).total, self._options.memory_budget_bytes or 0)
+        if program.updated_on_device and not self._peak(program).fits(most):
+            return runnable
+        tasks = TaskList(program.schedule, program.trivial)
+        return dataclasses.replace(runnable, program=program, tasks=tasks, loads_ahead=(), is_first=True)
+
+    def _fitted(self, plan: Plan) -> StepProgram:
+        """The program of the plan that fits into the memory budget."""
+        budget, parts = self._options.memory_budget_bytes, self._variants.base
+        summed = self._summed_groups(plan)
+
+        def program_of(plan: Plan) -> StepProgram:
+            return self._lower(plan, frozenset(summed))
+
+        # Sums on the device only save transfers that are hidden anyway: give them up before loading a group twice.
+        while summed and not self._peak(program_of(plan)).fits(budget):
+            summed.pop()
+        fitted = fit(
+            plan,
+            budget,
+            lambda plan: self._peak(program_of(plan)),
+            self._variants.largest_first,
+            parts.layers,
+            self._updates(),
+        )
+        return program_of(fitted)
+
+    def _updates(self) -> list[list[int]]:
+        """The uses of each update's groups, those of the most bytes first."""
+        parts = self._variants.base
+        units = sorted(self._resources.optimizer.units_of(parts.layers), key=lambda unit: -unit.num_bytes)
+        return [[n for n, use in enumerate(parts.uses) if use.group in unit.layers] for unit in units]
+
+    def _summed_groups(self, plan: Plan | None = None) -> list[int]:
+        """The groups whose sums over micro-batches can leave the device, under this or any plan."""
+        return summed_groups(self._variants.base, self._variants.derivatives, self._options.accumulate, plan)
+
+    def _profile_of(self, plan: Plan, summed: frozenset[int]) -> Profile:
+        """The profile of a step that sums the gradients of these groups on the device; other gradients leave each."""
+        apart = {*self._summed_groups(plan)} - summed
+        if not apart:
+            return self._profile
+        return with_sum_bytes(self._profile, self._variants.base, {*self._summed_groups()} - apart)
+
+    def _lower(self, plan: Plan, summed: frozenset[int] = frozenset()) -> StepProgram:
+        parts, is_offloaded = self._variants.of(plan.recomputes), self._options.offload_activations
+        profile = self._profile_of(plan, summed)
+        lowered = lower(parts, self._variants.derivatives, plan, profile, is_offloaded, self._joins)
+        return lowered.with_sums_of(summed)
+
+    def _keys(self, program: StepProgram) -> list[Any]:
+        """The programs that a step may run."""
+        parts, transport, on_host = program.partition, self._resources.transport, set[int]()
+        if not self._resources.placement.is_cpu:
+            on_host = groups_summed_on_host(parts, program.derivatives, program.plan, transport.adds_on_host)
+        return variants_of(parts, program.keys, transport.is_widened, self._options.accumulate > 1, on_host)
+
+    def _peak(self, program: StepProgram, ahead: Sequence[int] = ()) -> Peak:
+        """The most device memory that a step needs."""
+        kind, (temporary_bytes, other_bytes) = self._resources.placement.allocator, self._counted(program)
+        joins_vectors = self._resources.transport.staging_bytes > 0
+
+        def unsplit() -> int:
+            return 0 if kind is None else unsplit_by_step(program, temporary_bytes, ahead, joins_vectors, kind)
+
+        return peak_bytes(program, temporary_bytes, other_bytes, ahead, unsplit)
+
+    def _counted(self, program: StepProgram) -> tuple[Mapping[ProgramKey, int], int]:
+        """The temporaries of a step's programs, which it compiles for that, and the memory that is always in use."""
+        self._programs.require(self._keys(program))
+        groups = program.partition.layers
+        num_shares = self._resources.placement.ownership.num_shares
+        sums = sum(-(-groups[group].trained.wide.num_bytes // num_shares(groups[group])) for group in program.summed)
+        updates = self._device_updates.compile(program, self._programs)
+        other_bytes = self._resources.transport.staging_bytes + sums + updates.device_bytes
+        known = self._programs.temporary_bytes
+        # A program that would add to host memory only writes there where the host adds.
+        return {key: known[key if key in known else key.alone] for key in program.keys}, other_bytes
+
+    def _runnable(self, program: StepProgram, ahead: tuple[int, ...]) -> RunnableStep:
+        graph, put = program.partition.graph, self._resources.placement.put
+        constants = {n: put(graph, n, constant) for n, constant in graph.constants.items()}
+        tasks, rules = TaskList(program.schedule, program.trivial), rules_of(self._options)
+        norms = Norms(self._resources.placement, on_host=rules.clips)
+        updates = self._device_updates.compile(program, self._programs)
+        given = (program, tasks, self._programs, self._resources, rules, norms, updates, constants)
+        return RunnableStep(*given, ahead)
+
+
+def _recomputable(profile: Profile) -> Profile:
+    """The profile with estimated recomputation costs for the programs that state none."""
+    layers = tuple(
+        layer
+        if layer.can_recompute or layer.shares_program
+        else dataclasses.replace(layer, recompute_s=layer.forward_s, recompute_activation_bytes=layer.activation_bytes)
+        for layer in profile.layers
+    )
+    return dataclasses.replace(profile, layers=layers)
+
+
+def _all_on_host(plan: Plan) -> bool:
+    """Whether a plan updates nothing on the device."""
+    return all(layer.update is UpdatePlace.HOST for layer in plan.layers)
+
+
+def _check_updates(program: StepProgram, optimizer: HostOptimizer) -> None:
+    """Raises InputError if layers with one joint update are not all updated on the device, or none of them.
+
+    Nor may such an update stream, since it needs all masters and optimizer state at once.
+    """
+    groups, on_device, streamed = program.partition.layers, program.updated_on_device, program.streamed
+    for unit in optimizer.units_of(groups):
+        inside = on_device.intersection(unit.layers)
+        if len(unit.layers) > 1 and (streams := inside & streamed.keys()):
+            names = groups[min(streams)].name, groups[min({*unit.layers} - {min(streams)})].name
+            raise InputError(
+                f"the optimizer updates {names[0]!r} and {names[1]!r} together, so this update cannot stream "
+                'through the GPU: plan update "host" or "resident"'
+            )
+        if inside and not on_device.issuperset(unit.layers):
+            names = groups[min(inside)].name, groups[min(set(unit.layers) - inside)].name
+            raise InputError(
+                f"the optimizer updates {names[0]!r} and {names[1]!r} together, but the plan updates only "
+                f"{names[0]!r} on the device"
+            )

@@ -1,0 +1,403 @@
+"""Moves layers between host (flat vectors) and device (parameters in their own shapes).
+
+    pinned vectors --load--> device parameters ... gradients --store--> pinned vectors --gather--> the optimizer
+
+All operations are asynchronous. Two transports implement this interface: `DevicePut` (plain JAX) and `Ferry` (the
+native library's own queues).
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxferry.native import NativeLibrary, host_sums
+from jaxferry.partition import Gradient, Layer, RowGradient
+from jaxferry.processes.global_arrays import empty
+from jaxferry.step.program_keys import NO_JOINS, Joins
+from jaxferry.transport.held import Addend, CopyInFlight, DeviceLayer, HeldBytes, HostGradient, PutCopy, delete_all
+from jaxferry.transport.marks import TaskMark
+from jaxferry.transport.pinned import Vectors, as_numpy, borrowed, can_view, from_shares, on_cpu, writes_in_place
+from jaxferry.transport.placement import Placement
+from jaxferry.transport.shared_programs import shared_function
+
+_OF_LOADS = frozenset({"unpack", "load", "load onto", "load vacant", "load unused", "arrived", "vacate"})
+"""Programs that move parameters; all others move gradients."""
+
+
+class Transport:
+    """Moves layers and their gradients; the base class of all transports.
+
+    Gradients have the dtypes of `Layer.trained`. Their sums over micro-batches have those of its `wide`: an arriving
+    gradient of fewer bits is added by the host.
+
+    Args:
+      placement: the memories between which they move.
+      layers: the layers; loads move all their parameters, gradients cover the trained ones.
+      accumulates: whether gradients are summed over micro-batches.
+
+    Attributes:
+      library: the native library, if the transport uses it.
+      staging_bytes: device memory that transfers need beside the moved bytes.
+      held: counts the bytes of parameters on the device.
+    """
+
+    library: NativeLibrary | None = None
+
+    def __init__(self, placement: Placement, layers: Sequence[Layer], accumulates: bool = False) -> None:
+        self._placement, self._layers = placement, list(layers)
+        self._gradients = [layer.trained for layer in layers]
+        self._sums = [layer.wide for layer in self._gradients] if accumulates else self._gradients
+        # As they are on the device and in the memory that it reaches, and where the host adds.
+        kinds, ownership = (self._layers, self._gradients, self._sums), placement.ownership
+        self._there = [list(map(ownership.shared, layers)) for layers in kinds]
+        self._here = [[ownership.of(layer.trained) for layer in layers] for layers in kinds]
+        self._programs: dict[Any, Any] = {}
+        self._of_layer: dict[tuple[str, int, bool], Any] = {}
+        self._spare: dict[Any, list[Vectors]] = {}
+        self._written_before: dict[tuple[int, bool], list[Vectors]] = {}
+        self._num_begun: collections.Counter[int] = collections.Counter()
+        self.held = HeldBytes()
+        self.staging_bytes = 0
+
+    def load(self, layer: int, vectors: Vectors, mark: TaskMark | None = None) -> DeviceLayer:
+        """Starts the copy of a layer's parameters from pinned memory into device buffers.
+
+        Args:
+          layer: the layer.
+          vectors: its parameters.
+          mark: records when the copy starts and ends; None for no record.
+        """
+        size = self._layers[layer].num_bytes
+        self.held.add(size)
+        try:
+            return self._load(layer, size, vectors, mark)
+        except BaseException:
+            self.held.add(-size)
+            raise
+
+    def vacate(self, held: DeviceLayer) -> None:
+        """Notes that all programs that read a device copy have been issued, for the load that will replace it.
+
+        That load waits for these programs, and not for others. If a program reads the copy after all, it waits for all
+        that are issued before the copy is dropped.
+        """
+
+    @property
+    def reserves(self) -> bool:
+        """Whether loads into buffers that stay allocated start earlier."""
+        return False
+
+    def drop(self, held: DeviceLayer, is_reused: bool = True, is_reserved: bool = False) -> None:
+        """Frees a device copy once the programs that read it have run; does nothing if it is freed already.
+
+        Args:
+          held: the copy.
+          is_reused: whether its buffers may be kept for another load.
+          is_reserved: whether its buffers stay allocated for the next load of the layer, or until `release`. That load
+            must not be issued before the last reader of the copy is known to have ended.
+        """
+        if held.is_dropped:
+            return
+        held.is_dropped = True
+        self._drop(held, is_reused, is_reserved)
+        self.held.add(-held.num_bytes)
+
+    def take(self, held: DeviceLayer) -> list[jax.Array]:
+        """The arrays of a device copy, for a program that donates them; the copy counts as freed."""
+        arrays = held.parameters()
+        held.is_dropped = True
+        self.held.add(-held.num_bytes)
+        return arrays
+
+    @property
+    def joins(self) -> Joins:
+        """Which of its work may be part of other programs."""
+        return NO_JOINS
+
+    @property
+    def adds_on_host(self) -> bool:
+        """Whether the host of an accelerator adds all that `store` adds to a stored gradient."""
+        return False
+
+    def release(self) -> None:
+        """Frees device memory that is kept for later loads."""
+
+    def hold(self, copies: Sequence[CopyInFlight]) -> None:
+        """Makes the device wait for copies before its next program, and frees what they read for that program."""
+        for copy in copies:
+            copy.hold()
+
+    def settle(self) -> None:
+        """Waits for copies of gradients that nobody wants any more, and frees what is kept for them."""
+
+    def store(
+        self,
+        layer: int,
+        gradients: Sequence[Gradient],
+        onto: HostGradient | None = None,
+        mark: TaskMark | None = None,
+        is_sum: bool = False,
+        into: Vectors | None = None,
+    ) -> HostGradient:
+        """Starts the copy of a layer's gradients to the host, and frees the device's copy when it has ended.
+
+        It may also copy other arrays of the same layout, such as new parameters.
+
+        Args:
+          layer: the layer.
+          gradients: those of its trained parameters, on the device: joined as by `Layer.join_small`, or one for each
+            parameter if some are rows of lookups.
+          onto: the stored gradient of an earlier use of the layer, to which these are added; it is consumed.
+          mark: records when the copy starts and ends; None for no record.
+          is_sum: whether they are sums over micro-batches, joined arrays in the dtypes of such sums.
+          into: vectors in pinned memory to overwrite, which are donated; None for the transport's own. The result's
+            `vectors` replace them, in the same memory or in other.
+        """
+        raise NotImplementedError
+
+    def is_widened(self, layer: int) -> bool:
+        """Whether a layer's gradients are summed in other dtypes than their own."""
+        return self._sums[layer] is not self._gradients[layer]
+
+    def is_summed_on_host(self, layer: int, gradient: HostGradient | None) -> bool:
+        """Whether the device cannot add to a layer's stored gradient, since it is summed where the optimizer reads it.
+
+        Args:
+          layer: the layer.
+          gradient: None if none is stored yet, which the device may then begin.
+        """
+        if gradient is None or self.is_widened(layer):
+            return self.is_widened(layer)
+        is_copied = gradient.is_gathered and not gradient.written
+        return not self._placement.is_cpu and (gradient.is_summed_on_host or is_copied)
+
+    def add_on_host(self, layer: int, onto: HostGradient | None, more: HostGradient) -> HostGradient:
+        """Lets the host add a stored gradient to another one of the layer; returns the sum.
+
+        Args:
+          layer: the layer.
+          onto: the sum of earlier ones; None begins one.
+          more: the gradient, which is consumed.
+        """
+
+        def add(targets: Sequence[np.ndarray]) -> None:
+            for target, vector in zip(targets, self.gather(layer, more), strict=True):
+                host_sums.add(target, as_numpy(vector), adds=onto is not None)
+            self.recycle(layer, more)
+
+        total = self._begun_on_host(layer) if onto is None else onto
+        return self._add_later(layer, total, add, more.copy)
+
+    def _add_later(self, layer: int, total: HostGradient, add: Addend, copy: CopyInFlight | None) -> HostGradient:
+        """Lets the host add something to a gradient; a CPU adds at once, since its programs write there too."""
+        total.add_later(add, copy)
+        if self._placement.is_cpu:
+            self.gather(layer, total)
+        return total
+
+    def _begun_on_host(self, layer: int) -> HostGradient:
+        """A gradient of which nothing is written yet; the host will begin it."""
+        place = self._placement
+        if place.is_cpu or writes_in_place(place):
+            return HostGradient(self.destinations(layer, is_sum=True), place.is_cpu)
+        # Nothing else would be read through the memory that the device can write.
+        shapes = self._here[2][layer].vectors
+        spare = self._spares(layer, shapes, is_pinned=False)
+        if spare:
+            return HostGradient(spare.pop(), True)
+        self._num_begun[layer] += 1
+        return HostGradient(tuple(jax.device_put(np.empty(v.shape, v.dtype), place.host) for v in shapes), True)
+
+    def destinations(self, layer: int, onto: HostGradient | None = None, is_sum: bool = False) -> Vectors:
+        """Returns vectors in pinned memory for a program that writes a layer's gradient there, or adds it.
+
+        Args:
+          layer: the layer.
+          onto: the gradient to add to, which is not summed on the host; None for one to write.
+          is_sum: whether a sum over micro-batches is written.
+        """
+        if onto is None:
+            shapes = self._there[2 if is_sum else 1][layer].vectors
+            spare = self._written_before.get((layer, is_sum))
+            if spare is None:
+                spare = self._written_before[layer, is_sum] = self._spares(layer, shapes, is_pinned=True)
+            if spare:
+                return spare.pop()
+            if self._placement.is_cpu:
+                return tuple(self.program("empty", layer, is_sum)())
+            # A program of the device would make the vectors there first, in device memory that nothing counts.
+            where = self._placement.pinned_of(self._layers[layer])
+            return tuple(empty(v.size, v.dtype, where) for v in shapes)
+        if onto.is_gathered and not self._placement.is_cpu:
+            written, onto.written = onto.written, ()
+            return written
+        if onto.copy is not None:
+            onto.copy.hold()
+            onto.copy.forget()
+            onto.copy = None
+        return onto.vectors
+
+    def queued(self, vectors: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> HostGradient:
+        """Wraps the gradient whose copy into `destinations` a program has queued: see `ProgramKey.stores`.
+
+        Args:
+          vectors: where it goes.
+          arrays: what is copied.
+        """
+        raise NotImplementedError
+
+    def written(self, vectors: Sequence[jax.Array]) -> HostGradient:
+        """Wraps the gradient that a program has written into `destinations`."""
+        return HostGradient(tuple(vectors), self._placement.is_cpu)
+
+    def gather(self, layer: int, gradient: HostGradient) -> Vectors:
+        """Returns the gradient's vectors in memory that the optimizer reads, with all that is stored added up.
+
+        This waits for the copies, so the issuing thread must not call it for a gradient that has just left.
+        """
+        with gradient.lock:
+            has_waited = gradient.copy is not None
+            if gradient.copy is not None:
+                gradient.copy.wait()
+            gradient.copy = None
+            if not gradient.is_gathered:
+                written = gradient.vectors
+                if self._placement.num_devices > 1:
+                    gradient.vectors = from_shares(written, self._placement, self._gradients[layer])
+                else:
+                    # Views are remembered. That pays where later steps write the same memory, as by the library.
+                    is_remembered = gradient.is_reusable and self.library is not None
+                    place = self._placement
+                    gradient.vectors = borrowed(written, place, has_waited) if is_remembered else on_cpu(written, place)
+                gradient.written, gradient.is_gathered = written, True
+            # What is stored meanwhile is left to the next reader.
+            for _ in range(len(gradient.addends)):
+                gradient.addends.popleft()(list(map(as_numpy, gradient.vectors)))
+            return gradient.vectors
+
+    def recycle(self, layer: int, gradient: HostGradient) -> None:
+        """Reuses the vectors of a gradient once the optimizer has read it.
+
+        Earlier reuse would be unsafe: if the program that wrote them fails late, so does all that uses them.
+        """
+        if gradient.is_gathered and gradient.is_reusable:
+            vectors, is_pinned = gradient.written or gradient.vectors, bool(gradient.written) or self._placement.is_cpu
+            spare = self._spares(layer, vectors, is_pinned)
+            # Of those that the optimizer reads, some are copies that nothing takes again.
+            if is_pinned or len(spare) < self._num_begun[layer]:
+                spare.append(vectors)
+
+    def _spares(self, layer: int, like: Sequence[Any], is_pinned: bool) -> list[Vectors]:
+        """A layer's vectors of these shapes to write again: in pinned memory, or where the host adds gradients.
+
+        Each layer has its own: the norm of a gradient may be read when its vectors come back, and until the step ends.
+        """
+        shapes = tuple((vector.shape, vector.dtype) for vector in like)
+        return self._spare.setdefault((layer, is_pinned or self._placement.is_cpu, shapes), [])
+
+    def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
+        raise NotImplementedError
+
+    def _drop(self, held: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
+        delete_all(held.arrays)
+
+    def _store_rows(
+        self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None
+    ) -> HostGradient:
+        """Lets the host add gradients, of which rows of lookups become dense there, and frees the device's copy.
+
+        Args:
+          layer: the layer.
+          gradients: as for `store`.
+          onto: as for `store`.
+          mark: as for `store`.
+        """
+        total = self._begun_on_host(layer) if onto is None else onto
+        if self._placement.is_cpu:
+            there, copy = gradients, None
+        else:
+            there = jax.device_put(self._of_one(gradients), self._placement.pinned_alone)
+            copy = PutCopy(gradients, there)
+            if mark is not None:
+                mark.watch(jax.tree.leaves(there))
+
+        def add(targets: Sequence[np.ndarray]) -> None:
+            if copy is not None:
+                copy.wait()
+            for target in targets if onto is None else ():
+                host_sums.clear(target)
+            split_up = split(self._gradients[layer], there)
+            add_gradients(self._here[2][layer], targets, split_up, self._placement)
+
+        self._add_later(layer, total, add, copy)
+        if self._placement.is_cpu:
+            delete_all(jax.tree.leaves(gradients))
+        return total
+
+    def _of_one(self, arrays: Any) -> Any:
+        """Arrays of which each device has all, as arrays of the first device."""
+        if self._placement.num_devices == 1:
+            return arrays
+        return jax.tree.map(lambda array: array.addressable_shards[0].data, arrays)
+
+    def program(self, name: str, layer: int, is_sum: bool = False) -> Any:
+        """The jitted function of a name, for sums over micro-batches if so; groups of the same layout share it."""
+        known = self._of_layer.get((name, layer, is_sum))
+        if known is None:
+            kinds = self._there if name in _OF_LOADS or name == "pack" else self._here
+            made = kinds[0 if name in _OF_LOADS else 2 if is_sum else 1][layer]
+            key = (name, made.layout)
+            if key not in self._programs:
+                content = (type(self), *key, self._placement, self._placement.is_cpu)
+                self._programs[key] = shared_function(content, lambda: self._jitted(name, made))
+            known = self._of_layer[name, layer, is_sum] = self._programs[key]
+        return known
+
+    def _jitted(self, name: str, layer: Layer) -> Any:
+        """Makes a program of these names; here `empty`, which makes vectors for gradients on a CPU."""
+
+        def empty() -> Vectors:
+            return tuple(jnp.zeros(v.shape, v.dtype) for v in layer.vectors)
+
+        return jax.jit(empty, out_shardings=self._placement.pinned)
+
+
+def add_gradients(
+    layer: Layer, targets: Sequence[np.ndarray], gradients: Sequence[Gradient], placement: Placement
+) -> None:
+    """Adds whole gradients to a layer's vectors in host memory, in place.
+
+    Args:
+      layer: the trained parameters, as the vectors hold them.
+      targets: the vectors.
+      gradients: one for each parameter, in memory that the CPU reads; waits for them.
+      placement: where arrays live.
+    """
+    reads = as_numpy if placement.is_cpu or can_view(placement) else np.asarray
+    for leaf, gradient in zip(layer.leaves, layer.owned(jax.tree.map(reads, gradients)), strict=True):
+        target = targets[leaf.vector][leaf.offset : leaf.offset + leaf.size]
+        if not isinstance(gradient, RowGradient):
+            host_sums.add(target, np.ascontiguousarray(gradient).reshape(-1))
+            continue
+        num_rows, num_columns = gradient.shape
+        indices, start = gradient.indices.reshape(-1), 0 if gradient.span is None else gradient.span.start
+        if gradient.is_clipped:
+            indices = np.clip(indices, 0, num_rows - 1)
+        host_sums.add_rows(target, gradient.rows.reshape(-1, num_columns), indices, start)
+
+
+def split(layer: Layer, gradients: Sequence[Gradient]) -> list[Gradient]:
+    """The gradient of each parameter; see `Transport.store`."""
+    arrays = [gradient for gradient in gradients if not isinstance(gradient, RowGradient)]
+    return list(layer.split_small(arrays)) if len(arrays) == len(gradients) else list(gradients)
+
+
+def added(known: jax.Array, gradient: Gradient) -> jax.Array:
+    """Adds a gradient, which may be rows of lookups, to another one."""
+    return gradient.onto(known) if isinstance(gradient, RowGradient) else known + gradient

@@ -1,0 +1,243 @@
+"""The transport of the native library: copies on its own queues, between host memory and existing device buffers.
+
+One program enqueues a copy and another waits for it, so the copy overlaps everything that the device runs between the
+two. A parameter is copied directly into a buffer of its own shape, and a large gradient from one. All small gradients
+of a vector leave as one transfer, since a transfer of each would be mostly latency: their program has joined them. The
+next layer of the same layout reuses the buffers of a dropped layer. Its load waits for their last reader, and for
+nothing that the device runs after that: a program which is issued behind the last reader tells the library. The first
+loads of the next step wait for updates, and so for the last readers of their layers: where the buffers of these stay
+allocated, the device need not wait for anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxferry.errors import NativeError
+from jaxferry.native import library, targets
+from jaxferry.native.donation import Donating
+from jaxferry.native.targets import Vacancy
+from jaxferry.partition import Gradient, Layer, RowGradient
+from jaxferry.step.program_keys import NO_JOINS, Joins
+from jaxferry.transport.base import Transport
+from jaxferry.transport.held import CopyInFlight, DeviceLayer, HostGradient, delete_all
+from jaxferry.transport.interrupts import deferred_interrupts
+from jaxferry.transport.marks import TaskMark
+from jaxferry.transport.orphaned_copies import ORPHANED_COPIES, InFlight
+from jaxferry.transport.pinned import Vectors
+from jaxferry.transport.placement import Placement
+from jaxferry.transport.queued import queue_stores
+from jaxferry.transport.shared_programs import shared_function
+from jaxferry.transport.stored_copies import StoredCopy, hold_together
+
+
+class Ferry(Transport):
+    """Copies by `ferry_load`, `ferry_store` and `ferry_wait`."""
+
+    def __init__(self, placement: Placement, layers: Sequence[Layer], accumulates: bool = False) -> None:
+        super().__init__(placement, layers, accumulates)
+        self._accumulates = accumulates
+        self.library = self._native = library(placement.platform)
+        # Layers of the same layout share buffers. A layout is long, so its number stands for it.
+        numbers: dict[Any, int] = {}
+        self._layouts = [numbers.setdefault(layer.layout, len(numbers)) for layer in layers]
+        self._free: dict[int, list[Sequence[jax.Array]]] = {number: [] for number in numbers.values()}
+        self._reserved: dict[int, Sequence[jax.Array]] = {}
+        self._landed = shared_function(("landed", placement, placement.is_cpu), lambda: landed_program(placement))
+        # Copies that nothing has waited for. JAX does not know of them, so their sources and targets must stay alive.
+        self.in_flight: InFlight = {}
+        ORPHANED_COPIES.watch(self, self.library, self.in_flight)
+
+    @property
+    def joins(self) -> Joins:
+        """See `Transport`. On a CPU the lanes' threads wait themselves; sums over micro-batches are stored apart."""
+        return NO_JOINS if self._placement.is_cpu else Joins(arrives=True, stores=not self._accumulates)
+
+    def store(
+        self,
+        layer: int,
+        gradients: Sequence[Gradient],
+        onto: HostGradient | None = None,
+        mark: TaskMark | None = None,
+        is_sum: bool = False,
+        into: Vectors | None = None,
+    ) -> HostGradient:
+        """See `Transport.store`."""
+        arrays = [gradient for gradient in gradients if not isinstance(gradient, RowGradient)]
+        if len(arrays) < len(gradients):
+            return self._store_rows(layer, gradients, onto, mark)
+        begins = is_sum and onto is None
+        if not begins and self.is_summed_on_host(layer, onto):
+            return self.add_on_host(layer, onto, self._copy(layer, arrays, None, mark, is_sum))
+        return self._copy(layer, arrays, onto, mark, is_sum, into)
+
+    def _copy(
+        self,
+        layer: int,
+        arrays: Sequence[jax.Array],
+        onto: HostGradient | None,
+        mark: TaskMark | None,
+        is_sum: bool,
+        into: Vectors | None = None,
+    ) -> HostGradient:
+        """Queues the copy of joined gradients, or their addition to a stored one of the same dtypes."""
+        into = self.destinations(layer, onto, is_sum) if into is None else into
+        store = self.program("store" if onto is None else "accumulate", layer, is_sum)
+        return self.queued(_marked(store, (arrays, into), mark), arrays)
+
+    def queued(self, vectors: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> HostGradient:
+        """See `Transport.queued`."""
+        copy = StoredCopy(self._native, tuple(vectors), arrays, self._landed, self.in_flight)
+        stored = HostGradient(copy.arrays, self._placement.is_cpu, copy)
+        copy.gradient = weakref.ref(stored)
+        return stored
+
+    def hold(self, copies: Sequence[CopyInFlight]) -> None:
+        """See `Transport.hold`."""
+        stored = [copy for copy in copies if isinstance(copy, StoredCopy)]
+        hold_together(stored, self._landed, self._placement.platform != "cpu")
+
+    def settle(self) -> None:
+        """See `Transport.settle`."""
+        for copy, _ in list(self.in_flight.values()):
+            if isinstance(copy, StoredCopy) and copy.gradient() is None:
+                with contextlib.suppress(RuntimeError, NativeError):  # nobody wants a failed one either
+                    copy.wait()
+                copy.forget()
+
+    def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
+        free, reserved = self._free[self._layouts[layer]], self._reserved.pop(layer, None)
+        if reserved is None and not free:
+            self._release_free()
+        # What writes the vectors may be a program behind the last reader of the buffers.
+        is_ready = not self._placement.is_cpu and _are_ready(vectors)
+        given: tuple[Any, ...] = (vectors,)
+        if reserved is not None:
+            name, given = "load unused" if is_ready else "load onto", (vectors, reserved)
+        elif free:  # those that have been free for longest
+            name, given = "load vacant" if is_ready else "load onto", (vectors, free.pop(0))
+        else:
+            name = "load"
+        load, wait = self.program(name, layer), self.program("arrived", layer)
+
+        def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+            arrived: Sequence[jax.Array] = wait(arrays, vectors)
+            forget()
+            return arrived
+
+        with deferred_interrupts():
+            held = DeviceLayer(layer, size, list(_marked(load, given, mark)), arrive)
+            forget = held.forget = functools.partial(self.in_flight.pop, id(held), None)
+            self.in_flight[id(held)] = (held, vectors)
+        return held
+
+    def vacate(self, held: DeviceLayer) -> None:
+        """See `Transport.vacate`. On a CPU, a load runs when its buffers are free."""
+        if not self._placement.is_cpu:
+            # Waits for the copy, which may still be writing.
+            arrays = held.parameters()
+            with deferred_interrupts():
+                held.arrays, held.is_vacant = self.program("vacate", held.layer)(arrays), True
+
+    @property
+    def reserves(self) -> bool:
+        """See `Transport`. On a CPU, a load runs when its buffers are free."""
+        return not self._placement.is_cpu
+
+    def _drop(self, held: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
+        if is_reserved:
+            assert held.layer not in self._reserved, "two buffers of a layer are reserved"
+            self._reserved[held.layer] = held.parameters()
+        elif is_reused:
+            if not held.is_vacant:
+                self.vacate(held)
+            self._free[self._layouts[held.layer]].append(held.parameters())
+        else:
+            delete_all(held.parameters())
+
+    def release(self) -> None:
+        """See `Transport.release`."""
+        while self._reserved:
+            delete_all(self._reserved.popitem()[1])
+        self._release_free()
+
+    def _release_free(self) -> None:
+        """Frees all others. Loads call it, so there are never more of these than were in use at one time."""
+        for buffers in self._free.values():
+            while buffers:
+                delete_all(buffers.pop())
+
+    def _jitted(self, name: str, layer: Layer) -> Any:
+        made = _load_programs(layer, self._placement) | _store_programs(layer, self._placement)
+        return Donating(made[name](), f"the program {name!r}") if name in made else super()._jitted(name, layer)
+
+
+def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[], Any]]:
+    """Makes the programs that move parameters, by name."""
+    numbers, offsets = [leaf.vector for leaf in layer.leaves], [leaf.offset for leaf in layer.leaves]
+
+    def load_onto(vacancy: Vacancy, vectors: Vectors, into: Sequence[jax.Array], *token: jax.Array) -> Any:
+        arrays = targets.ferry_load(vectors, into, numbers, offsets, vacancy)
+        return arrays, [targets.mark(each, arrays, "load") for each in token]
+
+    def load(vectors: Vectors, *token: jax.Array) -> Any:
+        return load_onto(Vacancy.UNKNOWN, vectors, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in layer.leaves], *token)
+
+    def arrived(arrays: Sequence[jax.Array], vectors: Vectors) -> list[jax.Array]:
+        return targets.ferry_wait(arrays)
+
+    jitted = functools.partial(jax.jit, out_shardings=placement.device)
+    return {
+        "load": lambda: jitted(load),
+        "load onto": lambda: jitted(functools.partial(load_onto, Vacancy.UNKNOWN), donate_argnums=1),
+        "load vacant": lambda: jitted(functools.partial(load_onto, Vacancy.NOTED), donate_argnums=1),
+        "load unused": lambda: jitted(functools.partial(load_onto, Vacancy.SEEN), donate_argnums=1),
+        # The copy's source vectors are an argument so that their memory is not reused before it has ended.
+        "arrived": lambda: jitted(arrived, donate_argnums=0, keep_unused=True),
+        "vacate": lambda: jitted(targets.ferry_vacate, donate_argnums=0),
+    }
+
+
+def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[], Any]]:
+    """Makes the programs that move gradients, by name."""
+
+    def store(accumulate: bool, sources: Sequence[jax.Array], into: Vectors, *token: jax.Array) -> Any:
+        stored = queue_stores(layer, sources, into, accumulate)
+        return stored, [targets.mark(each, stored, "store") for each in token]
+
+    def jitted_store(accumulate: bool) -> Any:
+        return jax.jit(functools.partial(store, accumulate), donate_argnums=1, out_shardings=both)
+
+    both = (placement.pinned, placement.device)
+    return {
+        "store": lambda: jitted_store(False),
+        "accumulate": lambda: jitted_store(True),
+    }
+
+
+def _are_ready(arrays: Sequence[Any]) -> bool:
+    return all(array.is_ready() for array in arrays)
+
+
+def landed_program(placement: Placement) -> Any:
+    """Makes the program that lets the device wait for copies of any arrays."""
+    return Donating(
+        jax.jit(targets.ferry_wait, donate_argnums=0, out_shardings=placement.device), "the wait for copies"
+    )
+
+
+def _marked(program: Any, arguments: tuple[Any, ...], mark: TaskMark | None) -> Any:
+    """Runs a program that enqueues copies, marks their start and end if there is a mark, and returns its results."""
+    if mark is None:
+        queued, _ = program(*arguments)
+    else:
+        queued, [marked] = program(*arguments, mark.token())
+        mark.add(marked)
+    return queued

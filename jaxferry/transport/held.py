@@ -1,0 +1,187 @@
+"""What transports hand out: device copies of layers, gradients on their way to the host, and a count of held bytes."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxferry.transport.pinned import Vectors
+
+
+@dataclasses.dataclass
+class DeviceLayer:
+    """The device copy of a layer.
+
+    Attributes:
+      layer: the layer's index.
+      num_bytes: its size.
+      arrays: the arrays that hold it now.
+      arrive: converts `arrays` to the parameters when the first program needs them; None afterwards.
+      forget: notes that a program waits for the load in place of `arrive`.
+      is_vacant: whether nothing has asked for its parameters since `Transport.vacate`.
+      is_dropped: whether it has been freed.
+    """
+
+    layer: int
+    num_bytes: int
+    arrays: Sequence[jax.Array]
+    arrive: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
+    forget: Callable[[], object] | None = None
+    is_vacant: bool = False
+    is_dropped: bool = False
+
+    def parameters(self) -> list[jax.Array]:
+        """Returns the parameters in the order of the layer's leaves."""
+        if self.arrive is not None:
+            arrive, self.arrive = self.arrive, None
+            self.arrays = arrive(self.arrays)
+        self.is_vacant = False
+        return list(self.arrays)
+
+    def arrived_in(self, arrays: Sequence[jax.Array]) -> None:
+        """Notes that a program waits for the load, and has returned these parameters in place of `arrays`.
+
+        Such a program has `ProgramKey.arrives`.
+        """
+        self.arrive, self.arrays = None, arrays
+        if self.forget is not None:
+            self.forget()
+
+
+class CopyInFlight(Protocol):
+    """A copy of a gradient to host memory."""
+
+    def wait(self) -> None:
+        """Waits on the host until the copy has ended."""
+
+    def hold(self) -> None:
+        """Makes the device wait for the copy before its next program."""
+
+    def forget(self) -> None:
+        """Gives up what is kept for the copy; only after `hold`, once a program replaces the vectors."""
+
+    def settle(self) -> None:
+        """As `wait`, once a later copy of the transport has ended; another copy may have taken over the vectors."""
+
+
+class PutCopy:
+    """A copy by `jax.device_put`, whose sources stay on the device until it has ended.
+
+    An array that is deleted earlier is freed by a thread of the runtime, at some time after the copy. Programs that are
+    issued meanwhile find its memory in use, and take more. An array that is deleted after the copy is freed at once.
+
+    Args:
+      sources: arrays on the device that nothing else reads; a tree.
+      targets: the arrays that they are copied to; a tree.
+    """
+
+    def __init__(self, sources: Any, targets: Any) -> None:
+        self._sources, self._targets = jax.tree.leaves(sources), targets
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """See `CopyInFlight`; then frees the sources."""
+        jax.block_until_ready(self._targets)
+        self.forget()
+
+    def hold(self) -> None:
+        """See `CopyInFlight`; waits, since the device cannot wait for a copy of the runtime's."""
+        self.wait()
+
+    def settle(self) -> None:
+        """See `CopyInFlight`."""
+        self.wait()
+
+    def forget(self) -> None:
+        """Frees the sources."""
+        with self._lock:
+            taken, self._sources, self._targets = self._sources, [], []
+        delete_all(taken)
+
+
+def delete_all(arrays: Sequence[jax.Array]) -> None:
+    """Frees the buffers of arrays once all issued programs have read them."""
+    for array in arrays:
+        array.delete()
+
+
+Addend = Callable[[Sequence[np.ndarray]], None]
+"""Waits for something that is on its way to host memory, and adds it to a gradient's vectors there, in place."""
+
+
+@dataclasses.dataclass
+class HostGradient:
+    """A layer's gradient in host memory, or on its way there.
+
+    Attributes:
+      vectors: the vectors that hold it, or will.
+      is_gathered: whether the optimizer can read them; otherwise they are in memory that the device can write.
+      copy: the copy in flight; None if JAX itself knows when `vectors` are ready.
+      latest: the copy that was begun last, for `vectors` or for an addend.
+      written: the vectors that the device wrote, if the optimizer reads others: views or copies of them.
+      is_reusable: whether `written` may be written again by a later step.
+      addends: what the host adds once it has arrived, in the order of the stores.
+      is_summed_on_host: whether the host has added something, or will: the device then adds nothing more.
+      lock: held while the gradient changes its place: several threads may ask for it.
+    """
+
+    vectors: Vectors
+    is_gathered: bool
+    copy: CopyInFlight | None = None
+    latest: CopyInFlight | None = None
+    written: Vectors = ()
+    is_reusable: bool = True
+    addends: collections.deque[Addend] = dataclasses.field(default_factory=collections.deque)
+    is_summed_on_host: bool = False
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.latest = self.copy
+
+    def add_later(self, addend: Addend, copy: CopyInFlight | None) -> None:
+        """Lets the host add something; whoever reads the gradient next does so.
+
+        Args:
+          addend: waits for it and adds it.
+          copy: the copy that brings it.
+        """
+        self.addends.append(addend)
+        self.latest, self.is_summed_on_host = copy, True
+
+
+class HeldBytes:
+    """Counts bytes on the device; several threads may add.
+
+    Attributes:
+      now: the bytes now.
+      peak: the maximum of `now` since `reset_peak`.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        """Adds bytes; a negative number subtracts."""
+        with self._lock:
+            self.now = now = self.now + num_bytes
+            if now > self.peak:
+                self.peak = now
+
+    def reset_peak(self, held: Iterable[DeviceLayer] | None = None) -> None:
+        """Starts a new measurement of the peak.
+
+        Args:
+          held: live copies; resets the count. Needed if copies of other states, or of another transport, were counted.
+            None if the count is right.
+        """
+        with self._lock:
+            if held is not None:
+                self.now = sum(layer.num_bytes for layer in held)
+            self.peak = self.now

@@ -1,0 +1,177 @@
+"""Pinned memory as the CPU sees it: views in place of copies.
+
+`jax.device_put` between an accelerator's client and the CPU backend is a synchronous copy through a literal and a
+staging buffer. But pinned memory is host memory, so one address serves both: a NumPy view of it, and an array of the
+CPU backend on that view. Where the CPU cannot reach it, the functions here copy by `jax.device_put`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxferry.partition import Layer
+from jaxferry.processes.global_arrays import from_rows, rows_of
+from jaxferry.transport.placement import Placement
+
+Vectors = tuple[jax.Array, ...]
+
+_MAPPINGS = "/proc/self/maps"
+_CHECKED_BYTES = 1 << 16
+_ALIGNMENT = 64
+"""The CPU backend copies memory that is not aligned to as many bytes."""
+_MOST_VIEWS = 1 << 14
+"""Views that are remembered, of a few hundred bytes each."""
+
+
+class _Memory:
+    """Bytes by NumPy's array interface; a view of them keeps their owner alive."""
+
+    def __init__(self, address: int, num_bytes: int, owner: jax.Array | None = None) -> None:
+        self._owner = owner
+        self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+@functools.cache
+def can_view(placement: Placement) -> bool:
+    """Whether the CPU reaches the placement's pinned memory by its address; tried once, on a small array."""
+    try:
+        return _reaches(placement)
+    except Exception:  # noqa: BLE001 - a client may not tell addresses; then there are copies
+        return False
+
+
+def writes_in_place(placement: Placement) -> bool:
+    """Whether updates may write the compute copy by its address: of one device, in memory that the CPU reaches."""
+    return placement.num_devices == 1 and can_view(placement)
+
+
+def _reaches(placement: Placement) -> bool:
+    expected = np.arange(_CHECKED_BYTES, dtype=np.uint8)
+    array = jax.block_until_ready(jax.device_put(expected.copy(), placement.pinned_alone))
+    if not _is_mapped(array.unsafe_buffer_pointer(), array.nbytes):
+        return False
+    view = _bytes_of(array)
+    if not np.array_equal(view, expected):
+        return False
+    np.copyto(view, expected[::-1])
+    return np.array_equal(np.asarray(array), expected[::-1])
+
+
+def on_cpu(arrays: Sequence[jax.Array], placement: Placement) -> Vectors:
+    """The CPU backend's arrays of arrays in pinned memory; waits for them.
+
+    They are views, so they change when the device writes there again. Programs must not take them as donated arguments.
+    """
+    if not can_view(placement):
+        return tuple(jax.device_put(array, placement.host) for array in arrays)
+    return tuple(jax.device_put(view, placement.host) for view in map(as_numpy, arrays))
+
+
+def borrowed(arrays: Sequence[jax.Array], placement: Placement, are_ready: bool = False) -> Vectors:
+    """As `on_cpu`, but the caller must keep the arrays alive: the views of a block of memory are made once.
+
+    Args:
+      arrays: as for `on_cpu`.
+      placement: where arrays live.
+      are_ready: whether the caller has waited for them.
+    """
+    if not can_view(placement):
+        return on_cpu(arrays, placement)
+    if not are_ready:
+        jax.block_until_ready(arrays)
+    addresses = [array.unsafe_buffer_pointer() for array in arrays]
+    # Empty arrays may have no address.
+    if any(address % _ALIGNMENT or not address for address in addresses):
+        return on_cpu(arrays, placement)
+    pairs = zip(addresses, arrays, strict=True)
+    return tuple(_view(address, array.shape, array.dtype, placement) for address, array in pairs)
+
+
+@functools.lru_cache(maxsize=_MOST_VIEWS)
+def _view(address: int, shape: tuple[int, ...], dtype: np.dtype, placement: Placement) -> jax.Array:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return jax.device_put(np.asarray(_Memory(address, num_bytes)).view(dtype).reshape(shape), placement.host)
+
+
+def from_shares(vectors: Sequence[jax.Array], placement: Placement, layer: Layer) -> Vectors:
+    """The CPU backend's vectors of a layer that several devices share: copies; waits for them.
+
+    Args:
+      vectors: all vectors of the layer in pinned memory, or the first ones.
+      placement: where arrays live.
+      layer: the layer; of its vectors, what this process owns is returned.
+    """
+    found = placement.ownership.from_shares(layer, list(map(rows_of, vectors)))
+    return tuple(jax.device_put(vector, placement.host) for vector in found)
+
+
+def as_numpy(array: jax.Array) -> np.ndarray:
+    """A writable view of an array in host memory; waits for the array."""
+    return _bytes_of(jax.block_until_ready(array)).view(array.dtype).reshape(array.shape)
+
+
+def to_pinned(vectors: Sequence[jax.Array], placement: Placement, layer: Layer | None = None) -> Vectors:
+    """Copies vectors of the CPU backend into pinned memory, unless they are there already.
+
+    Args:
+      vectors: all vectors of a layer, or the first ones; where several processes train, of what this one owns.
+      placement: where arrays live.
+      layer: the layer; needed where several devices share its vectors.
+    """
+    if placement.is_cpu:
+        return tuple(vectors)
+    if placement.num_devices > 1:
+        assert layer is not None
+        own, where = placement.ownership, placement.pinned_of(layer)
+        shares = own.to_shares(layer, [np.asarray(vector) for vector in vectors])
+        return tuple(from_rows(rows, rows.shape[1] * own.num_shares(layer), where) for rows in shares)
+    # From NumPy: another client's array would pass through a literal. JAX may keep the NumPy array that it is given.
+    return tuple(jax.device_put(np.array(vector), placement.pinned) for vector in vectors)
+
+
+def updated_vectors(
+    old: Sequence[Vectors], made: Sequence[Sequence[Any]], placement: Placement, layers: Sequence[Layer] = ()
+) -> list[Vectors]:
+    """The compute copy after an update, in the pinned memory of an accelerator.
+
+    Args:
+      old: each layer's vectors before it. No program may be reading them: they are overwritten if the CPU can.
+      made: new vectors of each layer's trained parameters, which are its first ones, in ordinary memory.
+      placement: where arrays live.
+      layers: these parameters; needed where several devices share the vectors.
+    """
+    wanted: Sequence[Layer | None] = layers or [None] * len(made)
+    pairs = zip(old, made, wanted, strict=True)
+    if not writes_in_place(placement):
+        stored = [(jax.block_until_ready(to_pinned(new, placement, layer)), vectors) for vectors, new, layer in pairs]
+        return [(*new, *vectors[len(new) :]) for new, vectors in stored]
+    for vectors, new, _ in pairs:
+        for target, vector in zip(vectors, new, strict=False):
+            np.copyto(as_numpy(target), np.asarray(vector))
+    return list(old)
+
+
+def _bytes_of(array: jax.Array) -> np.ndarray:
+    if not array.nbytes:
+        return np.empty(0, np.uint8)
+    return np.asarray(_Memory(array.unsafe_buffer_pointer(), array.nbytes, array))
+
+
+def _is_mapped(address: int, num_bytes: int) -> bool:
+    """Whether the process may read and write these addresses; a device's own memory has no such mapping."""
+    try:
+        with open(_MAPPINGS, encoding="ascii", errors="replace") as file:
+            spans = [line.split()[:2] for line in file]
+    except OSError:
+        return False
+    for span, rights in spans:
+        start, end = (int(number, 16) for number in span.split("-"))
+        if start <= address < end:
+            return rights.startswith("rw") and address + num_bytes <= end
+    return False
