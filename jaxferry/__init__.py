@@ -59,33 +59,32 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("SavedCheckpoint", "list_checkpoints"), "jaxferry.checkpoint"),
     **dict.fromkeys(("adam", "adamw", "lion", "sgd"), "jaxferry.optimizer.optimizers"),
-    **dict.fromkeys(("TrainState", "TrainStep"), "jaxferry.train_step"),
+    **dict.fromkeys(("TrainState", "TrainStep", "train_step"), "jaxferry.training.train_step"),
 }
 
 
-class _Package(types.ModuleType):
-    """The package; its attribute `train_step` is the function also where the module of that name was imported."""
+class _Module(types.ModuleType):
+    """A module of a room under a name of this package; imported on first use."""
 
-    @property
-    def train_step(self) -> Any:
-        """See `jaxferry.train_step.train_step`."""
-        return self.__dict__.get("train_step") or importlib.import_module("jaxferry.train_step").train_step
-
-    @train_step.setter
-    def train_step(self, value: Any) -> None:
-        if not isinstance(value, types.ModuleType):  # the import of a module binds it in its package
-            self.__dict__["train_step"] = value
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(_ALIASES[self.__name__]), name)
 
 
-sys.modules[__name__].__class__ = _Package
+_ALIASES = {
+    "jaxferry.distributed": "jaxferry.processes.distributed",
+    "jaxferry.pretrained": "jaxferry.checkpoint.pretrained",
+    "jaxferry.train_step": "jaxferry.training.train_step",
+}
+sys.modules.update({name: _Module(name) for name in _ALIASES})
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
         return value
-    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
-        return importlib.import_module(f"{__name__}.{name}")
+    full = f"{__name__}.{name}"
+    if full in _ALIASES or (not name.startswith("_") and importlib.util.find_spec(full) is not None):
+        return importlib.import_module(_ALIASES.get(full, full))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -7,7 +7,6 @@ executor              one function an operation     StepRunner        runs steps
 Lanes                 the threads                   Recorder, Marks   start and end of each task
 """
 
-from jaxferry import checkpoint
 from jaxferry.engine.budget import fit
 from jaxferry.engine.device_updates import DeviceUpdateCompiler, DeviceUpdates
 from jaxferry.engine.early_loads import groups_to_keep, groups_to_reserve, loads_ahead
@@ -76,7 +75,6 @@ __all__ = [
     "TaskList",
     "TrainState",
     "Transport",
-    "checkpoint",
     "choose_transport",
     "derivatives_of",
     "fit",

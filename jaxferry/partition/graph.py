@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxferry.processes.global_arrays import is_raw_key
 from jaxferry.settings import users_settings
 
 type_of_aval = Any  # jax.core.ShapedArray; its public alias has moved between JAX releases
@@ -132,11 +133,6 @@ class Graph:
     def held_bytes(self, *values: int) -> int:
         """The bytes that these values take on each device."""
         return self.device_bytes(*(self.avals[value] for value in values))
-
-
-def is_raw_key(shape: Sequence[int], dtype: Any) -> bool:
-    """Whether an array may be a PRNG key of JAX's older form."""
-    return bool(dtype == np.uint32 and tuple(shape) in ((2,), (4,)))
 
 
 def aval_bytes(aval: type_of_aval) -> int:

@@ -14,8 +14,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxferry.processes.global_arrays import is_raw_key
-
 
 def spread(array: Any, where: NamedSharding) -> jax.Array:
     """An array of which this process knows all, such as one that all processes have alike.
@@ -152,3 +150,8 @@ def has_rows(leaf: Any) -> bool:
 def is_key(array: Any) -> bool:
     """Whether an array consists of PRNG keys."""
     return bool(jax.dtypes.issubdtype(getattr(array, "dtype", np.float32), jax.dtypes.prng_key))
+
+
+def is_raw_key(shape: Sequence[int], dtype: Any) -> bool:
+    """Whether an array may be a PRNG key of JAX's older form."""
+    return bool(dtype == np.uint32 and tuple(shape) in ((2,), (4,)))

@@ -70,7 +70,7 @@ def test_train_step_is_the_function_though_the_module_of_that_name_was_imported(
 
 
 def test_modules_are_attributes_without_an_import_of_their_own(tmp_path):
-    assert imported(tmp_path, "import jaxferry; jaxferry.units.parse_bytes, jaxferry.step.schedule.Lane") == []
+    assert imported(tmp_path, "import jaxferry; jaxferry.units.parse_bytes, jaxferry.modes.Mode") == []
 
 
 def test_all_public_names_are_there():

@@ -311,8 +311,8 @@ def test_where_the_device_is_no_cpu_the_compute_copy_is_written_in_place_or_made
     place = make_placement()
     monkeypatch.setattr(type(place), "is_cpu", property(lambda self: False))
     for name in ("can_view", "writes_in_place") if not reaches else ():
-        for module in ("pinned", "update_programs"):
-            monkeypatch.setattr(f"jaxferry.optimizer.{module}.{name}", lambda placement: False, raising=False)
+        for module in ("transport.pinned", "optimizer.update_programs"):
+            monkeypatch.setattr(f"jaxferry.{module}.{name}", lambda placement: False, raising=False)
     updater = Updater.make(PAIRS["adamw"][which], jnp.bfloat16)
     before = [vector.unsafe_buffer_pointer() for vector in updater.vectors[0]]
     masters, _, [made] = updater.step(gradients_at(0, jnp.bfloat16))

@@ -32,8 +32,8 @@ def accelerator(monkeypatch):
 @pytest.fixture
 def unreachable(monkeypatch):
     for name in ("can_view", "writes_in_place"):
-        for module in ("pinned", "update_programs"):
-            monkeypatch.setattr(f"jaxferry.optimizer.{module}.{name}", lambda placement: False, raising=False)
+        for module in ("transport.pinned", "optimizer.update_programs"):
+            monkeypatch.setattr(f"jaxferry.{module}.{name}", lambda placement: False, raising=False)
 
 
 @pytest.fixture
