@@ -1,0 +1,7 @@
+"""Moves layers and gradients between host and device.
+
+placement     where arrays live             base             what a transport does
+pinned        views of pinned memory        ferry            by the native library's queues
+allocator     XLA's, as a model             device_put       by plain JAX
+marks         when a task started, ended    choice           which of both
+"""
