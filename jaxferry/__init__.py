@@ -64,10 +64,16 @@ _MODULES = {
 
 
 class _Module(types.ModuleType):
-    """A module of a room under a name of this package; imported on first use."""
+    """Another name of a module, which is imported on first use."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(_ALIASES[self.__name__]), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__"):
+            super().__setattr__(name, value)
+        else:
+            setattr(importlib.import_module(_ALIASES[self.__name__]), name, value)
 
 
 _ALIASES = {

@@ -134,7 +134,7 @@ SLOW_THERE = "large or product_before_it or random_loads"
 CHOSEN = {
     "operations": (
         ["tests/gpu/test_operations.py", "-k", f"(Copies or Products or Ferry) and not ({SLOW_THERE})"],
-        250,
+        240,
     ),
     "half precision": (["tests/test_loss_scale.py"], 14),
     "transports": (["tests/engine/test_transfers.py", "-k", "what_is_loaded or dropped_first or rows_of_many"], 4),

@@ -116,7 +116,11 @@ def _compiling_for_gpu(made):
         return known[id(programs), key]
 
     joins = Joins(arrives=True, stores=True)  # as on a GPU
-    with mock.patch.object(Programs, "lowered", lowered), mock.patch.object(Ferry, "joins", joins):
+    with (
+        mock.patch.object(Programs, "lowered", lowered),
+        mock.patch.object(Ferry, "joins", joins),
+        mock.patch.object(Ferry, "reserves", True),
+    ):
         yield
 
 

@@ -50,6 +50,7 @@ class _Replay:
         self._layouts = {group: layer.layout for group, layer in enumerate(program.partition.layers)}
         self._live = {("values", value): size for value, size in given_bytes.items()}
         self._live |= {("copies", "resident", group): self._copy_bytes[group] for group in program.resident}
+        self._live |= {("copies", "reserved", group): self._copy_bytes[group] for group in program.reserved}
         self._free = collections.defaultdict(list)
         self._ended = set()
         self._queues = {lane: collections.deque() for lane in Lane}
@@ -88,8 +89,10 @@ class _Replay:
 
     def _transfer(self, instruction):
         if instruction.operation is Operation.LOAD:
-            free = self._free[self._layouts[instruction.group]]
-            if not free:
+            free, reserved = self._free[self._layouts[instruction.group]], ("copies", "reserved", instruction.group)
+            if reserved in self._live:
+                del self._live[reserved]
+            elif not free:
                 for buffers in self._free.values():
                     buffers.clear()
                 self._live = {name: size for name, size in self._live.items() if name[1] != "free"}
@@ -158,7 +161,9 @@ class _Replay:
         self._live = {name: size for name, size in self._live.items() if name not in gone}
         for drop in instruction.drops:
             size = self._live.pop(("copies", "load", drop.load))
-            if drop.is_reused:
+            if self._program.instructions[drop.load].group in self._program.reserved:
+                self._live["copies", "reserved", self._program.instructions[drop.load].group] = size
+            elif drop.is_reused:
                 free = ("copies", "free", drop.load)
                 self._live[free] = size
                 self._free[self._layouts[self._program.instructions[drop.load].group]].append(free)

@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import importlib
 import pathlib
 import threading
 import time
@@ -29,6 +28,7 @@ import numpy as np
 from jax._src.array import ArrayImpl
 
 from jaxferry.native.library import NativeLibrary
+from jaxferry.training import train_step
 from jaxferry.transport.placement import Placement, make_placement
 
 CLIENT_BYTES_PER_S = 2.5e9
@@ -181,8 +181,7 @@ def emulate(monkeypatch):
         return accelerator.launch(functools.partial(_CALL, program), arguments, kept)
 
     monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
-    # The package's attribute of this name is the function.
-    monkeypatch.setattr(importlib.import_module("jaxferry.train_step"), "make_placement", lambda *given: placement)
+    monkeypatch.setattr(train_step, "make_placement", lambda *given: placement)
     monkeypatch.setattr(jax, "device_put", accelerator.put)
     monkeypatch.setattr(_Program, "accelerator", accelerator)
     monkeypatch.setattr(jax, "jit", lambda function, **options: _Program(_JIT(function, **options)))
