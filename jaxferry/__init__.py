@@ -8,6 +8,8 @@ Attributes that need JAX are imported on first use, so that the planning command
 """
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import sys
 import types
@@ -63,25 +65,41 @@ _MODULES = {
 }
 
 
-class _Module(types.ModuleType):
-    """Another name of a module, which is imported on first use."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(_ALIASES[self.__name__]), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("__"):
-            super().__setattr__(name, value)
-        else:
-            setattr(importlib.import_module(_ALIASES[self.__name__]), name, value)
-
-
 _ALIASES = {
     "jaxferry.distributed": "jaxferry.processes.distributed",
     "jaxferry.pretrained": "jaxferry.checkpoint.pretrained",
     "jaxferry.train_step": "jaxferry.training.train_step",
 }
-sys.modules.update({name: _Module(name) for name in _ALIASES})
+
+
+class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports modules of rooms under names of this package."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, Any] = {}
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(fullname, self) if fullname in _ALIASES else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = importlib.import_module(_ALIASES[spec.name])
+        self._specs[module.__name__] = module.__spec__
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self._specs[module.__name__]  # the import of the alias has replaced it
+
+
+class _Package(types.ModuleType):
+    """The package; its attribute `train_step` is the function also where the module of that name was imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "train_step" or not isinstance(value, types.ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.meta_path.insert(0, _Aliases())
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
@@ -89,8 +107,8 @@ def __getattr__(name: str) -> Any:
         value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
         return value
     full = f"{__name__}.{name}"
-    if full in _ALIASES or (not name.startswith("_") and importlib.util.find_spec(full) is not None):
-        return importlib.import_module(_ALIASES.get(full, full))
+    if not name.startswith("_") and importlib.util.find_spec(full) is not None:
+        return importlib.import_module(full)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

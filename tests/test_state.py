@@ -1,6 +1,8 @@
 """A training state in users' hands: printed, copied, and changed between steps."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import jax
@@ -90,6 +92,16 @@ def test_assigned_parameters_are_trained_on_and_are_copies(modes):
     assert state.params["scale"]["frozen"][0] == 1 and state.step == 2
     assert after(step, state, 3) == after(step, other, 3)
     assert float(step.evaluate(state, BATCH)) == float(step.evaluate(other, BATCH))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_of_python_are_copies_of_the_state_and_pickles_are_refused(copied, step):
+    state = step.init(params_of())
+    kept, before = copied(state), state.params
+    after(step, state, 1)
+    assert_same_bits(kept.params, before)
+    with pytest.raises(TypeError, match=r"step\.save\(state, path\)"):
+        pickle.dumps(state)
 
 
 def test_a_copy_stays_as_the_state_goes_on_and_trains_as_the_state_does(step):

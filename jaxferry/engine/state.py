@@ -230,6 +230,15 @@ class TrainState:
         made._is_arranged, made.checkpoint = self._is_arranged, self.checkpoint
         return made
 
+    def __copy__(self) -> TrainState:
+        return self.copy()
+
+    def __deepcopy__(self, memo: Any) -> TrainState:
+        return self.copy()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a TrainState cannot be pickled: step.save(state, path) keeps it on disk")
+
     def copies(self, what: str) -> tuple[dict[int, Parts], dict[str, Parts]]:
         """Returns copies of masters and optimizer state as they are stored; what they are for is named in errors.
 

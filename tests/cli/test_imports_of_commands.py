@@ -1,8 +1,10 @@
 """Which packages a command imports: planning starts without those that take seconds."""
 
+import importlib
 import json
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -71,6 +73,18 @@ def test_train_step_is_the_function_though_the_module_of_that_name_was_imported(
 
 def test_modules_are_attributes_without_an_import_of_their_own(tmp_path):
     assert imported(tmp_path, "import jaxferry; jaxferry.units.parse_bytes, jaxferry.modes.Mode") == []
+
+
+def test_modules_of_rooms_have_other_names_in_the_package():
+    import jaxferry
+    from jaxferry.processes import distributed
+
+    other = importlib.import_module("jaxferry.distributed")
+    assert other is distributed is jaxferry.distributed and other.__spec__.name == other.__name__
+    assert importlib.import_module("jaxferry.train_step").TrainStep is jaxferry.TrainStep
+    assert importlib.import_module("jaxferry.pretrained").open_safetensors is jaxferry.pretrained.open_safetensors
+    with mock.patch("jaxferry.distributed.is_first", return_value="patched"):
+        assert jaxferry.distributed.is_first() == distributed.is_first() == "patched"
 
 
 def test_all_public_names_are_there():
