@@ -173,9 +173,14 @@ def pinned_pool_bytes(num_bytes: int) -> int:
     return max(min(taken, pinned_limit().num_bytes), num_bytes)
 
 
+def unused_of_pool(num_bytes: int) -> int:
+    """What XLA's pool of pinned memory takes beyond so many bytes that are asked for."""
+    return pinned_pool_bytes(num_bytes) - num_bytes
+
+
 def pinned_advice(num_bytes: int) -> str:
     """How to keep XLA's pool from growing far beyond so many bytes; empty if it does not."""
-    spare_bytes = pinned_pool_bytes(num_bytes) - num_bytes
+    spare_bytes = unused_of_pool(num_bytes)
     if spare_bytes < 2**30:
         return ""
     return f"{_with_limit_for(num_bytes)} keeps XLA from pinning {format_bytes(spare_bytes)} more"

@@ -135,9 +135,9 @@ class Model:
             host_memory.check(found)
         else:
             num_bytes = host_memory.pinned_bytes(found)
-            spare_bytes = host_memory.pinned_pool_bytes(num_bytes) - num_bytes
-            remedies = [text for text in (host_memory.LESS_STATE, host_memory.pinned_advice(num_bytes)) if text]
-            host_memory.check(found | {"unused pinned memory": spare_bytes}, remedy=", ".join(remedies))
+            advice = host_memory.pinned_advice(num_bytes)
+            remedy = f"{host_memory.LESS_STATE}, {advice}" if advice else host_memory.LESS_STATE
+            host_memory.check(found | {"unused pinned memory": host_memory.unused_of_pool(num_bytes)}, remedy=remedy)
         host_memory.return_freed_blocks()
 
     def _check_pinned(self, found: Mapping[str, int], streamed_bytes: int = 0) -> None:

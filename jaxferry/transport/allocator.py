@@ -140,7 +140,7 @@ def unsplit_bytes(buffers: Sequence[Buffer], step_length: int, kind: Allocator) 
     """
     found = _SAFETY[kind] * max(_run(buffers, step_length, kind, run) for run in range(_NUM_RUNS))
     if kind is Allocator.GROWING:
-        found = max(found, *(_rest_of_region(buffer.num_bytes) for buffer in buffers))
+        found = max(found, *map(_rest_of_region, {buffer.num_bytes for buffer in buffers}))
     return _SPARE_BYTES + found
 
 
