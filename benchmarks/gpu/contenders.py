@@ -27,6 +27,7 @@ from jaxferry.costs.records import Profile
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.step.schedule import Kind, Lane
 from jaxferry.step.simulate import machine
+from jaxferry.step.simulate.trace import chrome_trace
 
 COMPUTE_DTYPE = jnp.bfloat16
 THREADS = {"issuing": "jaxferry H2D", "host": "jaxferry host"}
@@ -114,6 +115,11 @@ class Ferry:
 
     def finish(self):
         self.state.block_until_ready()
+
+    def save_trace(self, path):
+        """Writes the last steps as a Chrome trace, if they were recorded."""
+        if (run := self.step.recorded()) is not None:
+            path.write_text(json.dumps(chrome_trace(run)))
 
     def facts(self, step_s):
         prepared = self.prepared
@@ -237,6 +243,8 @@ def run(arguments):
     cpu_s = {name: (now - before_s[name]) / len(seconds) for name, now in thread_cpu_s().items()}
     times = timing.summary(seconds, mean_s, arguments.batch * arguments.seq)
     stats = jax.devices()[0].memory_stats() or {}
+    if isinstance(contender, Ferry):
+        contender.save_trace(arguments.output / f"trace_{arguments.size}_{arguments.contender}.json")
     return {
         **times,
         "model_flops_per_s": model.flops(arguments.batch, arguments.seq) / times["step_s"],
