@@ -19,9 +19,9 @@ import numpy as np
 from jax.profiler import TraceAnnotation
 
 from jaxferry.engine.calls import Call, CalledUse
-from jaxferry.engine.lanes import Wait
 from jaxferry.engine.prefetch import wait_for_copy
 from jaxferry.engine.step import StepContext
+from jaxferry.engine.step_run import Wait
 from jaxferry.optimizer.update_group import UpdateGroup
 from jaxferry.processes.global_arrays import moved
 from jaxferry.step.instruction import Operation
@@ -33,7 +33,7 @@ _add = jax.jit(jnp.add)
 
 
 def execute(step: StepContext, index: int) -> Wait | None:
-    """Executes one instruction; see `lanes.Action`. JAX's profiler shows it by its task's name."""
+    """Executes one instruction; see `step_run.Action`. JAX's profiler shows it by its task's name."""
     call = step.calls[index]
     if call.offloads_awaited:
         step.make_room(call)
@@ -42,6 +42,12 @@ def execute(step: StepContext, index: int) -> Wait | None:
         return operation(step, call)
     with TraceAnnotation(call.task.name):
         return operation(step, call)
+
+
+def await_gradients(step: StepContext, index: int) -> None:
+    """Waits until the gradients that an update reads are in host memory; see `step_run.Arrival`."""
+    if step.is_last:
+        step.gradients.wait_for(step.state.host.unit_of(step.calls[index].group))
 
 
 def load(step: StepContext, call: Call) -> None:

@@ -287,6 +287,12 @@ class StepGradients:
             if group in self.on_host and self.on_host[group].addends:
                 self.gather(group)
 
+    def wait_for(self, unit: UpdateGroup) -> None:
+        """Waits until the gradients of an update are in host memory; `gathered` adds what the host adds to them."""
+        for group in unit.layers:
+            if (gradient := self.on_host.get(group)) is not None:
+                gradient.wait()
+
     def wait_for_all(self) -> None:
         """Waits until every gradient is in host memory."""
         jax.block_until_ready([self.gather(group) for group in self.on_host])

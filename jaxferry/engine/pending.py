@@ -10,8 +10,8 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import LossScale
+from jaxferry.engine.step_run import StepRun
 from jaxferry.errors import JaxFerryError, TaskError
 from jaxferry.partition import Layer, SharedLayer
 from jaxferry.step.schedule import Kind

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import jax
 
-from jaxferry.engine.lanes import StepRun
+from jaxferry.engine.step_run import StepRun
 from jaxferry.step.instruction import StepProgram
 from jaxferry.transport.base import Transport
 from jaxferry.transport.held import DeviceLayer
@@ -62,7 +62,7 @@ class DeviceCopies:
         return [array for held in self._held.values() for array in held.arrays]
 
     def load(self, index: int) -> None:
-        """Runs the load with this index; see `lanes.Action`."""
+        """Runs the load with this index; see `step_run.Action`."""
         group = self._program.instructions[index].group
         is_first = self._num_left[group] == self._program.loaded[group]
         self._num_left[group] -= 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from jaxferry.step.schedule import Kind, Lane, Schedule
 
@@ -70,6 +70,8 @@ class ReadyTasks:
     Args:
       tasks: the list.
       previous: the progress of the run that `after_previous` refers to; None if it has ended.
+      begin_arrival: calls `arrive` for a task of the host's lane, all of whose dependencies have ended, once what the
+        task reads is there; None calls it at once.
 
     Attributes:
       num_over: rises when the last task of a lane ends, and with each one that outlasts its step afterwards.
@@ -77,7 +79,12 @@ class ReadyTasks:
       ends_s: when each task ended.
     """
 
-    def __init__(self, tasks: TaskList, previous: ReadyTasks | None) -> None:
+    def __init__(
+        self,
+        tasks: TaskList,
+        previous: ReadyTasks | None,
+        begin_arrival: Callable[[int], None] | None = None,
+    ) -> None:
         count = len(tasks.tasks)
         self._list = tasks
         self._successor: ReadyTasks | None = None
@@ -93,9 +100,11 @@ class ReadyTasks:
             previous._successor = self
             for index, earlier in tasks.after_previous:
                 self._missing[index] += sum(not previous._is_done[each] for each in earlier)
+        self._begin_arrival: Callable[[int], None] | None = None  # what waits for no task reads nothing that arrives
         first = [*tasks.orders[Lane.HOST][:-1], *sorted(tasks.trivial)]
         for index in [index for index in first if not self._missing[index]]:
             self._offer(index, 0.0)
+        self._begin_arrival = begin_arrival
 
     def end(self, index: int, now_s: float = 0.0) -> list[Lane]:
         """Records that a task has ended; returns the lanes that may continue, of this run or of the next one."""
@@ -127,8 +136,15 @@ class ReadyTasks:
             self.starts_s[index] = now_s
             return self.end(index, now_s)
         if lane is Lane.HOST:
-            heapq.heappush(self._updates, (self._list.needs[index], index))
+            if self._begin_arrival is not None:
+                self._begin_arrival(index)
+                return ()
+            self.arrive(index)
         return (lane,)
+
+    def arrive(self, index: int) -> None:
+        """Offers a task to the host's lane: all that it reads is there."""
+        heapq.heappush(self._updates, (self._list.needs[index], index))
 
     def take(self, lanes: Sequence[Lane]) -> int | None:
         """A task that may start now, from the first of these lanes that has one; None if there is none."""

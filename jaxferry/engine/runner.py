@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.engine.executor import execute
-from jaxferry.engine.lanes import StepRun
+from jaxferry.engine.executor import await_gradients, execute
 from jaxferry.engine.pending import Accumulated, PendingStep, task_error
 from jaxferry.engine.prefetch import DeviceCopies, Prefetch
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.step import RunnableStep, StepContext, StepResult
+from jaxferry.engine.step_run import StepRun
 from jaxferry.errors import StateError, TaskError
 from jaxferry.optimizer import host_memory
 from jaxferry.step.schedule import Lane
@@ -90,16 +90,17 @@ class StepRunner:
                 prefetch.discard()
             raise
         action, transport = functools.partial(execute, step), self._resources.transport
+        arrival = None if step.does_what_it_issues else functools.partial(await_gradients, step)
         if prefetch is None:
             # Buffers may be reserved for the loads of another program.
             transport.release()
             held = [*state.resident.values(), *state.kept.values()]
             transport.held.reset_peak(held if previous is None else None)
-            step.work = self._resources.lanes.make(runnable.tasks, action, previous)
+            step.work = self._resources.lanes.make(runnable.tasks, action, previous, arrival)
         else:
             transport.held.reset_peak()
             step.work = prefetch.work
-            step.work.open(action)
+            step.work.open(action, arrival)
         self._resources.lanes.submit(step.work)
         return step
 

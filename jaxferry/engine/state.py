@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.owner import Owner, by_one_thread
 from jaxferry.engine.pending import (
@@ -21,6 +20,7 @@ from jaxferry.engine.pending import (
     task_error,
 )
 from jaxferry.engine.prefetch import Prefetch
+from jaxferry.engine.step_run import StepRun
 from jaxferry.errors import StateError
 from jaxferry.optimizer import host_memory
 from jaxferry.optimizer.arrays import HostArrays

@@ -144,6 +144,13 @@ class HostGradient:
     def __post_init__(self) -> None:
         self.latest = self.copy
 
+    def wait(self) -> None:
+        """Waits until all that is on its way has arrived; copies end in their order."""
+        if (latest := self.latest) is not None:
+            latest.wait()
+        else:
+            jax.block_until_ready(self.vectors)
+
     def add_later(self, addend: Addend, copy: CopyInFlight | None) -> None:
         """Lets the host add something; whoever reads the gradient next does so.
 

@@ -301,6 +301,59 @@ def test_a_wait_that_fails_fails_its_task_and_stopping_waits_for_it():
     assert work.failure.index == first and "the copy failed" in str(work.failure.error)
 
 
+def test_the_host_chooses_among_updates_whose_gradients_have_arrived():
+    """An issued offload has ended for the thread that issues. The update needed first comes last in a backward."""
+    profile = transformer(6)
+    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 6))
+    done, lanes, is_first_done, waited = [], Lanes(TOGETHER), threading.Event(), []
+    updates = [index for index, task in enumerate(schedule.tasks) if task.lane is Lane.HOST]
+
+    def action(index):
+        if schedule.tasks[index].lane is Lane.HOST:
+            done.append(index)
+            is_first_done.set()
+
+    def arrival(index):
+        waited.append(index)
+        if len(waited) > 1:  # all but the first arrive when the host has updated something
+            assert is_first_done.wait(60)
+
+    work = lanes.make(TaskList(schedule), action, arrival=arrival)
+    lanes.submit(work)
+    work.wait()
+    assert work.failure is None and work.is_over()
+    assert done[0] == waited[0] and schedule.tasks[done[0]].need == max(schedule.tasks[i].need for i in updates)
+    assert sorted(done) == sorted(waited) == updates
+
+
+def test_an_arrival_that_fails_is_left_to_the_update_and_stopping_waits_for_one_that_hangs():
+    profile = transformer(4)
+    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 4))
+    begun, may_end, lanes, done = threading.Event(), threading.Event(), Lanes(TOGETHER), []
+
+    def failing(index):
+        raise RuntimeError("the copy failed")
+
+    work = lanes.make(TaskList(schedule), done.append, arrival=failing)
+    lanes.submit(work)
+    work.wait()
+    assert work.failure is None and sorted(done) == [*range(len(schedule.tasks))]
+
+    def hanging(index):
+        begun.set()
+        assert may_end.wait(60)
+
+    work = lanes.make(TaskList(schedule), done.append, arrival=hanging)
+    lanes.submit(work)
+    assert begun.wait(60)
+    stopping = threading.Thread(target=work.stop, daemon=True)
+    stopping.start()
+    assert not work.is_over()
+    may_end.set()
+    stopping.join(60)
+    assert not stopping.is_alive() and work.is_over()
+
+
 def test_no_sleeping_task_ends_before_the_simulator_says():
     """With a fixed order of updates, load from other processes only delays tasks: see `benchmarks/overlap.py`."""
     profile, num_steps = transformer(16), 4

@@ -23,6 +23,7 @@ from jaxferry.partition import partition
 from jaxferry.step.records import LayerPlan, Plan
 from jaxferry.step.schedule import Kind
 from jaxferry.step.simulate.trace import chrome_trace
+from jaxferry.transport.held import HostGradient
 from planned import assert_same_bits
 from steps import Serial, delay, fail, transport_of, with_sums_in_host_memory, wrap
 from watched import has_not_grown, settled_arrays
@@ -114,6 +115,42 @@ def test_an_update_runs_into_the_next_step_and_everything_that_reads_it_waits(tm
         else:
             state.optimizer_state()
         assert state.pending is None or state.pending.work.is_over()
+
+
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_the_host_updates_what_has_arrived_while_the_rest_is_on_its_way(transport, monkeypatch):
+    """Offloads end for the issuing thread once they are issued, long before the device has done them."""
+    emulate(monkeypatch)
+    params = {f"l{i}": {"w": np.eye(8, dtype=np.float32)} for i in range(5)}
+
+    def loss_fn(params, x):
+        for i in range(5):
+            x = jnp.tanh(x @ params[f"l{i}"]["w"])
+        return jnp.mean(x**2)
+
+    step = jaxferry.train_step(loss_fn, jaxferry.adam(1e-2), transport=transport, merge_small=False)
+    state, batch, updated, waited = step.init(params), np.ones((4, 8), np.float32), [], []
+    state, _ = step(state, batch)  # updates of the first step wait for all gradients
+    state.block_until_ready()
+    arrive, is_over = HostGradient.wait, threading.Event()
+
+    def arrival(gradient):
+        waited.append(gradient)
+        arrive(gradient)
+        if len(waited) > 1:
+            is_over.wait(60)
+
+    def update(action, context, call):
+        updated.append(call.group)
+        action(context, call)
+        is_over.set()
+
+    monkeypatch.setattr(HostGradient, "wait", arrival)
+    wrap(monkeypatch, Operation.UPDATE, update)
+    state, _ = step(state, batch)
+    state.block_until_ready()
+    assert len(waited) == len(params) and sorted(updated) == [*range(5)]
+    assert updated[0] == 4  # the last layer's gradient comes first
 
 
 LEAVING = """
