@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxferry.costs.estimate import estimate_profile, update_on_device_s
 from jaxferry.costs.machines import MACHINES, Machine
@@ -17,8 +17,8 @@ from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import BLOCK, FASTER, MODULE, Mode
 from jaxferry.partition import AUTO, Partition
 from jaxferry.planner.base import Request
-from jaxferry.planner.granularity import plan_finest
-from jaxferry.planner.planning import as_run, with_update_order
+from jaxferry.planner.granularity import FinestPlanner, plan_finest
+from jaxferry.planner.planning import as_run, with_gap, with_update_order
 from jaxferry.step.records import LayerPlan, Plan, UpdateOrder
 from jaxferry.step.step_builder import fetch_seconds_a_byte, save_seconds_a_byte
 from jaxferry.training.options import Options
@@ -72,7 +72,7 @@ def planning_profile(
             own = by and f" of {num_processes}"
             raise InputError(f"the profile is of {given.num_devices} devices{by}, and {num_devices}{own} train")
         profile = given
-    elif options.plan is None and _policy_of(options) is not None:
+    elif options.plan is None and policy_of(options) is not None:
         costs, facts = partition_costs(parts, None), {"device": device_kind}
         profile = estimate_profile(costs, _machine_of(device_kind), facts, num_devices, num_processes)
         profile = profile.without_streaming()  # those times are AdamW's
@@ -140,7 +140,7 @@ def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> 
     Raises:
       InputError: if the plan is for another model, or the policy does not exist.
     """
-    parts, policy = variants.base, _policy_of(options)
+    parts, policy = variants.base, policy_of(options)
     if options.plan is not None:
         _check_names("plan", options.plan, parts)
         if profile.num_processes > 1 and options.plan != options.plan.updated_on_host():
@@ -158,7 +158,7 @@ def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> 
         layers = tuple(LayerPlan(use.name, Mode.GFGB) for use in parts.uses)
         plan = Plan("native-overlapped", 1.0, layers, update_order=UpdateOrder.NEED)
         return _as_run(with_update_order(profile, plan), profile)
-    return _plan_within(variants, options, profile, policy, options.memory_budget_bytes)
+    return planner_within(variants, options, profile)(options.memory_budget_bytes)
 
 
 def best_granularity(variants: RematVariants, options: Options, profile: Profile) -> str:
@@ -169,7 +169,7 @@ def best_granularity(variants: RematVariants, options: Options, profile: Profile
       options: those of the training step.
       profile: of these layers, estimated.
     """
-    policy = _policy_of(options)
+    policy = policy_of(options)
     if options.given_names:
         return MODULE if list(options.given_names) == [use.name for use in variants.base.uses] else BLOCK
     if policy is None or not profile.has_times or not any(use.place for use in variants.base.uses):
@@ -189,23 +189,32 @@ def leanest_plan(variants: RematVariants, options: Options, profile: Profile) ->
 
     A profile without temporaries may make a policy choose a plan that does not fit, where its leanest one does.
     """
-    policy = _policy_of(options)
+    policy = policy_of(options)
     if options.plan is not None or policy is None:
         return None
-    return _plan_within(variants, options, profile, policy, 1)
+    return planner_within(variants, options, profile)(1)
 
 
-def _plan_within(
-    variants: RematVariants, options: Options, profile: Profile, policy: str, budget_bytes: int | None
-) -> Plan:
-    """The policy's plan within a budget, or within its smallest feasible one if that is larger."""
-    profile = _may_recompute(variants, profile)
-    request = Request(options.reserve_factor, budget_bytes)
-    try:
-        return plan_finest(profile, policy, request, MODULE)[1]
-    except BudgetError as error:
-        smallest = dataclasses.replace(request, memory_budget_bytes=error.smallest_bytes)
-        return plan_finest(profile, policy, smallest, MODULE)[1]
+def planner_within(variants: RematVariants, options: Options, profile: Profile) -> Callable[[int | None], Plan]:
+    """Returns a function that plans within a budget, or within the smallest feasible one if that is larger.
+
+    Args:
+      variants: the segments and their derivatives.
+      options: those of the training step; its budget is ignored.
+      profile: from `planning_profile`.
+    """
+    policy = policy_of(options)
+    assert policy is not None, "without a policy there is nothing to choose"
+    request = Request(options.reserve_factor)
+    planner = FinestPlanner(_may_recompute(variants, profile), policy, request, MODULE)
+
+    def plan(budget_bytes: int | None) -> Plan:
+        try:
+            return with_gap(*planner.plan(budget_bytes), budget_bytes)
+        except BudgetError as error:
+            return with_gap(*planner.plan(error.smallest_bytes), error.smallest_bytes)
+
+    return plan
 
 
 def _may_recompute(variants: RematVariants, profile: Profile) -> Profile:
@@ -214,7 +223,8 @@ def _may_recompute(variants: RematVariants, profile: Profile) -> Profile:
     return profile.only_recomputing([use.place == 0 and segments[use.segment].remat == AUTO for use in uses])
 
 
-def _policy_of(options: Options) -> str | None:
+def policy_of(options: Options) -> str | None:
+    """Returns the policy that chooses a step's plan; None if none does."""
     if options.policy is None and options.reserve_factor is not None and options.reserve_factor < 1:
         return "native-overlapped"
     return options.policy

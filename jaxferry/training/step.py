@@ -38,19 +38,17 @@ from jaxferry.engine.facts import with_sum_bytes
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import UpdatePlace
 from jaxferry.optimizer.optimizer import HostOptimizer
+from jaxferry.planner.counted import fastest_that_fits
 from jaxferry.planner.l2l import L2L
 from jaxferry.planner.planning import with_update_order
 from jaxferry.processes.all_processes import check_same
 from jaxferry.step.program_keys import NO_JOINS, ProgramKey
 from jaxferry.step.records import Plan, Updates
 from jaxferry.step.simulate.report import simulate_schedule
-from jaxferry.training.choice import choose_plan, leanest_plan
+from jaxferry.training.choice import choose_plan, leanest_plan, planner_within, policy_of
 from jaxferry.training.options import Options
 from jaxferry.training.prepared import Prepared
 from jaxferry.training.profiles import rules_of
-
-_MOST_PLANS = 4
-"""How often a policy plans again for less memory."""
 
 
 class StepCompiler:
@@ -103,20 +101,22 @@ class StepCompiler:
         budget that is smaller by the excess, since to change the plan layer by layer would make the step slower.
         """
         options, budget = self._options, self._options.memory_budget_bytes
-        chosen = plan = choose_plan(self._variants, options, self._given)
-        if options.plan is not None or budget is None:
-            return plan
-        left = budget
-        for _ in range(_MOST_PLANS):
-            if self._resources.placement.allocator is None and _all_on_host(plan):
-                break
-            peak = self._peak(self._lower(plan))
-            if peak.fits(budget):
-                return plan
-            left = max(left - (peak.total - budget), 1)
-            smaller = dataclasses.replace(options, memory_budget_bytes=left)
-            plan = choose_plan(self._variants, smaller, self._given)
-        return plan if plan is chosen or self._peak(self._lower(plan)).fits(budget) else chosen
+        if budget is None or options.plan is not None or policy_of(options) is None:
+            return choose_plan(self._variants, options, self._given)
+        plan_within = planner_within(self._variants, options, self._given)
+        found = fastest_that_fits(plan_within, self._excess_bytes, budget)
+        return plan_within(budget) if found is None else found
+
+    def _excess_bytes(self, plan: Plan) -> int:
+        """What a plan needs beyond the memory budget, as the engine counts; 0 if it fits.
+
+        Or if no other count is expected of the engine.
+        """
+        budget = self._options.memory_budget_bytes
+        if budget is None or (self._resources.placement.allocator is None and _all_on_host(plan)):
+            return 0
+        peak = self._peak(self._lower(plan))
+        return 0 if peak.fits(budget) else max(peak.total - budget, 1)
 
     def compile(self, plan: Plan) -> Prepared:
         """Prepares the plan that fits into the memory budget."""

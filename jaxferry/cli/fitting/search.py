@@ -23,8 +23,10 @@ from jaxferry.cli.fitting.traced import Traced
 from jaxferry.modes import MODULE
 from jaxferry.optimizer.host_memory import pinned_bytes
 from jaxferry.planner.base import Request
-from jaxferry.planner.granularity import plan_finest
+from jaxferry.planner.counted import fastest_that_fits
+from jaxferry.planner.granularity import FinestPlanner
 from jaxferry.planner.order import with_update_order
+from jaxferry.planner.planning import with_gap
 from jaxferry.step.bottleneck import find_bottleneck
 from jaxferry.step.holdings import streamed_state_bytes
 from jaxferry.step.records import Plan
@@ -38,9 +40,6 @@ _MOST_GUESSES = 6
 """Traces at sizes where a line meets the budget; the search then halves."""
 
 _MOST_SAMPLES = 1 << 24
-
-_MOST_PLANS = 4
-"""How often a plan is made for less memory, until there is room for what the allocator takes beyond buffers."""
 
 
 def find_fit(
@@ -200,19 +199,21 @@ def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
 
 def _planned(traced: Traced, budget_bytes: int) -> tuple[Plan, dict[str, int]]:
     """The plan of `auto` and its device memory, which leaves room for what the allocator takes beyond buffers."""
-    left, least, found = budget_bytes, traced.counted_bytes(budget_bytes), []
-    for number in range(_MOST_PLANS):
-        _, plan = plan_finest(traced.profile, "auto", Request(None, left), MODULE)
-        found.append((plan, traced.device_bytes(plan, budget_bytes)))
-        excess = sum(found[-1][1].values()) - budget_bytes
-        if excess <= 0:
-            return found[-1]
-        left = least if number + 2 == _MOST_PLANS else max(left - excess, least)
-    # Of plans with equally little memory, the one that `auto` prefers may need more beyond buffers.
-    details = {**found[-1][0].details, "binding": "memory"}
-    leanest = with_update_order(traced.profile, dataclasses.replace(traced.leanest(budget_bytes), details=details))
-    found.append((predict(traced.profile, leanest), traced.device_bytes(leanest, budget_bytes)))
-    return min(found, key=lambda each: sum(each[1].values()))
+    planner = FinestPlanner(traced.profile, "auto", Request(), MODULE)
+
+    def plan_within(budget_bytes: int) -> Plan:
+        return with_gap(*planner.plan(budget_bytes), budget_bytes)
+
+    def excess_bytes(plan: Plan) -> int:
+        return sum(traced.device_bytes(plan, budget_bytes).values()) - budget_bytes
+
+    found = fastest_that_fits(plan_within, excess_bytes, budget_bytes, traced.counted_bytes(budget_bytes))
+    if found is None:
+        # Of plans with equally little memory, the one that `auto` prefers may need more beyond buffers.
+        leanest = with_update_order(traced.profile, traced.leanest(budget_bytes))
+        details = {**plan_within(budget_bytes).details, "binding": "memory"}
+        found = predict(traced.profile, dataclasses.replace(leanest, details=details))
+    return found, traced.device_bytes(found, budget_bytes)
 
 
 def _tokens(batch: Any) -> int | None:
