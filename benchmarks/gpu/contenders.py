@@ -234,7 +234,7 @@ def measure_profile(arguments, model):
 def run(arguments):
     """Runs the contender and returns its result as JSON values."""
     end_s = time.monotonic() + arguments.limit / 2
-    model = models.of_size(arguments.size)
+    model = models.of_size(arguments.size, arguments.attention)
     if arguments.contender == settings.PROFILE:
         return measure_profile(arguments, model)
     contender = make(arguments, model)
@@ -269,6 +269,7 @@ def parse():
     parser.add_argument("--steps", type=int, required=True, help="timed steps")
     parser.add_argument("--limit", type=float, required=True, help="seconds for this contender")
     parser.add_argument("--memory-budget", type=int, help="bytes")
+    parser.add_argument("--attention", help="xla or cudnn; default: the device's own")
     return parser.parse_args()
 
 

@@ -59,18 +59,29 @@ class Model:
         return 6.0 * rows * length * (num + self.layers_by_channels * length)
 
 
-def of_size(size: str) -> Model:
-    """Returns the model of a size of `settings.BATCHES`."""
+def of_size(size: str, attention: str | None = None) -> Model:
+    """Returns the model of a size of `settings.BATCHES`, with "xla" or "cudnn" as attention; None: the device's own."""
     if size in LLAMAS:
-        return _llama(*LLAMAS[size])
-    config = gpt2.SIZES[size]
+        return _llama(*LLAMAS[size], attention=attention)
+    config = dataclasses.replace(gpt2.SIZES[size], attention=attention)
     shapes = jax.eval_shape(gpt2.make_init(config), jax.random.key(0))
     loss_fn, looked_up = gpt2.make_loss(config), config.max_length * config.channels
     return Model(loss_fn, loss_fn, shapes, config.vocab_size, "none", config.num_layers * config.channels, looked_up)
 
 
-def _llama(layers: int, heads: int, kv_heads: int, channels: int, hidden: int, length: int, vocab_size: int) -> Model:
-    config = llama.Config(layers, heads, kv_heads, channels, hidden, max_length=length, vocab_size=vocab_size)
+def _llama(
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    channels: int,
+    hidden: int,
+    length: int,
+    vocab_size: int,
+    attention: str | None,
+) -> Model:
+    config = llama.Config(
+        layers, heads, kv_heads, channels, hidden, max_length=length, vocab_size=vocab_size, attention=attention
+    )
 
     class Recomputed(llama.Block):
         def __call__(self, x, cache, position):

@@ -85,6 +85,7 @@ def contender_command(name, arguments, limit_s, budget_bytes):
     command = [sys.executable, str(CONTENDER), str(arguments.output), name, "--size", arguments.size]
     command += ["--steps", str(arguments.steps), "--limit", str(limit_s)]
     command += ["--batch", str(arguments.batch), "--seq", str(arguments.seq)]
+    command += [] if arguments.attention is None else ["--attention", arguments.attention]
     return command + ([] if budget_bytes is None else ["--memory-budget", str(budget_bytes)])
 
 
@@ -186,7 +187,12 @@ def document(arguments, rows):
     return {
         "benchmark": "steps",
         "machine": machines[0] if machines else None,
-        "model": {"name": model_name(arguments.size), "batch": arguments.batch, "sequence": arguments.seq},
+        "model": {
+            "name": model_name(arguments.size),
+            "batch": arguments.batch,
+            "sequence": arguments.seq,
+            "attention": arguments.attention or "the device's own",
+        },
         "compute_dtype": "bfloat16",
         "order": "one after another, each in a process of its own",
         "expected": {
@@ -308,6 +314,7 @@ def parse_shape(parser):
 
 def parse():
     parser = make_parser(__doc__, PLATFORMS, "steps_SIZE.json")
+    parser.add_argument("--attention", choices=("xla", "cudnn"), help="default: the device's own")
     parser.add_argument("--limit", type=float, default=420, help="seconds for all contenders")
     parser.add_argument("--each", type=float, default=90, help="seconds for each contender")
     parser.add_argument("--least", type=float, default=5, help="start no contender with fewer seconds left")
