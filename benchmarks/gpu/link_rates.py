@@ -151,10 +151,14 @@ class Bench:
         seconds = median_seconds(functions)
         return Rate("eager device_put to the device", self.num_bytes, seconds["operation"], seconds["plain"])
 
-    def gather(self, rows=4096, repeats=1):
-        """Measures a lookup in the weight, treated as a table with `k` columns, that names each row `repeats` times."""
-        distinct = -(-rows // repeats)
-        indices = self.operations.device(jnp.arange(rows, dtype=jnp.int32) % distinct * 7 % self.n)
+    def gather(self, distinct=None, repeats=1):
+        """Measures a lookup in the weight, treated as a table with `k` columns, that names rows `repeats` times each.
+
+        By default, it names all rows, because a short lookup would measure the call.
+        """
+        distinct = distinct or self.n
+        rows = distinct * repeats
+        indices = self.operations.device(jnp.arange(rows, dtype=jnp.int32) % distinct * 7919 % self.n)
         like = jax.ShapeDtypeStruct((rows, self.k), jnp.bfloat16)
         run = self.operations.compile("dha_gather", like, offset=0, rows=self.n, columns=self.k)
         scratch = self.operations.scratch(4 * self.n)
@@ -168,8 +172,8 @@ class Bench:
 
 def measure_all(bench):
     yield bench.device_put()
-    for repeats in (1, 8):
-        yield bench.gather(repeats=repeats)
+    yield bench.gather()
+    yield bench.gather(bench.n // 2, repeats=8)
     for row_bytes, pitch_bytes in PANELS:
         yield bench.panels(row_bytes, pitch_bytes)
     # A head's forward and both halves of its backward; unpadded is what cost 1.1 s on an H200.
