@@ -532,12 +532,12 @@ class TestBenchmarks:
 
     def test_each_operation_is_measured(self, bench):
         rates = [bench.matmul(3, False), bench.matmul(3, True), bench.matmul_gradient(2), bench.gather(10)]
-        rates += [bench.panels(4096, 8192), bench.gather(2, repeats=8)]
+        rates += [bench.gather(2, repeats=8)]
         rates += [bench.matmul_gradient(2, (8, 21), is_padded=True), bench.matmul(3, False, (21, 8), is_padded=True)]
         rates += [bench.device_put(), *(bench.store(*dtypes, True) for dtypes in link_rates.STORES)]
         assert all(rate.seconds > 0 and rate.plain_s > 0 for rate in rates)
-        assert rates[0].num_bytes == rates[4].num_bytes == 1 << 20
-        assert rates[5].num_bytes == 2 * 2 * 2048
+        assert rates[0].num_bytes == 1 << 20
+        assert rates[4].num_bytes == 2 * 2 * 2048
 
     def test_overlap_is_measured(self, bench, monkeypatch):
         monkeypatch.setattr(overlap, "SIDE", 128)
