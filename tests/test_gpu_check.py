@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.gpu import build, check, link_rates, models, overlap, settings, stages, steps
+from benchmarks.gpu import build, check, link_rates, models, overlap, panel_rates, settings, stages, steps
 from benchmarks.gpu.rates import Overlap, Rate
 from jaxferry.planner.registry import policies
 
@@ -387,6 +387,29 @@ def test_nvcc_alone_builds_the_library_where_there_is_no_cmake(tmp_path):
     dry = subprocess.run([*map(str, command), "--dryrun"], capture_output=True, text=True)
     assert dry.returncode == 0, dry.stderr
     assert "libjaxferry_cuda.so" in dry.stderr
+
+
+def test_rates_of_panels_are_those_of_the_copies_alone(tmp_path, monkeypatch):
+    program, output = tmp_path / "program", tmp_path / "panel_rates.json"
+    printed = {"pitch_bytes": 8192, "row_bytes": 512, "num_bytes": 1000, "plain_s": 1.0, "is_for_copy_engine": False}
+    program.write_text(f"#!/bin/sh\necho '{json.dumps(printed | {'engine_s': 4.0, 'kernel_s': 2.0})}'\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "argv", ["panel_rates.py", str(output), str(program)])
+    panel_rates.main()
+    engine, kernel = json.loads(output.read_text())["rates"]
+    assert [engine["share"], kernel["share"]] == [0.25, 0.5]
+    assert [engine["bytes_per_s"], kernel["bytes_per_s"]] == [250, 500]
+    assert [engine["is_chosen"], kernel["is_chosen"]] == [False, True]
+
+
+def test_the_program_that_times_panels_is_valid():
+    nvcc = build.find_tool("nvcc") or str(
+        max(pathlib.Path(sys.prefix).glob("gpu-packages/nvidia/cu*/bin/nvcc"), default="")
+    )
+    assert nvcc, "there is no nvcc: `make test` puts one beside the environment"
+    command = [*panel_rates.build_command(nvcc, "unused", "90")[:-4], "-Xcompiler", "-fsyntax-only,-Wall", "-c"]
+    done = subprocess.run([*map(str, command), panel_rates.PROGRAM], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_where_one_way_to_build_fails_the_next_one_is_tried(tmp_path, monkeypatch):

@@ -35,6 +35,7 @@ import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
+from benchmarks.gpu.build import find_tool
 from benchmarks.gpu.rival_stages import run_rivals
 from benchmarks.gpu.settings import ALL_MEMORY, PLAIN, POLICIES, PROFILE, RECIPE
 from benchmarks.gpu.stages import Check, Stage, main_with
@@ -137,6 +138,8 @@ def run(check, device, out, library_folder, rivals):
             Stage("overlap", python(HERE / "overlap.py", path, out / "overlap.json"), 45, built, env),
             Stage("contention", contention, 45, built, env),
         )
+        if find_tool("nvcc"):
+            check.run(Stage("panel_rates", python(HERE / "panel_rates.py", out / "panel_rates.json"), 60))
         command = python("-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests" / "gpu" / "test_link_rates.py")
         check.run(Stage("criteria", command, 90, built, {**env, "JAXFERRY_CHECK_LIBRARY": str(path)}))
     check.run_failed_again()

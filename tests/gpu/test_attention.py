@@ -1,6 +1,7 @@
 """cuDNN's attention on a real GPU: values, gradients and memory beside XLA's, and training with it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,17 @@ CONFIG = model.Config(num_layers=2, num_heads=4, channels=256, max_length=256, v
 ROUNDING = 2.0**-8
 """bfloat16's."""
 NUM_STEPS = 3
+UNTUNED = {"xla_gpu_autotune_level": 0}
+"""Nothing is timed, and XLA's choice among algorithms takes seconds for each new shape."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cudnn():
+    like = jax.ShapeDtypeStruct((1, 2, 1, 64), jnp.bfloat16)
+    try:
+        jax.eval_shape(lambda q: attention(q, q, q, implementation="cudnn"), like)
+    except RuntimeError as error:
+        pytest.skip(f"JAX has no attention by cuDNN here: {error}")
 
 
 def distance(found, expected):
@@ -33,11 +45,9 @@ def check_near(found, other, exact):
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "lengths", "is_causal"),
     [
-        pytest.param(256, 256, (8, 8), None, True, id="causal"),
         pytest.param(256, 256, (8, 2), None, True, id="grouped heads"),
-        pytest.param(197, 197, (12, 12), None, False, id="odd"),
-        pytest.param(255, 255, (4, 4), None, True, id="odd and causal"),
-        pytest.param(128, 128, (4, 4), (128, 77, 1, 0), False, id="padding"),
+        pytest.param(255, 255, (4, 4), None, True, id="odd"),
+        pytest.param(197, 197, (4, 4), (197, 77, 1, 0), False, id="padding"),
     ],
 )
 def test_values_and_gradients_are_those_of_xlas_within_rounding(queries, keys, heads, lengths, is_causal):
@@ -57,7 +67,7 @@ def test_values_and_gradients_are_those_of_xlas_within_rounding(queries, keys, h
             found = attention(*arrays, is_causal=is_causal, is_token=is_token, implementation=name)
             return (found.astype(jnp.float32) * weights).sum(), found[rows]
 
-        weighted = jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))
+        weighted = jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True), compiler_options=UNTUNED)
         (_, found), gradients = weighted(*(array.astype(dtype) for array in given))
         return found, gradients
 
@@ -85,7 +95,8 @@ def with_attention(name):
 def test_a_gpt2_has_the_loss_and_gradients_of_xlas_attention_within_rounding(params):
     def results(name, dtype):
         computed = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16).astype(dtype), params)
-        return jax.jit(jax.value_and_grad(with_attention(name)))(computed, make_batch())
+        run = jax.jit(jax.value_and_grad(with_attention(name)), compiler_options=UNTUNED)
+        return run(computed, make_batch())
 
     with jax.default_matmul_precision("highest"):
         exact = results("xla", jnp.float32)
@@ -106,7 +117,7 @@ def test_no_scores_are_in_memory():
         def total(*arrays, name=name):
             return attention(*arrays, is_causal=True, implementation=name).astype(jnp.float32).sum()
 
-        compiled = jax.jit(jax.grad(total, (0, 1, 2))).lower(like, like, like).compile()
+        compiled = jax.jit(jax.grad(total, (0, 1, 2))).lower(like, like, like).compile(UNTUNED)
         assert has_cudnn(compiled) == (name == "cudnn")
         temporary_bytes[name] = compiled.memory_analysis().temp_size_in_bytes
     print(f"temporaries of attention, bytes: {temporary_bytes}, scores {scores_bytes}")
@@ -118,7 +129,7 @@ def expected(params):
     """Losses of plain JAX with XLA's attention."""
     optimizer, loss_fn = optax.adamw(1e-3), with_attention("xla")
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=UNTUNED)
     def step(masters, state, batch):
         computed = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), masters)
         loss, gradients = jax.value_and_grad(loss_fn)(computed, batch)
@@ -133,14 +144,28 @@ def expected(params):
     return losses
 
 
+@pytest.fixture(scope="module")
+def make_step():
+    """Makes training steps of one model, which share its programs while all are kept."""
+    loss_fn, kept = with_attention(None), []
+
+    def make(**options):
+        step = jaxferry.train_step(
+            loss_fn, optax.adamw(1e-3), compute_dtype=jnp.bfloat16, profile="estimate", **options
+        )
+        kept.append(step)
+        return step
+
+    return make
+
+
 @pytest.mark.parametrize(
     "options",
     [{"policy": "native-overlapped"}, {"policy": "exact"}, {"policy": "native-overlapped", "remat": "full"}],
     ids=["native-overlapped", "exact", "recomputing"],
 )
-def test_a_step_trains_with_the_devices_own_attention(params, expected, options):
-    loss_fn = with_attention(None)
-    step = jaxferry.train_step(loss_fn, optax.adamw(1e-3), compute_dtype=jnp.bfloat16, profile="estimate", **options)
+def test_a_step_trains_with_the_devices_own_attention(params, expected, make_step, options):
+    step = make_step(**options)
     state, losses = step.init(params), []
     for _ in range(NUM_STEPS):
         state, metrics = step(state, make_batch())

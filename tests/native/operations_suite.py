@@ -34,7 +34,7 @@ class CopySuite:
     @ALL
     def test_a_gather_returns_repeated_rows_wherever_they_are_asked_for(self, operations, dtype):
         table, generator = numbers(1, (7, 1100), dtype), np.random.default_rng(3)
-        indices = generator.integers(-1, 7, (3, 40)).astype(np.int32)
+        indices = generator.integers(-1, 7, (3, 200)).astype(np.int32)
         found = operations.gather(operations.host(table.reshape(-1)), operations.device(indices), 0, 7, 1100)
         expected = np.where((indices >= 0)[..., None], table[indices], np.array(np.nan, table.dtype))
         check_same(found, expected)

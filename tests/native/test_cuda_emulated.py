@@ -43,16 +43,22 @@ def library():
     return library
 
 
+def cut_into_panels(library, *sizes):
+    found = (ctypes.c_int64 * 5)()
+    library.emulation_cut_into_panels(*map(ctypes.c_int64, sizes), found)
+    return list(found)
+
+
 @hypothesis.given(
     total=st.integers(1, 1 << 40),
     slice_bytes=st.integers(2, 1 << 20),
     cast_bytes=st.sampled_from([0, 2, 64, 8192, 1 << 21]),
     scratch=st.integers(0, 1 << 32),
+    width=st.integers(0, 1 << 20),
 )
-def test_panels_fit_into_the_scratch_and_cover_every_slice(library, total, slice_bytes, cast_bytes, scratch):
-    found = (ctypes.c_int64 * 5)()
-    library.emulation_cut_into_panels(*map(ctypes.c_int64, (total, slice_bytes, cast_bytes, scratch)), found)
-    num_slices, half_bytes, cast_offset, least_scratch, padded = found
+def test_panels_fit_into_the_scratch_and_cover_every_slice(library, total, slice_bytes, cast_bytes, scratch, width):
+    sizes = (total, slice_bytes, cast_bytes, scratch, width, 132)
+    num_slices, half_bytes, cast_offset, least_scratch, padded = cut_into_panels(library, *sizes)
     assert 0 <= num_slices <= total
     assert 2 * half_bytes <= scratch
     # A panel's rows may be padded to a multiple of eight, unless the scratch has no room for that.
@@ -71,6 +77,25 @@ def test_panels_fit_into_the_scratch_and_cover_every_slice(library, total, slice
         assert num_slices == 0
     if 128 <= num_slices < total:
         assert num_slices % 128 == 0
+
+
+@hypothesis.given(rows=st.integers(1, 1 << 20), width=st.integers(1, 1 << 17), num_multiprocessors=st.integers(1, 200))
+@hypothesis.example(rows=50_257, width=1024, num_multiprocessors=132)
+def test_no_panel_of_a_gradient_leaves_room_for_more_tiles(library, rows, width, num_multiprocessors):
+    """Tiles of 256 by 128; a panel has up to twice the rows that it would have otherwise."""
+
+    def idle(num_rows):
+        tiles = -(-num_rows // 256) * -(-width // 128)
+        return -tiles % num_multiprocessors
+
+    (before, *_), (found, *_) = (
+        cut_into_panels(library, rows, 2 * width, 0, 1 << 40, given, num_multiprocessors) for given in (0, width)
+    )
+    assert before <= found <= min(rows, 2 * before)
+    if found < min(rows, 2 * before):
+        assert idle(found) < -(-width // 128)
+    if (rows, width) == (50_257, 1024):
+        assert (before, found) == (3328, 4096)
 
 
 def test_panels_are_read_by_what_an_h200_reads_them_faster_with(library):
@@ -104,24 +129,37 @@ def test_rows_are_read_whatever_their_alignment(library, num_rows, row_size, ski
     assert not found[:, row_size:].any()
 
 
-def test_a_lookup_reads_each_distinct_row_of_the_table_once(library):
-    table = np.arange(5 * 40, dtype=np.uint32).reshape(5, 40)
-    indices = np.array([3, 1, 3, 3, -1, 0, 1, 7], np.int32)
-    first = np.full(5, 0x7F7F7F7F, np.int32)
-    first[[3, 1, 0]] = 0, 1, 5
-    result = np.full((8, 40), 99, np.uint32)
-    sizes = [ctypes.c_int64(size) for size in (8, 5, 40)]
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(
+    rows=st.integers(1, 60),
+    columns=st.sampled_from([1, 31, 40, 128, 129, 1000]),
+    num_indices=st.integers(1, 300),
+    seed=st.integers(0, 3),
+)
+@hypothesis.example(rows=5, columns=40, num_indices=1, seed=0)
+@hypothesis.example(rows=900, columns=130, num_indices=1100, seed=1)
+def test_a_lookup_reads_each_distinct_row_of_the_table_once(library, rows, columns, num_indices, seed):
+    """More stretches of rows than the 32 warps look up in one step, as many, and fewer."""
+    table = np.arange(rows * columns, dtype=np.uint32).reshape(rows, columns) + 1
+    indices = np.random.default_rng(seed).integers(-1, rows + 1, num_indices).astype(np.int32)
+    inside, names = (indices >= 0) & (indices < rows), [*indices]
+    is_first = np.array([names.index(index) == i for i, index in enumerate(indices)]) & inside
+    first = np.full(rows, 0x7F7F7F7F, np.int32)
+    first[indices[is_first]] = np.flatnonzero(is_first)
+    result = np.full((num_indices, columns), 99_999_999, np.uint32)
+    sizes = [ctypes.c_int64(size) for size in (num_indices, rows, columns)]
 
     def run(table, is_repeated):
         arrays = [ctypes.c_void_p(array.ctypes.data) for array in (indices, result, first)]
         library.emulation_gather(ctypes.c_void_p(table), *arrays, *sizes, is_repeated)
 
+    expected = np.where(inside[:, None], table[np.clip(indices, 0, rows - 1)], 0)
     run(table.ctypes.data, 0)
-    np.testing.assert_array_equal(result[[0, 1, 5]], table[[3, 1, 0]])
-    assert (result[[2, 3, 6]] == 99).all()
-    run(None, 1)  # without the table: nothing of it is read again
-    np.testing.assert_array_equal(result[[0, 1, 2, 3, 5, 6]], table[[3, 1, 3, 3, 0, 1]])
-    assert not result[[4, 7]].any()
+    np.testing.assert_array_equal(result[is_first | ~inside], expected[is_first | ~inside])
+    assert (result[inside & ~is_first] == 99_999_999).all()
+    result[is_first] += 7
+    run(None, 1)  # without the table, and from the rows that were read: nothing of it is read again
+    np.testing.assert_array_equal(result, expected + 7 * inside[:, None].astype(np.uint32))
 
 
 def fill_later(library, array, value):
@@ -519,12 +557,12 @@ class TestBenchmarks:
 
     def test_each_operation_is_measured(self, bench):
         rates = [bench.matmul(3, False), bench.matmul(3, True), bench.matmul_gradient(2), bench.gather(10)]
-        rates += [bench.panels(4096, 8192), bench.gather(16, repeats=8)]
+        rates += [bench.gather(2, repeats=8)]
         rates += [bench.matmul_gradient(2, (8, 21), is_padded=True), bench.matmul(3, False, (21, 8), is_padded=True)]
         rates += [bench.device_put(), *(bench.store(*dtypes, True) for dtypes in link_rates.STORES)]
         assert all(rate.seconds > 0 and rate.plain_s > 0 for rate in rates)
-        assert rates[0].num_bytes == rates[4].num_bytes == 1 << 20
-        assert rates[5].num_bytes == 2 * 2 * 2048
+        assert rates[0].num_bytes == 1 << 20
+        assert rates[4].num_bytes == 2 * 2 * 2048
 
     def test_overlap_is_measured(self, bench, monkeypatch):
         monkeypatch.setattr(overlap, "SIDE", 128)

@@ -16,13 +16,21 @@ Registry& TheRegistry() {
   return *registry;
 }
 
+int CountMultiprocessors(int ordinal) {
+  int count = 0;
+  Check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, ordinal), "counting multiprocessors");
+  return count;
+}
+
 }  // namespace
+
+Device::Device(int ordinal) : num_multiprocessors(CountMultiprocessors(ordinal)) {}
 
 Device& Device::Get(int ordinal) {
   Registry& registry = TheRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   std::unique_ptr<Device>& device = registry.devices[ordinal];
-  if (device == nullptr) device = std::make_unique<Device>();
+  if (device == nullptr) device = std::make_unique<Device>(ordinal);
   return *device;
 }
 

@@ -16,11 +16,13 @@ namespace jaxferry::cuda {
 // One per ordinal, made on first use and never freed: CUDA may shut down before static objects are destroyed.
 class Device {
  public:
+  explicit Device(int ordinal);
   // The current device must be `ordinal`. Throws Failure if the streams cannot be created.
   static Device& Get(int ordinal);
   // Those made so far, by ordinal.
   static std::map<int, Device*> All();
 
+  const int num_multiprocessors;
   // Held while an operation issues work to streams, so that two threads do not interleave.
   std::mutex mutex;
   EventPool events{cudaEventDisableTiming};

@@ -34,11 +34,11 @@ void LaunchGather(const Gather& call, Word nan, cudaStream_t stream) {
          NumBlocks(call.num_indices, kGatherThreads, kBlocksOfDevice), kGatherThreads, stream, call.indices, first,
          call.num_indices, call.rows);
   constexpr int64_t kStretch = kGatherUnroll * kWarpSize;
-  const int64_t items = call.num_indices * ((row_words + kStretch - 1) / kStretch);
+  const int64_t stretches = call.num_indices * ((row_words + kStretch - 1) / kStretch);
   constexpr int64_t kWarps = kGatherThreads / kWarpSize;
-  Launch("the kernel that gathers rows", GatherKernel<Word, false>, NumBlocks(items, kWarps, kBlocksOfLink),
+  Launch("the kernel that gathers rows", GatherKernel<Word, false>, NumBlocks(stretches, kWarps, kBlocksOfLink),
          kGatherThreads, stream, arguments);
-  Launch("the kernel that repeats rows", GatherKernel<Word, true>, NumBlocks(items, kWarps, kBlocksOfDevice),
+  Launch("the kernel that repeats rows", GatherKernel<Word, true>, NumBlocks(stretches, kWarps, kBlocksOfDevice),
          kGatherThreads, stream, arguments);
 }
 

@@ -11,10 +11,12 @@
 
 namespace jaxferry::cuda {
 
-// A row is `row_words` words of type Word. A warp takes kGatherUnroll * 32 words of one row at a time; all their loads
-// are in flight before the first is used, because a link's latency is long.
+// A row is `row_words` words of type Word. A warp copies kGatherUnroll * 32 words of a row, a stretch, at once, and
+// kGatherStretches of them together: all their loads are in flight before the first is used, because a link's latency
+// is long.
 inline constexpr int kGatherUnroll = 4;
-inline constexpr int kGatherThreads = 256;
+inline constexpr int kGatherStretches = 2;
+inline constexpr int kGatherThreads = 512;
 
 template <typename Word>
 struct GatherArguments {
@@ -38,31 +40,60 @@ __global__ void __launch_bounds__(kGatherThreads)
 }
 
 // kRepeated: copies the rows of positions that are not their row's first, else reads the others from the table.
+//
+// Each lane looks up one of the next stretches of its warp, so that the warp waits once for the indices of many.
 template <typename Word, bool kRepeated>
 __global__ void __launch_bounds__(kGatherThreads) GatherKernel(GatherArguments<Word> a) {
   constexpr int kStretch = kGatherUnroll * kWarpSize;
+  constexpr unsigned kAllLanes = 0xffffffffu;
+  constexpr int32_t kOutside = -1;
   const int lane = threadIdx.x % kWarpSize;
   const int64_t warp = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarpSize;
   const int64_t num_warps = int64_t{gridDim.x} * blockDim.x / kWarpSize;
-  const int64_t stretches = (a.row_words + kStretch - 1) / kStretch;
-  for (int64_t item = warp; item < a.num_indices * stretches; item += num_warps) {
-    const int64_t row = item / stretches;
-    const int64_t begin = (item - row * stretches) * kStretch + lane;
-    const int64_t index = a.indices[row];
+  const int64_t row_stretches = (a.row_words + kStretch - 1) / kStretch;
+  const int64_t num_stretches = a.num_indices * row_stretches;
+  const int64_t share = (num_stretches + num_warps - 1) / num_warps;
+  // Fewer than there are lanes where other warps would have none.
+  const int64_t per_step = share < kWarpSize ? share : kWarpSize;
+  for (int64_t next = warp * per_step; next < num_stretches; next += num_warps * per_step) {
+    const int64_t stretch = next + lane;
+    const bool is_any = lane < per_step && stretch < num_stretches;
+    const int64_t row = is_any ? stretch / row_stretches : 0;
+    const int32_t index = is_any ? a.indices[row] : kOutside;
     const bool is_inside = index >= 0 && index < a.rows;
     const int64_t first = is_inside ? a.first[index] : row;
-    if ((first != row) != kRepeated) continue;
-    const Word* source = kRepeated ? a.result + first * a.row_words : a.table + (is_inside ? index : 0) * a.row_words;
-    Word words[kGatherUnroll];
+    // The row of the result or of the table that is copied.
+    const int32_t origin = !is_inside ? kOutside : kRepeated ? static_cast<int32_t>(first) : index;
+    unsigned chosen = __ballot_sync(kAllLanes, is_any && (first != row) == kRepeated);
+    while (chosen != 0) {
+      Word words[kGatherStretches][kGatherUnroll];
+      Word* target[kGatherStretches];
+      int64_t num_words[kGatherStretches];
 #pragma unroll
-    for (int u = 0; u < kGatherUnroll; ++u) {
-      const int64_t position = begin + u * kWarpSize;
-      words[u] = is_inside && position < a.row_words ? source[position] : a.nan;
-    }
+      for (int s = 0; s < kGatherStretches; ++s) {
+        const bool is_one = chosen != 0;
+        const int owner = is_one ? __ffs(static_cast<int>(chosen)) - 1 : 0;
+        chosen &= chosen - 1;
+        const int64_t its_row = __shfl_sync(kAllLanes, static_cast<int32_t>(row), owner);
+        const int32_t its_origin = __shfl_sync(kAllLanes, origin, owner);
+        const int64_t begin = (next + owner - its_row * row_stretches) * kStretch + lane;
+        target[s] = a.result + its_row * a.row_words + begin;
+        num_words[s] = is_one ? a.row_words - begin : 0;
+        const int64_t source_row = its_origin == kOutside ? 0 : its_origin;
+        const Word* source = (kRepeated ? a.result : a.table) + source_row * a.row_words + begin;
 #pragma unroll
-    for (int u = 0; u < kGatherUnroll; ++u) {
-      const int64_t position = begin + u * kWarpSize;
-      if (position < a.row_words) a.result[row * a.row_words + position] = words[u];
+        for (int u = 0; u < kGatherUnroll; ++u) {
+          const int place = u * kWarpSize;
+          words[s][u] = its_origin != kOutside && place < num_words[s] ? source[place] : a.nan;
+        }
+      }
+#pragma unroll
+      for (int s = 0; s < kGatherStretches; ++s) {
+#pragma unroll
+        for (int u = 0; u < kGatherUnroll; ++u) {
+          if (u * kWarpSize < num_words[s]) target[s][u * kWarpSize] = words[s][u];
+        }
+      }
     }
   }
 }

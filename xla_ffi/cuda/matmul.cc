@@ -127,12 +127,12 @@ Outer OuterOf(const MatmulGradient& call) {
 
 // Panels of a gradient: rows [begin, begin + size) of it.
 struct Gradient {
-  explicit Gradient(const MatmulGradient& call)
+  Gradient(const MatmulGradient& call, int64_t num_multiprocessors)
       : call(call),
         outer(OuterOf(call)),
         dtype(PanelDtype()),
         pitch(Padded(outer.columns, outer.right_pitch)),
-        panels(Cut()) {}
+        panels(Cut(num_multiprocessors)) {}
 
   bool is_padded() const { return pitch != outer.columns; }
 
@@ -150,10 +150,11 @@ struct Gradient {
     return call.round_to == call.dtype || is_stored_so ? call.dtype : Dtype::kFloat32;
   }
 
-  Panels Cut() const {
+  Panels Cut(int64_t num_multiprocessors) const {
     const int64_t row_bytes = pitch * ItemSize(dtype);
     const int64_t compact_bytes = is_padded() ? outer.columns * ItemSize(dtype) : 0;
-    const Panels cut = CutIntoPanels(outer.rows, row_bytes, compact_bytes, call.scratch_bytes);
+    const Panels cut =
+        CutIntoPanels(outer.rows, row_bytes, compact_bytes, call.scratch_bytes, pitch, num_multiprocessors);
     if (cut.num_slices == 0) {
       RefuseScratch("rows of the gradient", LeastScratchBytes(row_bytes, compact_bytes), call.scratch_bytes);
     }
@@ -230,7 +231,7 @@ void RunMatmul(Device& device, const Matmul& call, cudaStream_t stream) {
 void RunMatmulGradient(Device& device, const MatmulGradient& call, cudaStream_t stream) {
   const Outer outer = OuterOf(call);
   if (outer.rows == 0 || outer.columns == 0) return;
-  const Gradient gradient(call);
+  const Gradient gradient(call, device.num_multiprocessors);
   const cudaStream_t writes = device.panels_out.get();
   const EventPool::Lease made = device.events.Lend();
   const EventPool::Lease written[2] = {device.events.Lend(), device.events.Lend()};

@@ -43,10 +43,20 @@ inline bool IsForCopyEngine(int64_t row_bytes, int64_t pitch_bytes) {
   return row_bytes >= kLeastRowBytes && pitch_bytes / kMostRowsOfPitch <= row_bytes;
 }
 
+// Returns `slices`, a multiple of the large tile, or up to twice as many if multiprocessors would idle. The product of
+// a panel, slices of `width` numbers, is computed in waves of one tile for each multiprocessor, and an incomplete wave
+// takes as long as a complete one.
+inline int64_t FillWaves(int64_t slices, int64_t width, int64_t num_multiprocessors) {
+  const int64_t along = slices / kLargeTile;
+  const int64_t across = (width + kSmallTile - 1) / kSmallTile;
+  const int64_t waves = (along * across + num_multiprocessors - 1) / num_multiprocessors;
+  return kLargeTile * std::min(2 * along, waves * num_multiprocessors / across);
+}
+
 // Cuts `total_slices` slices of `slice_bytes` (and `second_slice_bytes` in a second form, or 0) into panels.
-// `num_slices` is 0 if the scratch cannot hold two slices.
+// `num_slices` is 0 if the scratch cannot hold two slices. If a `width` is given, the panels fill waves.
 inline Panels CutIntoPanels(int64_t total_slices, int64_t slice_bytes, int64_t second_slice_bytes,
-                            int64_t scratch_bytes) {
+                            int64_t scratch_bytes, int64_t width = 0, int64_t num_multiprocessors = 0) {
   Panels panels;
   panels.half_bytes = RoundDown(scratch_bytes / 2, kPanelAlignment);
   const int64_t bytes = std::max<int64_t>(slice_bytes + second_slice_bytes, 1);
@@ -55,6 +65,7 @@ inline Panels CutIntoPanels(int64_t total_slices, int64_t slice_bytes, int64_t s
   const int64_t fitting = std::max<int64_t>(panels.half_bytes - gap, 0) / bytes;
   int64_t wanted = std::max((total_slices + kManyPanels - 1) / kManyPanels, kLeastPanelBytes / bytes);
   wanted = RoundUp(std::max<int64_t>(wanted, 1), kLargeTile);
+  if (width > 0) wanted = FillWaves(wanted, width, num_multiprocessors);
   int64_t slices = std::min({fitting, wanted, total_slices});
   // Uneven panels would misalign the columns of the next ones.
   if (slices < total_slices) {

@@ -73,8 +73,10 @@ extern "C" __attribute__((visibility("default"))) void emulation_fill_later(void
 }
 
 extern "C" __attribute__((visibility("default"))) void emulation_cut_into_panels(
-    int64_t total_slices, int64_t slice_bytes, int64_t second_slice_bytes, int64_t scratch_bytes, int64_t* panels) {
-  const auto cut = jaxferry::cuda::CutIntoPanels(total_slices, slice_bytes, second_slice_bytes, scratch_bytes);
+    int64_t total_slices, int64_t slice_bytes, int64_t second_slice_bytes, int64_t scratch_bytes, int64_t width,
+    int64_t num_multiprocessors, int64_t* panels) {
+  const auto cut = jaxferry::cuda::CutIntoPanels(total_slices, slice_bytes, second_slice_bytes, scratch_bytes, width,
+                                                 num_multiprocessors);
   panels[0] = cut.num_slices;
   panels[1] = cut.half_bytes;
   panels[2] = cut.second_offset;

@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -25,7 +26,7 @@ struct Fiber {
 std::vector<Fiber> fibers;
 ucontext_t scheduler;
 const std::function<void()>* body = nullptr;
-float exchanged[1024];
+unsigned exchanged[1024];
 
 void Run() {
   (*body)();
@@ -96,12 +97,36 @@ void RunBlock(unsigned num_threads) {
 
 void __syncthreads() { Yield(State::kWaitsForBlock); }
 
+// Returns what another thread of the warp gives.
+static unsigned Exchange(unsigned given, unsigned other) {
+  exchanged[threadIdx.x] = given;
+  Yield(State::kWaitsForWarp);
+  const unsigned found = exchanged[other];
+  Yield(State::kWaitsForWarp);
+  return found;
+}
+
 float __shfl_xor_sync(unsigned, float value, int lane_mask) {
-  exchanged[threadIdx.x] = value;
+  unsigned bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits = Exchange(bits, threadIdx.x ^ static_cast<unsigned>(lane_mask));
+  std::memcpy(&value, &bits, sizeof bits);
+  return value;
+}
+
+int __shfl_sync(unsigned, int value, int lane) {
+  const unsigned warp = threadIdx.x / kWarpSize * kWarpSize;
+  return static_cast<int>(Exchange(static_cast<unsigned>(value), warp + static_cast<unsigned>(lane)));
+}
+
+unsigned __ballot_sync(unsigned, int predicate) {
+  const unsigned warp = threadIdx.x / kWarpSize * kWarpSize;
+  exchanged[threadIdx.x] = predicate != 0;
   Yield(State::kWaitsForWarp);
-  const float other = exchanged[threadIdx.x ^ static_cast<unsigned>(lane_mask)];
+  unsigned found = 0;
+  for (unsigned lane = 0; lane < kWarpSize; ++lane) found |= exchanged[warp + lane] << lane;
   Yield(State::kWaitsForWarp);
-  return other;
+  return found;
 }
 
 namespace emulation {

@@ -41,6 +41,9 @@ inline void atomicMin(int32_t* place, int32_t value) {
 }
 void __syncthreads();
 float __shfl_xor_sync(unsigned mask, float value, int lane_mask);
+int __shfl_sync(unsigned mask, int value, int lane);
+unsigned __ballot_sync(unsigned mask, int predicate);
+inline int __ffs(int value) { return __builtin_ffs(value); }
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
