@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxferry.costs.records import Profile
@@ -54,7 +54,17 @@ _MOST_PLANS = 4
 
 
 class StepCompiler:
-    """Fits, lowers and compiles plans for the segments of one structure."""
+    """Fits, lowers and compiles plans for the segments of one structure.
+
+    Args:
+      variants: the segments.
+      programs: their programs.
+      profile: what plans are chosen with.
+      resources: what all steps share.
+      options: those of `train_step`.
+      begin: begins what a step program needs in host memory; called with the chosen one before its programs are
+        compiled, and with the one that will run. None begins nothing.
+    """
 
     def __init__(
         self,
@@ -63,10 +73,11 @@ class StepCompiler:
         profile: Profile,
         resources: Resources,
         options: Options,
+        begin: Callable[[StepProgram], None] | None,
     ) -> None:
         self._variants, self._programs, self._given = variants, programs, profile
         self._profile = _recomputable(profile)
-        self._resources, self._options = resources, options
+        self._resources, self._options, self._begin = resources, options, begin or _nothing
         # A recorder marks each copy beside the program that queues it.
         self._joins = resources.transport.joins if resources.recorder is None else NO_JOINS
         self._device_updates = DeviceUpdateCompiler(
@@ -104,6 +115,7 @@ class StepCompiler:
         """
         options, budget = self._options, self._options.memory_budget_bytes
         chosen = plan = choose_plan(self._variants, options, self._given)
+        self._begin(self._lower(plan))
         if options.plan is not None or budget is None:
             return plan
         left = budget
@@ -140,6 +152,7 @@ class StepCompiler:
         ahead = loads_ahead(program, peak_ahead, self._options.memory_budget_bytes)
         if self._resources.transport.reserves:
             program = self._with_reserved_buffers(program, ahead)
+        self._begin(program)
         runnable = self._runnable(program, ahead)
         runner = StepRunner(self._first(runnable), runnable)
         is_changed = program.plan.layers != plan.layers
@@ -268,6 +281,10 @@ class StepCompiler:
         updates = self._device_updates.compile(program, self._programs)
         given = (program, tasks, self._programs, self._resources, rules, norms, updates, constants)
         return RunnableStep(*given, ahead)
+
+
+def _nothing(program: StepProgram) -> None:
+    """Begins nothing."""
 
 
 def _recomputable(profile: Profile) -> Profile:
