@@ -153,6 +153,8 @@ class StepCompiler:
         if self._resources.transport.reserves:
             program = self._with_reserved_buffers(program, ahead)
         self._begin(program)
+        is_recorded = self._resources.recorder is not None
+        self._resources.transport.compile(program.loaded, program.stored, is_recorded)
         runnable = self._runnable(program, ahead)
         runner = StepRunner(self._first(runnable), runnable)
         is_changed = program.plan.layers != plan.layers
@@ -278,6 +280,8 @@ class StepCompiler:
         constants = {n: put(graph, n, constant) for n, constant in graph.constants.items()}
         tasks, rules = TaskList(program.schedule, program.trivial), rules_of(self._options)
         norms = Norms(self._resources.placement, on_host=rules.clips)
+        used = program.partition.num_uses
+        norms.compile([used[group] for group in {use.group for use in program.partition.uses if use.is_trained}])
         updates = self._device_updates.compile(program, self._programs)
         given = (program, tasks, self._programs, self._resources, rules, norms, updates, constants)
         return RunnableStep(*given, ahead)

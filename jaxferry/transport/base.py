@@ -282,6 +282,15 @@ class Transport:
         """The vectors that a step's gradient of a layer takes: for each, whether they are those of sums."""
         return (False,) if not self.is_widened(layer) else (True,) if is_summed else (False, True)
 
+    def compile(self, loaded: Collection[int], stored: Collection[int], is_recorded: bool = False) -> None:
+        """Compiles what a step runs to move layers, so that its first run need not.
+
+        Args:
+          loaded: the layers whose parameters it loads.
+          stored: those whose gradients it stores.
+          is_recorded: whether copies record when they start and end.
+        """
+
     def queued(self, vectors: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> HostGradient:
         """Wraps the gradient whose copy into `destinations` a program has queued: see `ProgramKey.stores`.
 

@@ -70,7 +70,6 @@ OPTIONS = {
     "ferry": {"transport": "ferry"},
     "GO": {"transport": "ferry", "plan": plan(GradientPlace.HOST)},
     "GO by copies": {"transport": "device_put", "plan": plan(GradientPlace.HOST)},
-    "sums": {"transport": "ferry", "accumulate": 2},
     "wide sums": {"transport": "ferry", "accumulate": 2, "compute_dtype": jax.numpy.bfloat16},
 }
 
@@ -164,3 +163,25 @@ def test_a_plan_that_fits_not_leaves_no_vectors(makers):
         step(state, BATCH)
     transports = step.compiler._transports.values()
     assert transports and not any(transport.made_ahead for transport in transports)
+
+
+def control(x):
+    return x + 7
+
+
+@pytest.mark.parametrize("record_steps", [0, 2])
+def test_loads_and_stores_are_compiled_before_the_step(accelerator, caplog, record_steps):
+    step = made(transport="ferry", record_steps=record_steps)
+    state = step.init(parameters())
+    step.compile_updates(state, BATCH)
+    jax.config.update("jax_log_compiles", True)  # in all threads
+    try:
+        jax.jit(control)(1.0)
+        for _ in range(3):
+            state, _ = step(state, BATCH)
+            state.block_until_ready()
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    compiled = {str(record.args[0]) for record in caplog.records if record.msg.startswith("Compiling")}
+    assert "jit(control)" in compiled
+    assert not compiled & {f"jit({name})" for name in ("load", "load_onto", "arrived", "store", "stack")}
