@@ -165,12 +165,11 @@ def test_a_plan_that_fits_not_leaves_no_vectors(makers):
     assert transports and not any(transport.made_ahead for transport in transports)
 
 
-def control(x):
-    return x + 7
-
-
 @pytest.mark.parametrize("record_steps", [0, 2])
 def test_loads_and_stores_are_compiled_before_the_step(accelerator, caplog, record_steps):
+    def control(x):
+        return x + 7
+
     step = made(transport="ferry", record_steps=record_steps)
     state = step.init(parameters())
     step.compile_updates(state, BATCH)
