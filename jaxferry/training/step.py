@@ -154,7 +154,7 @@ class StepCompiler:
             program = self._with_reserved_buffers(program, ahead)
         self._begin(program)
         is_recorded = self._resources.recorder is not None
-        self._resources.transport.compile(program.loaded, program.stored, is_recorded)
+        self._resources.transport.compile(program.loaded, program.reserved, program.stored, is_recorded)
         runnable = self._runnable(program, ahead)
         runner = StepRunner(self._first(runnable), runnable)
         is_changed = program.plan.layers != plan.layers

@@ -227,8 +227,7 @@ class Transport:
         """
         if onto is None:
             kind = layer, is_sum and self.is_widened(layer)
-            spare = self._written_before.get(kind)
-            if spare is None:
+            if (spare := self._written_before.get(kind)) is None:
                 shapes = self._there[2 if is_sum else 1][layer].vectors
                 spare = self._written_before[kind] = self._spares(layer, shapes, is_pinned=True)
             if spare:
@@ -248,7 +247,7 @@ class Transport:
     def _new_vectors(self, layer: int, is_sum: bool) -> Vectors:
         if self._placement.is_cpu:
             return tuple(self.program("empty", layer, is_sum)())
-        # A program of the device would make the vectors there first, in device memory that nothing counts.
+        # A program of the device would make them there first, in memory that nothing counts.
         where = self._placement.pinned_of(self._layers[layer])
         return tuple(empty(v.size, v.dtype, where) for v in self._there[2 if is_sum else 1][layer].vectors)
 
@@ -260,16 +259,15 @@ class Transport:
     ) -> None:
         """Lets a thread make the vectors that the first `destinations` of layers return: to pin memory takes long.
 
-        What earlier calls have asked for is dropped if it is not wanted any more and nothing has taken it.
+        What earlier calls have asked for, and nothing has taken, is dropped unless it is wanted again.
 
         Args:
-          stored: the layers whose gradients a step stores, in that order, each with whether programs write it to host
-            memory, in place of `store`.
+          stored: the layers whose gradients a step stores, in that order: whether programs write them there themselves.
           summed: those of them that the device sums over micro-batches before.
           submit: lets the thread call a function with arguments; needed if any are stored.
         """
-        layers = [(layer, self._taken(layer, is_written, layer in summed)) for layer, is_written in stored.items()]
-        wanted = dict.fromkeys((layer, is_sum) for layer, taken in layers for is_sum in taken)
+        taken = {layer: self._taken(layer, is_written, layer in summed) for layer, is_written in stored.items()}
+        wanted = dict.fromkeys((layer, is_sum) for layer, kinds in taken.items() for is_sum in kinds)
         for kind in list(self.made_ahead):
             if kind not in wanted and (dropped := self.made_ahead.pop(kind, None)) is not None:
                 dropped.cancel()
@@ -282,13 +280,16 @@ class Transport:
         """The vectors that a step's gradient of a layer takes: for each, whether they are those of sums."""
         return (False,) if not self.is_widened(layer) else (True,) if is_summed else (False, True)
 
-    def compile(self, loaded: Collection[int], stored: Collection[int], is_recorded: bool = False) -> None:
+    def compile(
+        self, loads: Mapping[int, int], reserved: Collection[int], stored: Collection[int], marks: bool
+    ) -> None:
         """Compiles what a step runs to move layers, so that its first run need not.
 
         Args:
-          loaded: the layers whose parameters it loads.
+          loads: the number of loads of each layer.
+          reserved: the layers whose buffers stay for the next step.
           stored: those whose gradients it stores.
-          is_recorded: whether copies record when they start and end.
+          marks: whether copies record when they start and end.
         """
 
     def queued(self, vectors: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> HostGradient:

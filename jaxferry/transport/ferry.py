@@ -15,7 +15,7 @@ import concurrent.futures
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -103,27 +103,37 @@ class Ferry(Transport):
         copy.gradient = weakref.ref(stored)
         return stored
 
-    def compile(self, loaded: Collection[int], stored: Collection[int], is_recorded: bool = False) -> None:
-        """See `Transport.compile`. A CPU's programs are those of the lanes' threads, and are compiled there."""
+    def compile(
+        self, loads: Mapping[int, int], reserved: Collection[int], stored: Collection[int], marks: bool
+    ) -> None:
+        """See `Transport.compile`. On a CPU, the threads of the lanes compile each when it is called."""
         if self._placement.is_cpu:
             return
-        by_layout = {self._layouts[layer]: layer for layer in reversed([*loaded])}
-        calls = [call for layer in by_layout.values() for call in self._calls_of_load(layer, is_recorded)]
-        by_layout = {self._layouts[layer]: layer for layer in reversed([*stored])}
-        calls += [call for layer in by_layout.values() for call in self._calls_of_store(layer, is_recorded)]
+        wanted: dict[tuple[int, bool], int] = {}
+        for layer, num in loads.items():
+            kinds = {layer in reserved, layer in reserved and num == 1}
+            wanted |= {(self._layouts[layer], is_reserved): layer for is_reserved in kinds}
+        pairs = [(layer, is_reserved) for (_, is_reserved), layer in wanted.items()]
+        calls = [call for pair in pairs for call in self._calls_of_load(*pair, marks)]
+        by_layout = {self._layouts[layer]: layer for layer in stored}
+        calls += [call for layer in by_layout.values() for call in self._calls_of_store(layer, marks)]
         # The lanes' threads have the settings of these, on which compiled programs depend.
         with ThreadPool(num_cpus(), "jaxferry compile") as pool:
             # What fails here fails in the step, which says what it was doing.
             concurrent.futures.wait([pool.submit(program.compile, *args) for program, args in calls])
 
-    def _calls_of_load(self, layer: int, is_recorded: bool) -> list[tuple[Donating, tuple[Any, ...]]]:
-        """The programs of a layer's loads, each with its arguments."""
+    def _calls_of_load(
+        self, layer: int, is_reserved: bool, is_recorded: bool
+    ) -> list[tuple[Donating, tuple[Any, ...]]]:
+        """The programs of a layer's loads, into new and into known buffers, each with its arguments."""
         place, own = self._placement, self._layers[layer]
         vectors = tuple(place.readable(own))
         arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.device) for leaf in own.leaves]
-        found: list[tuple[str, tuple[Any, ...]]] = [("load", (vectors, *self._tokens(is_recorded)))]
-        found += [(name, (vectors, arrays, *self._tokens(is_recorded))) for name in ("load vacant", "load unused")]
-        found += [("vacate", (arrays,)), ("arrived", (arrays, vectors))]
+        token = self._tokens(is_recorded)
+        found: list[tuple[str, tuple[Any, ...]]] = [("load", (vectors, *token))]
+        found.append(("load unused" if is_reserved else "load vacant", (vectors, arrays, *token)))
+        found += [] if is_reserved else [("vacate", (arrays,))]
+        found += [("arrived", (arrays, vectors))] if is_recorded or not self.joins.arrives else []
         return [(self.program(name, layer), args) for name, args in found]
 
     def _calls_of_store(self, layer: int, is_recorded: bool) -> list[tuple[Donating, tuple[Any, ...]]]:
