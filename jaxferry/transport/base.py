@@ -9,7 +9,7 @@ native library's own queues).
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -251,12 +251,7 @@ class Transport:
         where = self._placement.pinned_of(self._layers[layer])
         return tuple(empty(v.size, v.dtype, where) for v in self._there[2 if is_sum else 1][layer].vectors)
 
-    def make_ahead(
-        self,
-        stored: Mapping[int, bool],
-        summed: Collection[int] = (),
-        submit: Callable[..., Future[Vectors]] | None = None,
-    ) -> None:
+    def make_ahead(self, stored: Mapping[int, bool], summed: Collection[int] = (), submit: Any = None) -> None:
         """Lets a thread make the vectors that the first `destinations` of layers return: to pin memory takes long.
 
         What earlier calls have asked for, and nothing has taken, is dropped unless it is wanted again.
@@ -264,7 +259,7 @@ class Transport:
         Args:
           stored: the layers whose gradients a step stores, in that order: whether programs write them there themselves.
           summed: those of them that the device sums over micro-batches before.
-          submit: lets the thread call a function with arguments; needed if any are stored.
+          submit: lets the thread call a function with arguments, and returns a `Future`; needed if any are stored.
         """
         taken = {layer: self._taken(layer, is_written, layer in summed) for layer, is_written in stored.items()}
         wanted = dict.fromkeys((layer, is_sum) for layer, kinds in taken.items() for is_sum in kinds)
