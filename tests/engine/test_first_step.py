@@ -39,7 +39,9 @@ def plan(gradient=GradientPlace.DEVICE):
 
 
 def made(**options):
-    return jaxferry.train_step(loss_fn, optax.sgd(0.1), **{"plan": plan(), "compute_dtype": np.float32, **options})
+    return jaxferry.train_step(
+        loss_fn, optax.sgd(0.1), **{"plan": plan(), "compute_dtype": np.float32, "transport": "ferry", **options}
+    )
 
 
 @pytest.fixture
@@ -67,10 +69,10 @@ def makers(monkeypatch, accelerator):
 
 
 OPTIONS = {
-    "ferry": {"transport": "ferry"},
-    "GO": {"transport": "ferry", "plan": plan(GradientPlace.HOST)},
+    "DEVICE": {},
+    "GO": {"plan": plan(GradientPlace.HOST)},
     "GO by copies": {"transport": "device_put", "plan": plan(GradientPlace.HOST)},
-    "wide sums": {"transport": "ferry", "accumulate": 2, "compute_dtype": jax.numpy.bfloat16},
+    "wide sums": {"accumulate": 2, "compute_dtype": jax.numpy.bfloat16},
 }
 
 
@@ -170,7 +172,7 @@ def test_loads_and_stores_are_compiled_before_the_step(accelerator, caplog, reco
     def control(x):
         return x + 7
 
-    step = made(transport="ferry", record_steps=record_steps)
+    step = made(record_steps=record_steps)
     state = step.init(parameters())
     step.compile_updates(state, BATCH)
     jax.config.update("jax_log_compiles", True)  # in all threads
