@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -38,6 +38,16 @@ class Norms:
         self._thread = ThreadPool(1, "jaxferry norms")
         self.none = jax.device_put(np.float32(0), placement.host_compute)
         """The argument of an update that needs no norm."""
+
+    def compile(self, num_uses: Collection[int]) -> None:
+        """Compiles what collects the norms that programs return, so that the first step need not.
+
+        Args:
+          num_uses: how often a step uses each group that has a gradient.
+        """
+        place, num = self._placement, sum(uses == 1 for uses in num_uses)
+        if num > 1 and not (self._on_host or place.is_cpu or place.num_devices > 1):
+            _together.lower([jax.ShapeDtypeStruct((), np.float32, sharding=place.device)] * num).compile()
 
     def of(self, gather: Callable[[], Vectors], known: jax.Array | None) -> SquaredNorm:
         """The squared norm of a whole gradient. The caller does not wait for the device.

@@ -63,6 +63,8 @@ class StepRunner:
             result = self._finished(step)
             if result is not None:
                 self._has_run = True
+                if step.is_last:
+                    self._resources.transport.make_ahead({})  # what this step has not taken, no other one will
                 host_memory.reuse_freed_blocks()  # all that training keeps exists now
                 return result
             self._fail(step)

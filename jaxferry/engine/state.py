@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -431,6 +432,13 @@ class TrainState:
             self.kept.clear()
             self.host.arrange(layers)
             self._is_arranged = True
+
+    def begin(self, layers: Sequence[Layer], submit: Callable[..., Future[None]]) -> None:
+        """Arranges a new state in its groups, and lets a thread make its compute copy: `HostArrays.begin_fill`."""
+        if not self._is_arranged:
+            self.arrange(layers)
+        if self.host.layers == tuple(layers):
+            self.host.begin_fill(submit)
 
     def drop_kept(self, transport: Transport) -> None:
         """Frees the copies that stay between micro-batches; the next one loads them again."""

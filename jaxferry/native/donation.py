@@ -84,9 +84,18 @@ class Donating:
         kind = len(args), len(args[0])
         if kind not in self._checked:
             # JAX keeps the lowered program for the call.
-            check_donated(self.trace(*args).lower(), self._name)
+            self._lowered(*args)
             self._checked.add(kind)
         return self._jitted(*args)
+
+    def compile(self, *args: Any) -> None:
+        """Compiles the function for later calls with such arguments, by threads with the same settings."""
+        self._lowered(*args).compile()
+
+    def _lowered(self, *args: Any) -> Any:
+        lowered = self.trace(*args).lower()
+        check_donated(lowered, self._name)
+        return lowered
 
 
 def _target(operation: Any) -> str:

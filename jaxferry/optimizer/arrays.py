@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +53,8 @@ class HostArrays:
         # What holds the vectors outlives this object until the device has read them.
         self._held: list[list[Vectors]] = [[]]
         ORPHANED_COPIES.keep(self, placement, self._held)
+        self._filling: concurrent.futures.Future[None] | None = None
+        self._stops_filling = False
         self.whole_copies = WholeCopies(placement)
         self._frozen: dict[Key, jax.Array] = {}
         self._stale: set[int] = set()
@@ -76,6 +80,7 @@ class HostArrays:
     @property
     def vectors(self) -> list[Vectors]:
         """For each group its flat vectors in pinned memory, in the compute dtype (once `fill` has made them)."""
+        self._end_filling()
         return self._held[0]
 
     def readable(self, group: int) -> list[jax.Array]:
@@ -170,8 +175,9 @@ class HostArrays:
     def _frozen_parts(self, only: int | None = None) -> dict[int, Parts]:
         """Returns the frozen parameters, or one of them, by leaf and part."""
         found: dict[int, dict[Any, Any]] = {}
+        pairs_of_layers = zip(self.layers, self.vectors, strict=False)
         _add(found, ((key, array) for key, array in self._frozen.items() if only in (None, key[0])))
-        for layer, vectors in zip(self.layers, self.vectors, strict=False):
+        for layer, vectors in pairs_of_layers:
             keys = [self._key(layer, leaf) for leaf in layer.leaves]
             pairs = zip(keys, self._placement.ownership.of(layer).leaves, strict=True)
             missing = [
@@ -233,6 +239,7 @@ class HostArrays:
 
         If that fails (host memory is short), the arrays stay in the groups that they were in.
         """
+        self._end_filling(at_once=True)
         masters, state = self._masters_from(self.masters()), self._state_from(self.optimizer_state())
         before = self.layers
         # Only the pieces hold the arrays now, so that arrays that are cut do not exist twice.
@@ -251,6 +258,7 @@ class HostArrays:
         Args:
           masters: by index in the flattened tree; emptied.
         """
+        self._end_filling(at_once=True)
         for unit in self.units:
             self.to_host(unit)
         pieces = self._masters_from(masters)
@@ -281,13 +289,38 @@ class HostArrays:
 
     def fill(self) -> None:
         """Makes the `vectors` that do not exist."""
-        trained = self._trained()
-        for layer in self.layers[len(self.vectors) :]:
-            leaves = [self._master_of(layer, leaf, trained) for leaf in layer.leaves]
-            self.vectors.append(self._packed(layer, leaves))
-            for leaf in layer.leaves:
-                if not leaf.is_trained and leaf.dtype == leaf.master_dtype:
-                    del self._frozen[self._key(layer, leaf)]
+        while len(self.vectors) < len(self.layers):
+            self._fill_next()
+
+    def begin_fill(self, submit: Callable[..., concurrent.futures.Future[None]]) -> None:
+        """Lets a thread make them: to pin memory takes long. Whatever reads or replaces them waits for the thread.
+
+        Args:
+          submit: lets the thread call a function with arguments.
+        """
+        if len(self.vectors) < len(self.layers):
+            self._stops_filling = False
+            self._filling = submit(_fill_while_held, weakref.ref(self))
+
+    def _fill_next(self) -> bool:
+        """Makes the vectors of the first group that has none; returns whether more groups have none."""
+        made, group = self._held[0], len(self._held[0])
+        if self._stops_filling or group == len(self.layers):
+            return False
+        layer, trained = self.layers[group], self._trained([unit for unit in self.units if group in unit.layers])
+        made.append(self._packed(layer, [self._master_of(layer, leaf, trained) for leaf in layer.leaves]))
+        for leaf in layer.leaves:
+            if not leaf.is_trained and leaf.dtype == leaf.master_dtype:
+                del self._frozen[self._key(layer, leaf)]
+        return True
+
+    def _end_filling(self, at_once: bool = False) -> None:
+        """Waits until no thread makes vectors; `fill` makes those that it could not make, and raises the error."""
+        if self._filling is not None:
+            self._stops_filling |= at_once
+            if not (at_once and self._filling.cancel()):
+                concurrent.futures.wait([self._filling])
+            self._filling, self._stops_filling = None, False
 
     def _drop_vectors(self) -> None:
         ORPHANED_COPIES.drop(self._placement, self._held[0])
@@ -361,6 +394,12 @@ class HostArrays:
         if layer.layout not in self._packings:
             self._packings[layer.layout] = jax.jit(pack, out_shardings=self._placement.update_output)
         return self._packings[layer.layout]
+
+
+def _fill_while_held(arrays: weakref.ref[HostArrays]) -> None:
+    """Makes vectors as long as somebody else holds the arrays; the body of a thread."""
+    while (held := arrays()) is not None and held._fill_next():
+        del held  # it may be the last reference, and the next turn asks anew
 
 
 def _add(found: dict[Any, dict[Any, jax.Array]], arrays: Iterable[tuple[Key, jax.Array]]) -> None:

@@ -219,8 +219,10 @@ def copied(array: Any, where: NamedSharding) -> jax.Array:
     """Returns a copy of an array, or of keys of random numbers, in a memory of this process's devices."""
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         return jax.device_put(array, where, may_alias=False)
-    # From NumPy: another client's array would pass through a literal.
-    return jax.device_put(np.array(array), where)
+    # From NumPy: another client's array would pass through a literal. A CPU may keep the memory that it is given.
+    source, devices = np.asarray(array), list[Any](where.device_set)
+    keeps = any(device.platform == "cpu" for device in devices)
+    return jax.device_put(np.array(source) if keeps else source, where)
 
 
 def cut(array: Any, part: Part, placement: Placement) -> jax.Array:

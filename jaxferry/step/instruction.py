@@ -17,7 +17,7 @@ import enum
 import functools
 from collections.abc import Mapping
 
-from jaxferry.modes import Mode, UpdatePlace
+from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.partition import Derivative, Partition
 from jaxferry.step.program_keys import ProgramKey, Source
 from jaxferry.step.records import Plan
@@ -162,6 +162,15 @@ class StepProgram:
         """Groups that are updated on the device, so that their gradients stay there."""
         uses = zip(self.partition.uses, self.plan.layers, strict=True)
         return frozenset(use.group for use, layer in uses if layer.update is not UpdatePlace.HOST and use.is_trained)
+
+    @functools.cached_property
+    def stored(self) -> dict[int, bool]:
+        """Groups whose gradients leave the device, in that order, each with whether programs write host memory."""
+        found: dict[int, bool] = {}
+        for use, layer in reversed([*zip(self.partition.uses, self.plan.layers, strict=True)]):
+            if use.is_trained and use.group not in self.updated_on_device:
+                found[use.group] = found.get(use.group, False) or layer.gradient is GradientPlace.HOST
+        return found
 
     @functools.cached_property
     def streamed(self) -> dict[int, int]:

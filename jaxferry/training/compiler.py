@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxferry.costs.records import Profile
-from jaxferry.engine import Evaluator, Programs, RematVariants, Transport, make_transport
+from jaxferry.engine import Evaluator, Programs, RematVariants, StepProgram, TrainState, Transport, make_transport
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import FASTER, MODULE, Remat
 from jaxferry.partition import AUTO, Layer, Partition
@@ -32,6 +33,7 @@ from jaxferry.training.recent import Recent
 from jaxferry.training.shared import Shared
 from jaxferry.training.step import StepCompiler
 from jaxferry.training.structure import structure_of
+from jaxferry.transport.pinned import writes_in_place
 
 
 class Compiler:
@@ -69,18 +71,24 @@ class Compiler:
         """All prepared steps."""
         return [prepared for prepared, _ in self._prepared]
 
-    def prepare(self, args: Any, kwargs: Mapping[str, Any]) -> Prepared:
-        """The prepared step for arguments of this structure; prepares it on the first call."""
+    def prepare(self, args: Any, kwargs: Mapping[str, Any], state: TrainState | None = None) -> Prepared:
+        """The prepared step for arguments of this structure; prepares it on the first call.
+
+        Args:
+          args: the step's arguments.
+          kwargs: likewise.
+          state: one that the step will train, if there is any. If it is new, its compute copy is made meanwhile.
+        """
 
         def make() -> tuple[Prepared, Cut]:
             check_may_trace("the loss function for a batch of new shapes")
             self._shared.prefetch.take(None)  # copies in flight would disturb the measurement
             try:
-                return self._compiled(self._cut(args, kwargs), args, kwargs)
+                return self._compiled(self._cut(args, kwargs), args, kwargs, state)
             except BudgetError as error:
                 if self._has_decided:
                     raise
-                return self._compiled_finer(args, kwargs, error)
+                return self._compiled_finer(args, kwargs, state, error)
 
         self._decide_granularity(args, kwargs)
         prepared, _ = self._prepared.get(structure_of(args, kwargs), make)
@@ -116,7 +124,9 @@ class Compiler:
 
         return self._evaluators.get((function, structure_of(args, kwargs)), make)[0]
 
-    def _compiled(self, cut: Cut, args: Any, kwargs: Mapping[str, Any]) -> tuple[Prepared, Cut]:
+    def _compiled(
+        self, cut: Cut, args: Any, kwargs: Mapping[str, Any], state: TrainState | None
+    ) -> tuple[Prepared, Cut]:
         _check_shared(cut.parts.graph)
         if self._shared.placement.num_processes > 1:
             check_same("the shapes of their batches", _shapes(cut.parts.graph))
@@ -128,25 +138,60 @@ class Compiler:
             variants, programs, self._share(variants.base, args, kwargs), transport.staging_bytes
         )
         resources = self._shared.resources(transport, self.model)
-        prepared = StepCompiler(variants, programs, profile, resources, self._options).compile_best()
-        self._check_host_memory(prepared)
+        begin = self._begin_memory(state, transport, variants.base.layers)
+        try:
+            prepared = StepCompiler(variants, programs, profile, resources, self._options, begin).compile_best()
+            self._check_host_memory(prepared, begin is not None)
+        except BaseException:
+            transport.make_ahead({})
+            raise
         return prepared, cut
 
-    def _check_host_memory(self, prepared: Prepared) -> None:
-        """Checks that host memory can hold what a step keeps there beside the state, before it runs."""
+    def _begin_memory(
+        self, state: TrainState | None, transport: Transport, layers: tuple[Layer, ...]
+    ) -> Callable[[StepProgram], None] | None:
+        """Lets a thread make what a state's first step needs in pinned memory, which takes as long as several steps.
+
+        The profile has been measured by now, which copies would have disturbed. Where the device is a CPU, all threads
+        make this memory in the step.
+
+        Returns:
+          Lets it make the vectors for the gradients of a step program; None where nothing is made ahead.
+        """
+        placement, submit = self._shared.placement, self._shared.memory.submit
+        if state is None or placement.is_cpu or not writes_in_place(placement):
+            return None
+        state.begin(layers, submit)
+        # A state that never trains leaves nothing.
+        weakref.finalize(state, transport.made_ahead.clear).atexit = False
+        return lambda program: transport.make_ahead(program.stored, program.summed, submit)
+
+    def _check_host_memory(self, prepared: Prepared, is_begun: bool) -> None:
+        """Checks that host memory can hold what a step keeps there beside the state, before it runs.
+
+        Args:
+          prepared: the step.
+          is_begun: whether a thread makes compute copy and gradients, or has made them.
+        """
         layers, read = prepared.partition.layers, prepared.program.read_in_place
         # Clients of accelerators keep pinned memory that programs have used.
         kept_bytes = 0 if self._shared.placement.is_cpu else self._saved_bytes
         streamed_bytes = streamed_state_bytes(prepared.profile, prepared.plan)
-        self.model.check_step(layers, read, prepared.saved_bytes, not self._has_decided, kept_bytes, streamed_bytes)
+        if is_begun and (read or prepared.saved_bytes):
+            # They count as taken once they exist.
+            self._shared.memory.submit(lambda: None).result()
+        is_first = not (self._has_decided or is_begun)
+        self.model.check_step(layers, read, prepared.saved_bytes, is_first, kept_bytes, streamed_bytes)
         self._saved_bytes = max(self._saved_bytes, prepared.saved_bytes)
 
-    def _compiled_finer(self, args: Any, kwargs: Mapping[str, Any], error: BudgetError) -> tuple[Prepared, Cut]:
+    def _compiled_finer(
+        self, args: Any, kwargs: Mapping[str, Any], state: TrainState | None, error: BudgetError
+    ) -> tuple[Prepared, Cut]:
         """What fits with smaller layers, which the first batch may still choose; raises the error of the least need."""
         for change in (self._cutter.keep_small_apart, self._cutter.take_modules):
             if change():
                 try:
-                    return self._compiled(self._cut(args, kwargs), args, kwargs)
+                    return self._compiled(self._cut(args, kwargs), args, kwargs, state)
                 except BudgetError as other:
                     error = min((error, other), key=lambda each: each.smallest_bytes)
         raise error

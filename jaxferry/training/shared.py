@@ -6,6 +6,7 @@ import warnings
 
 from jaxferry.engine import Owner, Placement, PrefetchSlot, Recorder, Resources, Transport, make_lanes
 from jaxferry.partition import Partition
+from jaxferry.settings import ThreadPool
 from jaxferry.training.model import Model
 from jaxferry.training.options import Options
 
@@ -18,12 +19,14 @@ class Shared:
       prefetch: holds the prefetched copies.
       recorder: records when tasks start and end; None records nothing.
       owner: the process and the thread that may use them.
+      memory: the thread that makes what a first step needs in host memory, while the step is compiled.
     """
 
     def __init__(self, placement: Placement, options: Options) -> None:
         self.placement, self.prefetch, self.owner = placement, PrefetchSlot(), Owner()
         self.recorder = Recorder(options.record_steps) if options.record_steps else None
         self._lanes = make_lanes(placement.is_cpu)
+        self.memory = ThreadPool(1, "jaxferry memory")
         self._has_warned = False
 
     def resources(self, transport: Transport, model: Model) -> Resources:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxferry.costs.records import Profile
@@ -52,7 +52,17 @@ from jaxferry.training.profiles import rules_of
 
 
 class StepCompiler:
-    """Fits, lowers and compiles plans for the segments of one structure."""
+    """Fits, lowers and compiles plans for the segments of one structure.
+
+    Args:
+      variants: the segments.
+      programs: their programs.
+      profile: what plans are chosen with.
+      resources: what all steps share.
+      options: those of `train_step`.
+      begin: begins what a step program needs in host memory; called with the chosen one before its programs are
+        compiled, and with the one that will run. None begins nothing.
+    """
 
     def __init__(
         self,
@@ -61,10 +71,11 @@ class StepCompiler:
         profile: Profile,
         resources: Resources,
         options: Options,
+        begin: Callable[[StepProgram], None] | None,
     ) -> None:
         self._variants, self._programs, self._given = variants, programs, profile
         self._profile = _recomputable(profile)
-        self._resources, self._options = resources, options
+        self._resources, self._options, self._begin = resources, options, begin or _nothing
         # A recorder marks each copy beside the program that queues it.
         self._joins = resources.transport.joins if resources.recorder is None else NO_JOINS
         self._device_updates = DeviceUpdateCompiler(
@@ -102,10 +113,14 @@ class StepCompiler:
         """
         options, budget = self._options, self._options.memory_budget_bytes
         if budget is None or options.plan is not None or policy_of(options) is None:
-            return choose_plan(self._variants, options, self._given)
+            plan = choose_plan(self._variants, options, self._given)
+            self._begin(self._lower(plan))
+            return plan
         plan_within = planner_within(self._variants, options, self._given)
+        plan = plan_within(budget)
+        self._begin(self._lower(plan))
         found = fastest_that_fits(plan_within, self._excess_bytes, budget)
-        return plan_within(budget) if found is None else found
+        return plan if found is None else found
 
     def _excess_bytes(self, plan: Plan) -> int:
         """What a plan needs beyond the memory budget, as the engine counts; 0 if it fits.
@@ -140,6 +155,9 @@ class StepCompiler:
         ahead = loads_ahead(program, peak_ahead, self._options.memory_budget_bytes)
         if self._resources.transport.reserves:
             program = self._with_reserved_buffers(program, ahead)
+        self._begin(program)
+        is_recorded = self._resources.recorder is not None
+        self._resources.transport.compile(program.loaded, program.reserved, program.stored, is_recorded)
         runnable = self._runnable(program, ahead)
         runner = StepRunner(self._first(runnable), runnable)
         is_changed = program.plan.layers != plan.layers
@@ -265,9 +283,15 @@ class StepCompiler:
         constants = {n: put(graph, n, constant) for n, constant in graph.constants.items()}
         tasks, rules = TaskList(program.schedule, program.trivial), rules_of(self._options)
         norms = Norms(self._resources.placement, on_host=rules.clips)
+        used = program.partition.num_uses
+        norms.compile([used[group] for group in {use.group for use in program.partition.uses if use.is_trained}])
         updates = self._device_updates.compile(program, self._programs)
         given = (program, tasks, self._programs, self._resources, rules, norms, updates, constants)
         return RunnableStep(*given, ahead)
+
+
+def _nothing(program: StepProgram) -> None:
+    """Begins nothing."""
 
 
 def _recomputable(profile: Profile) -> Profile:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -203,6 +204,7 @@ class TrainStep:
             choose_transport(transport, self._placement)
             self._shared = Shared(self._placement, options)
         self._compiler: Compiler | None = None
+        self._newest: weakref.ref[TrainState] | None = None
         self._saves = checkpoint.BackgroundSaves()
 
     def init(self, params: Any) -> TrainState:
@@ -223,7 +225,9 @@ class TrainStep:
             leaves = jax.tree.leaves(params)
             if self._placement.num_processes > 1:
                 check_same_values("their parameters", leaves)
-            return compiler.model.new_state(compiler.model.masters(leaves), compiler.layers, owner=self.owner)
+            return self._made(
+                compiler.model.new_state(compiler.model.masters(leaves), compiler.layers, owner=self.owner)
+            )
 
     def declare(self, params: Any) -> None:
         """States the model's parameters without making a state, so that `prepare` can be called for a plan alone.
@@ -253,7 +257,7 @@ class TrainStep:
             if self._placement.num_processes > 1:
                 check_same_values("their PRNG keys", jax.tree.leaves(rng))
             masters = masters_layer_by_layer(init_fn, rng, compiler.model.layers, self._placement)
-            return compiler.model.new_state(masters, compiler.layers, owner=self.owner)
+            return self._made(compiler.model.new_state(masters, compiler.layers, owner=self.owner))
 
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step.
@@ -290,7 +294,8 @@ class TrainStep:
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
         """Partitions, plans and compiles for arguments of this structure; results are cached.
 
-        The first call of the step does this by itself; an earlier call only chooses the time.
+        The first call of the step does this by itself; an earlier call only chooses the time. On an accelerator,
+        a thread meanwhile makes what the first step of the newest state needs in pinned memory.
 
         Args:
           *args: the step's arguments; arrays or shape structs.
@@ -302,7 +307,8 @@ class TrainStep:
           StateError: if the model is not known yet: call `init`, `init_from`, `restore` or `declare` first.
         """
         with self.owner.using("TrainStep.prepare"):
-            return self.compiler.prepare(*self._of_all(args, kwargs))
+            state = None if self._newest is None else self._newest()
+            return self._prepared(state, args, kwargs)
 
     def measure(self, params: Any, *args: Any, **kwargs: Any) -> Profile:
         """Measures the profile that policies plan with: what each layer costs on the device.
@@ -333,9 +339,20 @@ class TrainStep:
         num = self._placement.num_processes
         return (args, kwargs) if num == 1 else jax.tree.map(lambda leaf: global_shape(leaf, num), (args, kwargs))
 
+    def _prepared(self, state: TrainState | None, args: Any, kwargs: Any) -> Prepared:
+        """The prepared step; see `Compiler.prepare`."""
+        is_known = state is not None and state.optimizer is self.compiler.model.optimizer and state.damage is None
+        of_all: tuple[Any, Any] = self._of_all(args, kwargs)
+        return self.compiler.prepare(*of_all, state if is_known else None)
+
+    def _made(self, state: TrainState) -> TrainState:
+        """Notes a new state, which `prepare` is likely to be for."""
+        self._newest = weakref.ref(state)
+        return state
+
     def _arranged(self, state: TrainState, args: Any, kwargs: Any) -> Prepared:
         self._check(state)
-        prepared = self.prepare(*args, **kwargs)
+        prepared = self._prepared(state, args, kwargs)
         state.arrange(prepared.partition.layers)
         prepared.runner.compile_updates(state)
         return prepared
@@ -586,7 +603,7 @@ class TrainStep:
         model.check_host_memory()
         masters = model.masters([saved.params[name] for name in expected])
         optimizer = model.optimizer_state(saved.optimizer)
-        state = model.new_state(masters, self.compiler.layers, optimizer, saved.step, owner=self.owner)
+        state = self._made(model.new_state(masters, self.compiler.layers, optimizer, saved.step, owner=self.owner))
         if saved.loss_scale is not None and state.loss_scale.is_dynamic:
             value, num_finite = saved.loss_scale
             state.loss_scale = LossScale(float(value), num_finite=int(num_finite))

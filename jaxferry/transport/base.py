@@ -9,7 +9,8 @@ native library's own queues).
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -45,6 +46,7 @@ class Transport:
       library: the native library, if the transport uses it.
       staging_bytes: device memory that transfers need beside the moved bytes.
       held: counts the bytes of parameters on the device.
+      made_ahead: vectors that `make_ahead` has asked for and that nothing has taken, by layer and whether of sums.
     """
 
     library: NativeLibrary | None = None
@@ -63,6 +65,7 @@ class Transport:
         self._written_before: dict[tuple[int, bool], list[Vectors]] = {}
         self._num_begun: collections.Counter[int] = collections.Counter()
         self.held = HeldBytes()
+        self.made_ahead: dict[tuple[int, bool], Future[Vectors]] = {}
         self.staging_bytes = 0
 
     def load(self, layer: int, vectors: Vectors, mark: TaskMark | None = None) -> DeviceLayer:
@@ -223,17 +226,15 @@ class Transport:
           is_sum: whether a sum over micro-batches is written.
         """
         if onto is None:
-            shapes = self._there[2 if is_sum else 1][layer].vectors
-            spare = self._written_before.get((layer, is_sum))
-            if spare is None:
-                spare = self._written_before[layer, is_sum] = self._spares(layer, shapes, is_pinned=True)
+            kind = layer, is_sum and self.is_widened(layer)
+            if (spare := self._written_before.get(kind)) is None:
+                shapes = self._there[2 if is_sum else 1][layer].vectors
+                spare = self._written_before[kind] = self._spares(layer, shapes, is_pinned=True)
             if spare:
                 return spare.pop()
-            if self._placement.is_cpu:
-                return tuple(self.program("empty", layer, is_sum)())
-            # A program of the device would make the vectors there first, in device memory that nothing counts.
-            where = self._placement.pinned_of(self._layers[layer])
-            return tuple(empty(v.size, v.dtype, where) for v in shapes)
+            made = self.made_ahead.pop(kind, None)
+            # What the thread could not make is made again, for the error.
+            return self._new_vectors(*kind) if made is None or made.exception() else made.result()
         if onto.is_gathered and not self._placement.is_cpu:
             written, onto.written = onto.written, ()
             return written
@@ -242,6 +243,49 @@ class Transport:
             onto.copy.forget()
             onto.copy = None
         return onto.vectors
+
+    def _new_vectors(self, layer: int, is_sum: bool) -> Vectors:
+        if self._placement.is_cpu:
+            return tuple(self.program("empty", layer, is_sum)())
+        # A program of the device would make them there first, in memory that nothing counts.
+        where = self._placement.pinned_of(self._layers[layer])
+        return tuple(empty(v.size, v.dtype, where) for v in self._there[2 if is_sum else 1][layer].vectors)
+
+    def make_ahead(self, stored: Mapping[int, bool], summed: Collection[int] = (), submit: Any = None) -> None:
+        """Lets a thread make the vectors that the first `destinations` of layers return: to pin memory takes long.
+
+        What earlier calls have asked for, and nothing has taken, is dropped unless it is wanted again.
+
+        Args:
+          stored: the layers whose gradients a step stores, in that order: whether programs write them there themselves.
+          summed: those of them that the device sums over micro-batches before.
+          submit: lets the thread call a function with arguments, and returns a `Future`; needed if any are stored.
+        """
+        taken = {layer: self._taken(layer, is_written, layer in summed) for layer, is_written in stored.items()}
+        wanted = dict.fromkeys((layer, is_sum) for layer, kinds in taken.items() for is_sum in kinds)
+        for kind in list(self.made_ahead):
+            if kind not in wanted and (dropped := self.made_ahead.pop(kind, None)) is not None:
+                dropped.cancel()
+        for kind in wanted:
+            # Whatever a step has taken once comes back for the next one.
+            if submit is not None and kind not in self.made_ahead and kind not in self._written_before:
+                self.made_ahead[kind] = submit(self._new_vectors, *kind)
+
+    def _taken(self, layer: int, is_written: bool, is_summed: bool) -> Sequence[bool]:
+        """The vectors that a step's gradient of a layer takes: for each, whether they are those of sums."""
+        return (False,) if not self.is_widened(layer) else (True,) if is_summed else (False, True)
+
+    def compile(
+        self, loads: Mapping[int, int], reserved: Collection[int], stored: Collection[int], marks: bool
+    ) -> None:
+        """Compiles what a step runs to move layers, so that its first run need not.
+
+        Args:
+          loads: the number of loads of each layer.
+          reserved: the layers whose buffers stay for the next step.
+          stored: those whose gradients it stores.
+          marks: whether copies record when they start and end.
+        """
 
     def queued(self, vectors: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> HostGradient:
         """Wraps the gradient whose copy into `destinations` a program has queued: see `ProgramKey.stores`.

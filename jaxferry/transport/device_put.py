@@ -73,6 +73,11 @@ class DevicePut(Transport):
             stored = self.add_on_host(layer, onto, stored)
         return stored
 
+    def _taken(self, layer: int, is_written: bool, is_summed: bool) -> Sequence[bool]:
+        """See `Transport`; a copy of the runtime makes vectors of its own."""
+        taken = super()._taken(layer, is_written, is_summed)
+        return taken if is_written else [is_sum for is_sum in taken if is_sum and not is_summed]
+
     def _put_into(self, layer: int, pieces: HostGradient, into: Vectors) -> HostGradient:
         """Copies pieces in pinned memory into parts of vectors there; waits for them if the CPU cannot reach these."""
         if can_view(self._placement):

@@ -11,20 +11,24 @@ allocated, the device need not wait for anything.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxferry.errors import NativeError
 from jaxferry.native import library, targets
+from jaxferry.native.cpus import num_cpus
 from jaxferry.native.donation import Donating
 from jaxferry.native.targets import Vacancy
 from jaxferry.partition import Gradient, Layer, RowGradient
+from jaxferry.settings import ThreadPool
 from jaxferry.step.program_keys import NO_JOINS, Joins
 from jaxferry.transport.base import Transport
 from jaxferry.transport.held import CopyInFlight, DeviceLayer, HostGradient, delete_all
@@ -98,6 +102,52 @@ class Ferry(Transport):
         stored = HostGradient(copy.arrays, self._placement.is_cpu, copy)
         copy.gradient = weakref.ref(stored)
         return stored
+
+    def compile(
+        self, loads: Mapping[int, int], reserved: Collection[int], stored: Collection[int], marks: bool
+    ) -> None:
+        """See `Transport.compile`. On a CPU, the threads of the lanes compile each when it is called."""
+        if self._placement.is_cpu:
+            return
+        wanted: dict[tuple[int, bool], int] = {}
+        for layer, num in loads.items():
+            kinds = {layer in reserved, layer in reserved and num == 1}
+            wanted |= {(self._layouts[layer], is_reserved): layer for is_reserved in kinds}
+        pairs = [(layer, is_reserved) for (_, is_reserved), layer in wanted.items()]
+        calls = [call for pair in pairs for call in self._calls_of_load(*pair, marks)]
+        by_layout = {self._layouts[layer]: layer for layer in stored}
+        calls += [call for layer in by_layout.values() for call in self._calls_of_store(layer, marks)]
+        # The lanes' threads have the settings of these, on which compiled programs depend.
+        with ThreadPool(num_cpus(), "jaxferry compile") as pool:
+            # What fails here fails in the step, which says what it was doing.
+            concurrent.futures.wait([pool.submit(program.compile, *args) for program, args in calls])
+
+    def _calls_of_load(
+        self, layer: int, is_reserved: bool, is_recorded: bool
+    ) -> list[tuple[Donating, tuple[Any, ...]]]:
+        """The programs of a layer's loads, into new and into known buffers, each with its arguments."""
+        place, own = self._placement, self._layers[layer]
+        vectors = tuple(place.readable(own))
+        arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.device) for leaf in own.leaves]
+        token = self._tokens(is_recorded)
+        found: list[tuple[str, tuple[Any, ...]]] = [("load", (vectors, *token))]
+        found.append(("load unused" if is_reserved else "load vacant", (vectors, arrays, *token)))
+        found += [] if is_reserved else [("vacate", (arrays,))]
+        found += [("arrived", (arrays, vectors))] if is_recorded or not self.joins.arrives else []
+        return [(self.program(name, layer), args) for name, args in found]
+
+    def _calls_of_store(self, layer: int, is_recorded: bool) -> list[tuple[Donating, tuple[Any, ...]]]:
+        """Likewise of the stores of a layer's gradient that is no rows of lookups."""
+        place, own = self._placement, self._gradients[layer]
+        leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in own.leaves]
+        joined = jax.eval_shape(own.join_small, leaves)
+        arrays = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place.device) for each in joined]
+        vectors = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place.pinned_of(own)) for v in own.vectors)
+        store = self.program("store", layer), (arrays, vectors, *self._tokens(is_recorded))
+        return [(self._landed, (arrays,)), *([store] if is_recorded or not self.joins.stores else [])]
+
+    def _tokens(self, is_recorded: bool) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct((1,), np.uint8, sharding=self._placement.device)] if is_recorded else []
 
     def hold(self, copies: Sequence[CopyInFlight]) -> None:
         """See `Transport.hold`."""

@@ -1,0 +1,188 @@
+"""What a first step needs in pinned memory is made while the step is compiled, and in a thread."""
+
+import gc
+import threading
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from accelerator import emulate
+from jaxferry.errors import JaxFerryError
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.optimizer import arrays
+from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.transport import base
+from planned import assert_same_bits
+from steps import transport_of
+from watched import becomes
+
+WIDTH, DEPTH = 64, 4
+BATCH = np.ones((4, WIDTH), np.float32)
+
+
+def loss_fn(params, x):
+    for name in params:
+        x = jax.numpy.tanh(x @ params[name]["w"])
+    return jax.numpy.mean(x**2)
+
+
+def parameters():
+    generator = np.random.default_rng(0)
+    return {f"l{i}": {"w": generator.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.1} for i in range(DEPTH)}
+
+
+def plan(gradient=GradientPlace.DEVICE):
+    return Plan("any", 1.0, tuple(LayerPlan(f"l{i}", Mode.GFGB, gradient) for i in range(DEPTH)))
+
+
+def made(**options):
+    return jaxferry.train_step(
+        loss_fn, optax.sgd(0.1), **{"plan": plan(), "compute_dtype": np.float32, "transport": "ferry", **options}
+    )
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    return emulate(monkeypatch)
+
+
+@pytest.fixture
+def makers(monkeypatch, accelerator):
+    """The name of the thread that has made each vector, by what it is for."""
+    found = {"gradient": [], "compute copy": []}
+
+    def noted(what, function, counts=lambda options: True):
+        def make(*args, **options):
+            if counts(options):
+                found[what].append(threading.current_thread().name.split("_")[0])
+            return function(*args, **options)
+
+        return make
+
+    monkeypatch.setattr(base, "empty", noted("gradient", base.empty))
+    pinned = noted("compute copy", arrays.filled, lambda options: options.get("is_pinned", False))
+    monkeypatch.setattr(arrays, "filled", pinned)
+    return found
+
+
+OPTIONS = {
+    "DEVICE": {},
+    "GO": {"plan": plan(GradientPlace.HOST)},
+    "GO by copies": {"transport": "device_put", "plan": plan(GradientPlace.HOST)},
+    "wide sums": {"accumulate": 2, "compute_dtype": jax.numpy.bfloat16},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_first_step_makes_no_vectors_itself(makers, options):
+    step = made(**options)
+    state = step.init(parameters())
+    step.compile_updates(state, BATCH)
+    for _ in range(2 * options.get("accumulate", 1)):
+        state, _ = step(state, BATCH)
+    state.block_until_ready()
+    num = {name: len(threads) for name, threads in makers.items()}
+    assert num["compute copy"] == DEPTH and num["gradient"] >= DEPTH
+    assert {*makers["gradient"], *makers["compute copy"]} == {"jaxferry memory"}
+    assert not transport_of(step, BATCH).made_ahead
+
+
+def test_nothing_is_made_for_a_plan_alone(makers):
+    step = made()
+    step.declare(parameters())
+    step.prepare(BATCH)
+    state = step.init(parameters())
+    del state
+    gc.collect()
+    step.prepare(np.ones((8, WIDTH), np.float32))
+    assert not makers["gradient"] and not makers["compute copy"]
+
+
+def test_preparation_makes_them_before_the_first_step(makers):
+    step = made()
+    state = step.init(parameters())
+    step.prepare(BATCH)
+    assert becomes(lambda: len(makers["gradient"]) == len(makers["compute copy"]) == DEPTH)
+    transport = transport_of(step, BATCH)
+    assert len(transport.made_ahead) == DEPTH
+    del state
+    gc.collect()
+    assert not transport.made_ahead
+
+
+def test_what_ismade_ahead_is_what_would_be_made(accelerator):
+    runs = []
+    for is_ahead in (True, False):
+        step = made()
+        state = step.init(parameters())
+        if not is_ahead:
+            step.declare(parameters())
+            step._newest = None
+            step.prepare(BATCH)
+        for _ in range(3):
+            state, metrics = step(state, BATCH)
+        runs.append((np.asarray(metrics["loss"]), state.params))
+    assert_same_bits(*runs)
+
+
+def test_a_thread_that_finds_no_memory_leaves_the_error_to_the_step(monkeypatch, accelerator):
+    original, fails = base.empty, [True]
+
+    def empty(*args):
+        if fails[0]:
+            raise RuntimeError("RESOURCE_EXHAUSTED: no pinned memory")
+        return original(*args)
+
+    monkeypatch.setattr(base, "empty", empty)
+    step = made()
+    state = step.init(parameters())
+    step.compile_updates(state, BATCH)
+    with pytest.raises(JaxFerryError, match="no pinned memory"):
+        step(state, BATCH)
+    fails[0] = False
+    state, metrics = step(state, BATCH)
+    assert np.isfinite(metrics["loss"])
+
+
+def test_changed_parameters_are_those_that_train(accelerator):
+    step, other = made(), made()
+    state = step.init(parameters())
+    step.prepare(BATCH)
+    doubled = jax.tree.map(lambda leaf: 2 * leaf, parameters())
+    state.params = doubled
+    _, metrics = step(state, BATCH)
+    _, expected = other(other.init(doubled), BATCH)
+    assert metrics["loss"] == expected["loss"]
+
+
+def test_a_plan_that_fits_not_leaves_no_vectors(makers):
+    step = made(memory_budget=1024)
+    state = step.init(parameters())
+    with pytest.raises(JaxFerryError):
+        step(state, BATCH)
+    transports = step.compiler._transports.values()
+    assert transports and not any(transport.made_ahead for transport in transports)
+
+
+@pytest.mark.parametrize("record_steps", [0, 2])
+def test_loads_and_stores_are_compiled_before_the_step(accelerator, caplog, record_steps):
+    def control(x):
+        return x + 7
+
+    step = made(record_steps=record_steps)
+    state = step.init(parameters())
+    step.compile_updates(state, BATCH)
+    jax.config.update("jax_log_compiles", True)  # in all threads
+    try:
+        jax.jit(control)(1.0)
+        for _ in range(3):
+            state, _ = step(state, BATCH)
+            state.block_until_ready()
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    compiled = {str(record.args[0]) for record in caplog.records if record.msg.startswith("Compiling")}
+    assert "jit(control)" in compiled
+    assert not compiled & {f"jit({name})" for name in ("load", "load_onto", "arrived", "store", "stack")}
