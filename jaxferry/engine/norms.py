@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -47,7 +48,7 @@ class Norms:
         """
         place, num = self._placement, sum(uses == 1 for uses in num_uses)
         if num > 1 and not (self._on_host or place.is_cpu or place.num_devices > 1):
-            _together.lower([jax.ShapeDtypeStruct((), np.float32, sharding=place.device)] * num).compile()
+            _compile_together(num, place.device)
 
     def of(self, gather: Callable[[], Vectors], known: jax.Array | None) -> SquaredNorm:
         """The squared norm of a whole gradient. The caller does not wait for the device.
@@ -140,3 +141,8 @@ class GradientNorms:
     def release(self) -> None:
         """Drops the norms once the step's results are known."""
         self._of_programs, self._taken, self._known = {}, {}, {}
+
+
+@functools.cache
+def _compile_together(num: int, where: jax.sharding.Sharding) -> Any:
+    return _together.lower([jax.ShapeDtypeStruct((), np.float32, sharding=where)] * num).compile()

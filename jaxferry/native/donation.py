@@ -70,6 +70,7 @@ class Donating:
         self._jitted: Any = jitted
         self._name = name
         self._checked: set[tuple[int, int]] = set()
+        self._compiled: set[Any] = set()
 
     def trace(self, *args: Any) -> Any:
         """As of a jitted function: `jax.stages.Traced`."""
@@ -89,8 +90,12 @@ class Donating:
         return self._jitted(*args)
 
     def compile(self, *args: Any) -> None:
-        """Compiles the function for later calls with such arguments, by threads with the same settings."""
-        self._lowered(*args).compile()
+        """Compiles the function, once, for later calls with such arguments, by threads with the same settings."""
+        leaves, structure = jax.tree.flatten(args)
+        kind = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
+        if kind not in self._compiled:
+            self._lowered(*args).compile()
+            self._compiled.add(kind)
 
     def _lowered(self, *args: Any) -> Any:
         lowered = self.trace(*args).lower()

@@ -17,6 +17,8 @@ from jaxferry.step.records import LayerPlan, Plan
 from jaxferry.transport.shared_programs import compile_shared, shared_function
 
 NAMES = ("a", "b", "c")
+OF_COPIES = {"jit_load", "jit_load_onto", "jit_ferry_wait", "jit_stack"}
+"""What an accelerator's copies run, and what collects the norms there."""
 BATCH = np.ones((4, 8), np.float32)
 PARAMS = {name: {"w": np.random.default_rng(i).normal(size=(8, 8), scale=0.3)} for i, name in enumerate(NAMES)}
 PARAMS = jax.tree.map(lambda leaf: leaf.astype(np.float32), PARAMS)
@@ -169,8 +171,9 @@ def test_programs_live_as_long_as_the_loss_function(compiled):
     gc.collect()
     compiled.clear()
     second = trained(loss_fn, optax.sgd(0.175), plan=plan_of(Mode.RELOAD))[1:]
-    # The update's programs belong to the optimizer, which is gone.
-    assert {"jit_flat_update", "jit_forward", "jit_returned"} == of_first and compiled == ["jit_flat_update"]
+    # The update's programs belong to the optimizer, which is gone, and those of copies to the transport.
+    assert of_first - OF_COPIES == {"jit_flat_update", "jit_forward", "jit_returned"}
+    assert [name for name in compiled if name not in OF_COPIES] == ["jit_flat_update"]
     assert first[0] == second[0]
 
 
