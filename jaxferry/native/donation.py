@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 from jaxlib.mlir.dialects import stablehlo
 
 from jaxferry.errors import NativeError
