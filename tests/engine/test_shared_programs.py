@@ -17,7 +17,7 @@ from jaxferry.step.records import LayerPlan, Plan
 from jaxferry.transport.shared_programs import compile_shared, shared_function
 
 NAMES = ("a", "b", "c")
-OF_COPIES = {"jit_load", "jit_load_onto", "jit_ferry_wait", "jit_stack"}
+OF_COPIES = {"jit_load", "jit_load_onto", "jit_ferry_wait", "jit_ferry_vacate", "jit_stack"}
 """What an accelerator's copies run, and what collects the norms there."""
 BATCH = np.ones((4, 8), np.float32)
 PARAMS = {name: {"w": np.random.default_rng(i).normal(size=(8, 8), scale=0.3)} for i, name in enumerate(NAMES)}
@@ -63,7 +63,7 @@ def test_a_step_with_another_plan_compiles_nothing(compiled):
     compiled.clear()
     # The loss function and the optimizer are other objects, of equal content.
     second = trained(network(1.25), optax.adamw(1.25e-3), plan=plan_of(Mode.RELOAD))
-    assert compiled == []
+    assert OF_COPIES.issuperset(compiled)  # other modes load into other buffers
     assert first[1] == second[1]
     np.testing.assert_array_equal(first[2]["a"]["w"], second[2]["a"]["w"])
 
