@@ -6,10 +6,16 @@ plan needs beyond its model differs from plan to plan, so that step may be too l
 and one whose plan does not, further budgets are tried as long as that may be worth it.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 
+from jaxferry.planner.l2l import L2L
+from jaxferry.planner.native_overlapped import NativeOverlapped
 from jaxferry.planner.preference import longest_equal_s
 from jaxferry.step.records import Plan
+
+SIMPLE_POLICIES = (NativeOverlapped.name, L2L.name)
+"""Policies whose plans `auto` takes where they fit as counted, and what it plans itself does not or is slower."""
 
 _MOST_PLANS = 8
 """The most budgets that are tried."""
@@ -18,7 +24,11 @@ _FINEST = 1 / 512
 
 
 def fastest_that_fits(
-    plan_of: Callable[[int], Plan], excess_of: Callable[[Plan], int], budget_bytes: int, least_bytes: int = 1
+    plan_of: Callable[[int], Plan],
+    excess_of: Callable[[Plan], int],
+    budget_bytes: int,
+    least_bytes: int = 1,
+    others: Callable[[], Iterable[Plan]] = tuple,
 ) -> Plan | None:
     """Returns the fastest plan found that needs no more than a budget, as counted; None if none does.
 
@@ -27,6 +37,7 @@ def fastest_that_fits(
       excess_of: counts the bytes that a plan needs beyond the budget; 0 or less if it fits.
       budget_bytes: the budget.
       least_bytes: the smallest budget to plan for.
+      others: makes plans to take in place of these where they fit and are faster; called if a plan does not fit.
     """
     left, best, low, failed = budget_bytes, None, None, None
     for _ in range(_MOST_PLANS):
@@ -48,6 +59,12 @@ def fastest_that_fits(
         if high - low <= budget_bytes * _FINEST or _step_s(best) <= longest_equal_s(_step_s(too_large)):
             break
         left = (low + high) // 2
+    if failed is None:
+        return best
+    for other in others():
+        is_faster = best is None or longest_equal_s(_step_s(other)) < _step_s(best)
+        if is_faster and excess_of(other) <= 0:
+            best = dataclasses.replace(other, policy=failed[1].policy, details=failed[1].details)
     return best
 
 

@@ -195,15 +195,18 @@ def leanest_plan(variants: RematVariants, options: Options, profile: Profile) ->
     return planner_within(variants, options, profile)(1)
 
 
-def planner_within(variants: RematVariants, options: Options, profile: Profile) -> Callable[[int | None], Plan]:
+def planner_within(
+    variants: RematVariants, options: Options, profile: Profile, policy: str | None = None
+) -> Callable[[int | None], Plan]:
     """Returns a function that plans within a budget, or within the smallest feasible one if that is larger.
 
     Args:
       variants: the segments and their derivatives.
       options: those of the training step; its budget is ignored.
       profile: from `planning_profile`.
+      policy: the policy; None for that of the options.
     """
-    policy = policy_of(options)
+    policy = policy or policy_of(options)
     assert policy is not None, "without a policy there is nothing to choose"
     request = Request(options.reserve_factor)
     planner = FinestPlanner(_may_recompute(variants, profile), policy, request, MODULE)

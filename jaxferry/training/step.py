@@ -38,7 +38,8 @@ from jaxferry.engine.facts import with_sum_bytes
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import UpdatePlace
 from jaxferry.optimizer.optimizer import HostOptimizer
-from jaxferry.planner.counted import fastest_that_fits
+from jaxferry.planner.auto import Auto
+from jaxferry.planner.counted import SIMPLE_POLICIES, fastest_that_fits
 from jaxferry.planner.l2l import L2L
 from jaxferry.planner.planning import with_update_order
 from jaxferry.processes.all_processes import check_same
@@ -119,7 +120,12 @@ class StepCompiler:
         plan_within = planner_within(self._variants, options, self._given)
         plan = plan_within(budget)
         self._begin(self._lower(plan))
-        found = fastest_that_fits(plan_within, self._excess_bytes, budget)
+
+        def others() -> list[Plan]:
+            names = SIMPLE_POLICIES if policy_of(options) == Auto.name else ()
+            return [planner_within(self._variants, options, self._given, name)(budget) for name in names]
+
+        found = fastest_that_fits(plan_within, self._excess_bytes, budget, others=others)
         return plan if found is None else found
 
     def _excess_bytes(self, plan: Plan) -> int:

@@ -54,3 +54,15 @@ def test_a_plan_that_fits_at_once_is_the_only_one():
         return plan_of(budget)
 
     assert fastest_that_fits(counted, lambda plan: 0, BUDGET) == plan_of(BUDGET) and tried == [BUDGET]
+
+
+def test_where_only_slow_plans_fit_another_policys_plan_is_taken_if_it_fits():
+    """The steps between plans may be coarse: here only the leanest one fits, which is slow."""
+    others = [plan_of(700), plan_of(900)]  # as counted, the first one fits
+
+    def excess(plan):
+        return 0 if plan == LEANEST or plan is others[0] else 500
+
+    found = fastest_that_fits(plan_of, excess, BUDGET, others=lambda: others)
+    assert found.predicted == others[0].predicted and found.policy == LEANEST.policy
+    assert fastest_that_fits(plan_of, excess, BUDGET) == LEANEST

@@ -23,10 +23,10 @@ from jaxferry.cli.fitting.traced import Traced
 from jaxferry.modes import MODULE
 from jaxferry.optimizer.host_memory import pinned_bytes
 from jaxferry.planner.base import Request
-from jaxferry.planner.counted import fastest_that_fits
+from jaxferry.planner.counted import SIMPLE_POLICIES, fastest_that_fits
 from jaxferry.planner.granularity import FinestPlanner
 from jaxferry.planner.order import with_update_order
-from jaxferry.planner.planning import with_gap
+from jaxferry.planner.planning import planner_of, with_gap
 from jaxferry.step.bottleneck import find_bottleneck
 from jaxferry.step.holdings import streamed_state_bytes
 from jaxferry.step.records import Plan
@@ -207,7 +207,11 @@ def _planned(traced: Traced, budget_bytes: int) -> tuple[Plan, dict[str, int]]:
     def excess_bytes(plan: Plan) -> int:
         return sum(traced.device_bytes(plan, budget_bytes).values()) - budget_bytes
 
-    found = fastest_that_fits(plan_within, excess_bytes, budget_bytes, traced.counted_bytes(budget_bytes))
+    def others() -> list[Plan]:
+        planners = [planner_of(traced.profile, name, Request()) for name in SIMPLE_POLICIES]
+        return [planner(None) for planner in planners]
+
+    found = fastest_that_fits(plan_within, excess_bytes, budget_bytes, traced.counted_bytes(budget_bytes), others)
     if found is None:
         # Of plans with equally little memory, the one that `auto` prefers may need more beyond buffers.
         leanest = with_update_order(traced.profile, traced.leanest(budget_bytes))
