@@ -8,6 +8,7 @@ values to move and the values to free afterwards.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -261,6 +262,34 @@ def summed_groups(
         and use.is_trained
         and not derivatives[partition.segments[use.segment].program].has_rows
     ]
+
+
+def widened_groups(
+    partition: Partition, derivatives: Mapping[int, Derivative], accumulate: int = 1
+) -> dict[int, int]:
+    """Groups whose gradients the host sums in more bits than they have, each with the number of them that it gets.
+
+    These are all groups over micro-batches. In one of them, these are groups with several uses. But where one use is
+    dense and the others look rows up, as of a tied table, each lookup is rounded once into the dense gradient: a sum of
+    more bits would make the table's update read as many more bytes.
+
+    Args:
+      partition: the segments.
+      derivatives: by program number.
+      accumulate: the number of micro-batches.
+    """
+    dense = collections.Counter(
+        use.group
+        for use in partition.uses
+        if use.is_trained and not derivatives[partition.segments[use.segment].program].has_only_rows
+    )
+    trained = {use.group for use in partition.uses if use.is_trained}
+    return {
+        group: max(dense[group], 1)
+        for group in sorted(trained)
+        if partition.layers[group].trained.wide is not partition.layers[group].trained
+        and (accumulate > 1 or (partition.num_uses[group] > 1 and dense[group] != 1))
+    }
 
 
 def offloaded_values(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[int, tuple[int, int]]:

@@ -138,7 +138,8 @@ class Compiler:
         # Clients of accelerators keep pinned memory that programs have used.
         kept_bytes = 0 if self._shared.placement.is_cpu else self._saved_bytes
         streamed_bytes = streamed_state_bytes(prepared.profile, prepared.plan)
-        self.model.check_step(layers, read, prepared.saved_bytes, not self._has_decided, kept_bytes, streamed_bytes)
+        given = (layers, read, prepared.saved_bytes, not self._has_decided, kept_bytes, streamed_bytes)
+        self.model.check_step(*given, prepared.program.widened)
         self._saved_bytes = max(self._saved_bytes, prepared.saved_bytes)
 
     def _compiled_finer(self, args: Any, kwargs: Mapping[str, Any], error: BudgetError) -> tuple[Prepared, Cut]:

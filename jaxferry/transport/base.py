@@ -33,13 +33,13 @@ _OF_LOADS = frozenset({"unpack", "load", "load onto", "load vacant", "load unuse
 class Transport:
     """Moves layers and their gradients; the base class of all transports.
 
-    Gradients have the dtypes of `Layer.trained`. Their sums over micro-batches have those of its `wide`: an arriving
-    gradient of fewer bits is added by the host.
+    Gradients have the dtypes of `Layer.trained`. Sums may have those of its `wide`: an arriving gradient of fewer bits is
+    added by the host.
 
     Args:
       placement: the memories between which they move.
       layers: the layers; loads move all their parameters, gradients cover the trained ones.
-      accumulates: whether gradients are summed over micro-batches.
+      accumulates: whether gradients are summed over micro-batches, which the device may do.
 
     Attributes:
       library: the native library, if the transport uses it.
@@ -52,7 +52,7 @@ class Transport:
     def __init__(self, placement: Placement, layers: Sequence[Layer], accumulates: bool = False) -> None:
         self._placement, self._layers = placement, list(layers)
         self._gradients = [layer.trained for layer in layers]
-        self._sums = [layer.wide for layer in self._gradients] if accumulates else self._gradients
+        self._sums = [layer.wide for layer in self._gradients]
         # As they are on the device and in the memory that it reaches, and where the host adds.
         kinds, ownership = (self._layers, self._gradients, self._sums), placement.ownership
         self._there = [list(map(ownership.shared, layers)) for layers in kinds]
@@ -143,6 +143,7 @@ class Transport:
         onto: HostGradient | None = None,
         mark: TaskMark | None = None,
         is_sum: bool = False,
+        widens: bool = False,
         into: Vectors | None = None,
     ) -> HostGradient:
         """Starts the copy of a layer's gradients to the host, and frees the device's copy when it has ended.
@@ -155,25 +156,15 @@ class Transport:
             parameter if some are rows of lookups.
           onto: the stored gradient of an earlier use of the layer, to which these are added; it is consumed.
           mark: records when the copy starts and ends; None for no record.
-          is_sum: whether they are sums over micro-batches, joined arrays in the dtypes of such sums.
+          is_sum: whether they are sums over micro-batches, joined arrays in the dtypes of `wide`.
+          widens: whether the host sums them in these dtypes, and they have others unless `is_sum`.
           into: vectors in pinned memory to overwrite, which are donated; None for the transport's own. The result's
             `vectors` replace them, in the same memory or in other.
         """
         raise NotImplementedError
 
-    def is_widened(self, layer: int) -> bool:
-        """Whether a layer's gradients are summed in other dtypes than their own."""
-        return self._sums[layer] is not self._gradients[layer]
-
-    def is_summed_on_host(self, layer: int, gradient: HostGradient | None) -> bool:
-        """Whether the device cannot add to a layer's stored gradient, since it is summed where the optimizer reads it.
-
-        Args:
-          layer: the layer.
-          gradient: None if none is stored yet, which the device may then begin.
-        """
-        if gradient is None or self.is_widened(layer):
-            return self.is_widened(layer)
+    def is_summed_on_host(self, gradient: HostGradient) -> bool:
+        """Whether the device cannot add to a stored gradient, since it is summed where the optimizer reads it."""
         is_copied = gradient.is_gathered and not gradient.written
         return not self._placement.is_cpu and (gradient.is_summed_on_host or is_copied)
 
@@ -182,7 +173,7 @@ class Transport:
 
         Args:
           layer: the layer.
-          onto: the sum of earlier ones; None begins one.
+          onto: the sum of earlier ones; None begins one in the dtypes of `wide`.
           more: the gradient, which is consumed.
         """
 
@@ -191,7 +182,7 @@ class Transport:
                 host_sums.add(target, as_numpy(vector), adds=onto is not None)
             self.recycle(layer, more)
 
-        total = self._begun_on_host(layer) if onto is None else onto
+        total = self._begun_on_host(layer, widens=True) if onto is None else onto
         return self._add_later(layer, total, add, more.copy)
 
     def _add_later(self, layer: int, total: HostGradient, add: Addend, copy: CopyInFlight | None) -> HostGradient:
@@ -201,13 +192,13 @@ class Transport:
             self.gather(layer, total)
         return total
 
-    def _begun_on_host(self, layer: int) -> HostGradient:
+    def _begun_on_host(self, layer: int, widens: bool) -> HostGradient:
         """A gradient of which nothing is written yet; the host will begin it."""
         place = self._placement
         if place.is_cpu or writes_in_place(place):
-            return HostGradient(self.destinations(layer, is_sum=True), place.is_cpu)
+            return HostGradient(self.destinations(layer, is_sum=widens), place.is_cpu)
         # Nothing else would be read through the memory that the device can write.
-        shapes = self._here[2][layer].vectors
+        shapes = self._here[2 if widens else 1][layer].vectors
         spare = self._spares(layer, shapes, is_pinned=False)
         if spare:
             return HostGradient(spare.pop(), True)
@@ -220,7 +211,7 @@ class Transport:
         Args:
           layer: the layer.
           onto: the gradient to add to, which is not summed on the host; None for one to write.
-          is_sum: whether a sum over micro-batches is written.
+          is_sum: whether a sum in the dtypes of `wide` is written.
         """
         if onto is None:
             shapes = self._there[2 if is_sum else 1][layer].vectors
@@ -308,7 +299,7 @@ class Transport:
         delete_all(held.arrays)
 
     def _store_rows(
-        self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None
+        self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None, widens: bool
     ) -> HostGradient:
         """Lets the host add gradients, of which rows of lookups become dense there, and frees the device's copy.
 
@@ -317,8 +308,9 @@ class Transport:
           gradients: as for `store`.
           onto: as for `store`.
           mark: as for `store`.
+          widens: as for `store`.
         """
-        total = self._begun_on_host(layer) if onto is None else onto
+        total = self._begun_on_host(layer, widens) if onto is None else onto
         if self._placement.is_cpu:
             there, copy = gradients, None
         else:
@@ -347,7 +339,7 @@ class Transport:
         return jax.tree.map(lambda array: array.addressable_shards[0].data, arrays)
 
     def program(self, name: str, layer: int, is_sum: bool = False) -> Any:
-        """The jitted function of a name, for sums over micro-batches if so; groups of the same layout share it."""
+        """The jitted function of a name, for sums in the dtypes of `wide` if so; groups of the same layout share it."""
         known = self._of_layer.get((name, layer, is_sum))
         if known is None:
             kinds = self._there if name in _OF_LOADS or name == "pack" else self._here

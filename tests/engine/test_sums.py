@@ -72,6 +72,55 @@ def test_sums_of_bfloat16_gradients_have_the_bits_of_sums_in_fp32_wherever_they_
         np.testing.assert_array_equal(state.params[name]["w"], -np.stack([mean, mean], 1), name)
 
 
+NUM_USES = 12
+SPREAD = np.geomspace(1, 250, NUM_USES)[:, None, None] * np.random.default_rng(6).uniform(0.5, 1.5, (NUM_USES, 1, 64))
+BATCHES = [SPREAD.astype(jnp.bfloat16), SPREAD[::-1].astype(jnp.bfloat16)]
+UNUSED = {name: {"w": np.zeros((64, 2), np.float32)} for name in "abc"}
+GFGB, GO = (Mode.GFGB, GradientPlace.DEVICE), (Mode.GFGB, GradientPlace.HOST)
+WAYS = {
+    "offloads": [GFGB],
+    "both": [GFGB, GO],
+    "reloads and reads in place": [(Mode.RELOAD, GradientPlace.DEVICE), (Mode.DHA, GradientPlace.HOST)],
+    "stays": [(Mode.RESIDENT, GradientPlace.DEVICE), (Mode.RESIDENT, GradientPlace.HOST)],
+}
+
+
+def used_often(params, xs):
+    """Reads `a` and `b` in turn, each as often as there are batches, and `c` once; their gradients are the batches."""
+    y = jnp.zeros((1, 2), xs.dtype)
+    for x in xs:
+        y = y + x @ params["a"]["w"]
+        y = y + x @ params["b"]["w"]
+    return jnp.sum((y + xs[0] @ params["c"]["w"]).astype(jnp.float32))
+
+
+@pytest.mark.usefixtures("_device")
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "clip_norm": 1e9}], ids=["each", "mean of two"])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_a_layers_uses_are_summed_in_fp32(transport, options, way):
+    """A sum in bfloat16, rounded after each addition, differs in most elements."""
+    names = segment_names(models.Task(used_often, UNUSED, BATCHES[0]))
+    pairs = zip(names, itertools.chain([*itertools.chain(*zip(*2 * [WAYS[way] * NUM_USES]))][: len(names) - 1], [GFGB]))
+    plan = Plan("any", 1.0, tuple(LayerPlan(name, mode, place) for name, (mode, place) in pairs))
+    given = {"compute_dtype": jnp.bfloat16, "plan": plan, "transport": transport, **options}
+    step = jaxferry.train_step(used_often, jaxferry.sgd(1.0), **given)
+    state, norm = step.init(UNUSED), None
+    batches = BATCHES[: options.get("accumulate", 1)]
+    for batch in batches:
+        state, metrics = step(state, batch)
+    mean = sum(summed(reversed(batch)) for batch in batches) / np.float32(len(batches))
+    rounded = BATCHES[0][0]
+    for gradient in BATCHES[0][1:]:
+        rounded = rounded + gradient
+    assert np.mean(np.float32(rounded[0]) != summed(BATCHES[0])) > 0.5
+    once = sum(np.float32(batch[0, 0]) for batch in batches) / np.float32(len(batches))
+    for name, expected in {"a": mean, "b": mean, "c": once}.items():
+        np.testing.assert_array_equal(state.params[name]["w"], -np.stack([expected, expected], 1), name)
+    norm = np.sqrt(2 * np.sum(np.float64([mean, mean, once]) ** 2))
+    np.testing.assert_allclose(float(metrics["grad_norm"]), norm, rtol=1e-6)
+
+
 WIDTH = 8
 SHARED = {"a": ("p", "q"), "b": ("p",), "c": ("p",)}
 """Modules of blocks; block `a` runs three times."""
