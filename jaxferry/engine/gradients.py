@@ -4,9 +4,9 @@ program --> pending (device) --offload--> in flight --> on_host --gather--> upda
 |--> sums (device), over micro-batches                ^
 `--GO: the program writes host memory itself ---------'
 
-A gradient whose update runs on the device stays in `kept`; over micro-batches its sum stays in `sums`. Sums of several
-uses and over micro-batches are in fp32 at least, wherever they are: see `Layer.wide`, and `lower.widened_groups` for the
-sums that are not.
+A gradient whose update runs on the device stays in `kept`; over micro-batches its sum stays in `sums`. Sums over
+micro-batches and of several uses are in fp32 at least, wherever they are: see `Layer.wide`. `lower.widened_groups` has
+the one exception, tied tables.
 """
 
 from __future__ import annotations

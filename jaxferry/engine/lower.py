@@ -264,9 +264,7 @@ def summed_groups(
     ]
 
 
-def widened_groups(
-    partition: Partition, derivatives: Mapping[int, Derivative], accumulate: int = 1
-) -> dict[int, int]:
+def widened_groups(partition: Partition, derivatives: Mapping[int, Derivative], accumulate: int = 1) -> dict[int, int]:
     """Groups whose gradients the host sums in more bits than they have, each with the number of them that it gets.
 
     These are all groups over micro-batches. In one of them, these are groups with several uses. But where one use is

@@ -190,7 +190,7 @@ class UpdatePrograms:
         for key, program in programs.items():
             self._updates[key] = CompiledUpdate(program, self._placement, self._trained(missing[key][0], layers))
         for key, rule in rules.items():
-            self._updates[key] = self._fused(rule, *missing[key], layers)
+            self._updates[key] = self._fused(rule, missing[key][0], missing[key][1], layers)
         for unit, reads, key in wanted:
             unit.programs[reads] = self._updates[key]
 
@@ -318,16 +318,12 @@ class UpdatePrograms:
         )
         return jitted.trace(masters, states, vectors, gradients, number, number).lower()
 
-    def _arrived(
-        self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]
-    ) -> list[tuple[Any, ...]]:
+    def _arrived(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> list[tuple[Any, ...]]:
         """The vectors of gradients that arrive, of each of a unit's layers; shapes."""
         pairs = zip(self._owned(unit, layers), reads, strict=True)
         return [vectors_arriving(layer, arrival) for layer, arrival in pairs]
 
-    def _dtypes_arriving(
-        self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]
-    ) -> list[np.dtype]:
+    def _dtypes_arriving(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> list[np.dtype]:
         return [vector.dtype for of_layer in self._arrived(unit, layers, reads) for vector in of_layer]
 
     def _trained(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:

@@ -119,8 +119,8 @@ class Model:
             groups differ by a few elements.
           read: the numbers of those that programs read in host memory; each of several processes has them whole.
           saved_bytes: activations that wait in host memory for their backward.
-          widened: by number, those whose gradients are summed in more bits than they have, as for `StepProgram`; None if
-            no batch has shown which these are.
+          widened: by number, those whose gradients are summed in more bits than they have, as for `StepProgram`; None
+            if no batch has shown which these are.
         """
         own, layers = self._placement.ownership, layers or self.layers
         state: Iterable[Any] = self.optimizer.state_shapes().values()
@@ -255,20 +255,27 @@ class Model:
         )
 
 
-def host_bytes(params: Any, optimizer: optax.GradientTransformation, compute_dtype: Any) -> dict[str, int]:
+def host_bytes(
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    compute_dtype: Any,
+    layers: Sequence[Layer],
+    widened: Mapping[int, int],
+) -> dict[str, int]:
     """`Model.host_bytes` for an optimizer that trains all parameters; its update is not traced.
 
     Args:
       params: the tree of parameters; shapes are enough.
       optimizer: the Optax transformation.
       compute_dtype: the dtype in which the device sees parameters; None for their own.
+      layers: the parameter groups.
+      widened: as for `Model.host_bytes`.
     """
-    layers = layers_by_path(params, compute_dtype)
-    dtypes = _master_dtypes(layers)
+    dtypes = _master_dtypes(layers_by_path(params, compute_dtype))
     leaves, tree = jax.tree.flatten(params)
     masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
     state = jax.eval_shape(optimizer.init, jax.tree.unflatten(tree, masters))
-    return _host_bytes(layers, jax.tree.leaves(state), Ownership(), {}, is_cpu=False)
+    return _host_bytes(layers, jax.tree.leaves(state), Ownership(), widened, is_cpu=False)
 
 
 def _host_bytes(
@@ -282,8 +289,8 @@ def _host_bytes(
     # The compute copy of a frozen parameter is its only copy if the dtypes agree.
     own = [leaf for leaf in leaves if leaf.is_trained or leaf.master_dtype != leaf.dtype]
     trained = [layer.trained for layer in layers]
-    # Where gradients of fewer bits are summed, these arrive in memory of their own: all of a step, unless a CPU adds each
-    # at once.
+    # Where gradients of fewer bits are summed, these arrive in memory of their own: all of a step, unless a CPU adds
+    # each at once.
     sums = sum(
         ownership.of(layer.wide).num_bytes
         for group, layer in enumerate(trained)

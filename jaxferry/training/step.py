@@ -260,10 +260,10 @@ class StepCompiler:
         other_bytes = self._resources.transport.staging_bytes + sums + updates.device_bytes
         known, found = self._programs.temporary_bytes, dict[ProgramKey, int]()
         for instruction in program.programs:
-            assert (key := instruction.key) is not None
+            key, own = instruction.key, program.partition.segments[instruction.segment].groups
+            assert key is not None
             # A program that would add to host memory only writes there where the host adds.
-            groups = program.partition.segments[instruction.segment].groups
-            runs = key.alone_in([place for place, group in enumerate(groups) if group in program.widened])
+            runs = key.alone_in([place for place, group in enumerate(own) if group in program.widened])
             found[key] = max(known[runs], found.get(key, 0))
         return found, other_bytes
 

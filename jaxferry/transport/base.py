@@ -33,8 +33,8 @@ _OF_LOADS = frozenset({"unpack", "load", "load onto", "load vacant", "load unuse
 class Transport:
     """Moves layers and their gradients; the base class of all transports.
 
-    Gradients have the dtypes of `Layer.trained`. Sums may have those of its `wide`: an arriving gradient of fewer bits is
-    added by the host.
+    Gradients have the dtypes of `Layer.trained`. Sums may have those of its `wide`: the host adds what arrives in fewer
+    bits.
 
     Args:
       placement: the memories between which they move.

@@ -124,6 +124,7 @@ def test_gradients_of_a_layers_uses_are_summed_in_fp32(transport, options, way):
 WIDTH = 8
 SHARED = {"a": ("p", "q"), "b": ("p",), "c": ("p",)}
 """Modules of blocks; block `a` runs three times."""
+DTYPES = {"p": jnp.bfloat16, "q": np.float32}
 NARROW = [np.random.default_rng(i).normal(size=(4, WIDTH)).astype(np.float32) for i in range(6)]
 
 
@@ -136,10 +137,9 @@ def shared_blocks(params, x):
 
 def shared_params():
     draw = np.random.default_rng(0)
-    weights = {block: [draw.normal(size=(WIDTH, WIDTH)) for _ in modules] for block, modules in SHARED.items()}
     return {
-        block: {module: {"w": 0.3 * w.astype(np.float32)} for module, w in zip(SHARED[block], own, strict=True)}
-        for block, own in weights.items()
+        block: {module: {"w": (0.3 * draw.normal(size=(WIDTH, WIDTH))).astype(DTYPES[module])} for module in modules}
+        for block, modules in SHARED.items()
     }
 
 

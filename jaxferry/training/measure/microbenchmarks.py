@@ -156,9 +156,7 @@ def _sum_text(is_sum: bool, widens: bool) -> str:
     return f"sum {is_sum}{' in more bits' * widens}"
 
 
-def _store(
-    kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool, widens: bool
-) -> Copy:
+def _store(kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool, widens: bool) -> Copy:
     """The store of a gradient; arguments as for `offload_subject`."""
     transport = make_transport(kind, placement, [layer])
     stored = layer.trained.wide if widens else layer.trained

@@ -34,6 +34,7 @@ from jaxferry.training.measure.contention import measure_contention
 from jaxferry.training.measure.device_timer import device_timer
 from jaxferry.training.measure.microbenchmarks import (
     Subject,
+    adds_there,
     device_update_subject,
     gradient_shapes,
     gradients_text,
@@ -44,7 +45,6 @@ from jaxferry.training.measure.microbenchmarks import (
     plain_keys,
     program_subject,
     program_variants,
-    adds_there,
     streamed_update_subject,
     update_subject,
 )
