@@ -130,8 +130,8 @@ class StepProgram:
       summed: groups whose gradients are summed on the device over micro-batches; other sums are in host memory.
       kept: groups whose loaded copies stay on the device from one micro-batch to the next, until their update.
       reserved: groups whose device buffers stay allocated for the next step's load, which then waits for no program.
-      widened: groups whose gradients arrive in other dtypes than those of `Layer.wide`, in which the host sums them, each
-        with the number that arrives (`lower.widened_groups`).
+      widened: groups whose gradients arrive in other dtypes than those of `Layer.wide`, in which the host sums them,
+        each with the number that arrives (`lower.widened_groups`).
     """
 
     partition: Partition
