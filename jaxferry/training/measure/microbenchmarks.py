@@ -166,7 +166,7 @@ def _store(kind: str, placement: Placement, layer: Layer, gradients: Sequence[An
         return [sample_gradient(gradient, placement.device) for gradient in gradients]
 
     def begin(arrays: Any, mark: TaskMark | None) -> HostGradient:
-        return transport.store(0, arrays, known.pop() if known else None, mark, widens=widens)
+        return transport.store(0, arrays, known.pop() if known else None, mark, False, widens)
 
     def end(stored: HostGradient) -> None:
         if is_sum:
