@@ -265,16 +265,20 @@ def summed_groups(
 
 
 def widened_groups(partition: Partition, derivatives: Mapping[int, Derivative], accumulate: int = 1) -> dict[int, int]:
-    """Groups whose gradients the host sums in more bits than they have, each with the number of them that it gets.
+    """Returns the groups whose gradients the host sums in more bits than they have.
 
-    These are all groups over micro-batches. In one of them, these are groups with several uses. But where one use is
-    dense and the others look rows up, as of a tied table, each lookup is rounded once into the dense gradient: a sum of
-    more bits would make the table's update read as many more bytes.
+    A sum in 16 bits would be rounded after each addition. With several micro-batches, the host widens the sums of all
+    groups. With one, it widens the sums of groups with several uses, except where exactly one use is dense and the
+    others look rows up, such as a tied table. The host rounds each lookup's rows once into the dense gradient: a wider
+    sum would slow down the update of the table, which reads all of it.
 
     Args:
       partition: the segments.
       derivatives: by program number.
       accumulate: the number of micro-batches.
+
+    Returns:
+      By group, the number of dense gradients that arrive in each micro-batch, at least 1.
     """
     dense = collections.Counter(
         use.group

@@ -55,14 +55,14 @@ class Operation(enum.Enum):
 
 
 class Arrival(enum.Enum):
-    """How a group's gradient arrives for its update on the host."""
+    """In which form a group's gradient arrives for its update on the host."""
 
     NONE = "none"
-    """Not at all, since no segment reads the group."""
+    """There is none, since no segment reads the group."""
     OWN = "own"
-    """In the dtypes of `Layer.trained`."""
+    """It has the dtypes of `Layer.trained`."""
     WIDE = "wide"
-    """As a sum, in those of its `wide`."""
+    """It is a sum in the dtypes of `Layer.wide`."""
 
     __hash__ = object.__hash__  # as for `Operation`
 
@@ -130,8 +130,8 @@ class StepProgram:
       summed: groups whose gradients are summed on the device over micro-batches; other sums are in host memory.
       kept: groups whose loaded copies stay on the device from one micro-batch to the next, until their update.
       reserved: groups whose device buffers stay allocated for the next step's load, which then waits for no program.
-      widened: groups whose gradients arrive in other dtypes than those of `Layer.wide`, in which the host sums them,
-        each with the number that arrives (`lower.widened_groups`).
+      widened: groups whose gradients the host sums in the wider dtypes of `Layer.wide`, each with the number of
+        gradients that arrive (`lower.widened_groups`).
     """
 
     partition: Partition
@@ -206,7 +206,7 @@ class StepProgram:
 
     @functools.cached_property
     def arrivals(self) -> list[Arrival]:
-        """By group, how its gradient arrives for an update on the host."""
+        """The form in which the gradient of each group arrives for an update on the host."""
         return arrivals_of(self.partition, self.widened)
 
     @property
@@ -220,7 +220,12 @@ class StepProgram:
 
 
 def arrivals_of(partition: Partition, widened: Collection[int]) -> list[Arrival]:
-    """By group, how its gradient arrives for an update on the host; `widened` as for `StepProgram`."""
+    """Returns the form in which the gradient of each group arrives for an update on the host.
+
+    Args:
+      partition: the segments.
+      widened: the groups whose gradients the host sums in wider dtypes.
+    """
     read = {use.group for use in partition.uses}
     kinds = [Arrival.WIDE if group in widened else Arrival.OWN for group in range(len(partition.layers))]
     return [kind if group in read else Arrival.NONE for group, kind in enumerate(kinds)]
