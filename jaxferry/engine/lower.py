@@ -283,7 +283,7 @@ def widened_groups(partition: Partition, derivatives: Mapping[int, Derivative], 
     dense = collections.Counter(
         use.group
         for use in partition.uses
-        if use.is_trained and not derivatives[partition.segments[use.segment].program].has_only_rows
+        if use.is_trained and not derivatives[partition.segments[use.segment].program].has_rows
     )
     trained = {use.group for use in partition.uses if use.is_trained}
     return {

@@ -70,11 +70,6 @@ class Derivative:
         return bool(self.row_gradients)
 
     @property
-    def has_only_rows(self) -> bool:
-        """Whether all gradients are `RowGradient`s, each of two arrays."""
-        return self.has_rows and len(self.row_gradients) == 2 * len(self.segment.trained)
-
-    @property
     def row_gradient_bytes(self) -> int:
         """Bytes of all gradients if some are `RowGradient`s, else 0."""
         return sum(map(aval_bytes, self.row_gradients))

@@ -178,10 +178,11 @@ def variants_of(
     for key, (_, number) in zip(keys, places(partition), strict=True):
         groups = partition.segments[number].groups
         widened = {place for place, group in enumerate(groups) if group in all_widened}
-        found.append(key.alone_in(widened))
+        exact = key.alone_in(widened)
+        found.append(exact)
         if accumulates:
             found += [_of_later_micro_batches(key, widened), key.alone]
-        elif any(w is Target.HOST_SUM and g in summed_on_host for w, g in zip(key.writes, groups, strict=True)):
+        elif any(w is Target.HOST_SUM and g in summed_on_host for w, g in zip(exact.writes, groups, strict=True)):
             found.append(key.alone)
     return list(dict.fromkeys(found))
 
