@@ -106,7 +106,7 @@ def plan_of_uses(way):
 
 
 @pytest.mark.usefixtures("_device")
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("way", "options"),
     [*((way, {}) for way in WAYS), ("both", {"accumulate": 2}), ("both", {"clip_norm": 1e9})],
@@ -129,8 +129,11 @@ def test_gradients_of_a_layers_uses_are_summed_in_fp32(transport, way, options):
     np.testing.assert_allclose(float(metrics["grad_norm"]), norm, rtol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", [jaxferry.sgd(1.0), optax.sgd(1.0)], ids=["fused", "compiled"])
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize(
+    ("transport", "optimizer"),
+    [("ferry", jaxferry.sgd(1.0)), ("device_put", optax.sgd(1.0))],
+    ids=["ferry, fused", "device_put, compiled"],
+)
 def test_batches_may_use_a_layer_any_number_of_times(monkeypatch, transport, optimizer):
     emulate(monkeypatch)
     step = jaxferry.train_step(used_often, optimizer, compute_dtype=jnp.bfloat16, transport=transport)

@@ -401,7 +401,7 @@ def test_policies_that_plan_without_times_measure_nothing_unless_told_to(tmp_pat
             assert len(count) > 10
 
 
-@pytest.mark.parametrize("kind", ["ferry", "device_put"])
+@pytest.mark.parametrize("kind", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def test_sums_of_more_bits_are_measured_as_they_run(monkeypatch, kind):
     """One layer runs twice in 16 bits, so the host adds each gradient to an fp32 sum, which the update reads."""
 
