@@ -34,6 +34,7 @@ import measure
 from jaxferry.costs.contention import DOWN, HOST, SHARING, UP, Contention
 from jaxferry.engine import make_placement
 from jaxferry.native import library
+from jaxferry.step.instruction import Arrival
 from jaxferry.training.measure.contention import in_turn, speeds_in_pairs, transfers
 from jaxferry.training.measure.microbenchmarks import HostUpdate
 
@@ -54,7 +55,7 @@ def host_update(optimizer):
     step.prepare(np.zeros((8, WIDTH), np.float32))
     layers, held = step.compiler.layers, step.compiler.model.optimizer
     [unit] = held.units_of(layers)
-    return HostUpdate(held, make_placement(), unit, layers, [True])
+    return HostUpdate(held, make_placement(), unit, layers, [Arrival.OWN])
 
 
 def rounds(num):

@@ -36,6 +36,7 @@ from jaxferry.costs.timers import Effort
 from jaxferry.optimizer.optimizer import HostOptimizer
 from jaxferry.partition.layout import make_layer
 from jaxferry.settings import own_settings
+from jaxferry.step.instruction import Arrival
 from jaxferry.training.measure.microbenchmarks import update_subject
 from jaxferry.transport.placement import make_placement
 
@@ -89,7 +90,7 @@ def alone_s(optimizer, width):
         tree = jax.tree.structure({"bias": 0, "scale": 0})
         host = HostOptimizer(optimizer, tree, [leaf] * PER_LAYER, place, None)
         [unit] = host.units_of([layer])
-        return update_subject(host, place, unit, [layer], [True]).time(Effort(min_repetitions=9, budget_s=0.0))
+        return update_subject(host, place, unit, [layer], [Arrival.OWN]).time(Effort(min_repetitions=9, budget_s=0.0))
 
 
 def table_loss(params, tokens):

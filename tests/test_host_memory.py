@@ -294,6 +294,19 @@ def test_sums_of_16_bit_gradients_in_fp32_count_too(monkeypatch):
         step.init({"a": Unread()})
 
 
+def test_the_first_batch_shows_what_sums_of_several_uses_need(monkeypatch):
+    def loss_fn(params, x):
+        for name in "abab":
+            x = jnp.tanh(x @ params[name])
+        return jnp.mean(x)
+
+    monkeypatch.setenv(host_memory.VARIABLE, "35MiB")
+    step = jaxferry.train_step(loss_fn, optax.adamw(1e-3), compute_dtype=jnp.bfloat16)
+    state = step.init(dict.fromkeys("ab", np.zeros((1000, 1000), np.float32)))
+    with pytest.raises(jaxferry.HostMemoryError, match=r"a step needs .*sums of gradients 7\.63 MiB"):
+        step(state, np.zeros((1, 1000), np.float32))
+
+
 def test_a_restore_checks_too(monkeypatch, tmp_path):
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
     step.save(step.init(jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), PARAMS)), tmp_path / "saved")

@@ -92,7 +92,7 @@ def fit(
             model=workload,
             machine=figures.name,
             budget_bytes=budget.num_bytes,
-            host_bytes=host_bytes(params, update, dtype),
+            host_bytes=lambda own: host_bytes(params, update, dtype, own.variants.base.layers, own.widened),
             host_memory_bytes=_host_memory_bytes(figures, host_memory),
             report=report,
         )

@@ -18,7 +18,7 @@ from jaxferry.costs.estimate import estimate_profile
 from jaxferry.costs.machines import MACHINES, find_machine
 from jaxferry.costs.records import Profile
 from jaxferry.costs.segment_costs import partition_costs
-from jaxferry.engine import TRANSPORTS, derivatives_of, make_placement
+from jaxferry.engine import TRANSPORTS, derivatives_of, make_placement, widened_groups
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK
@@ -128,11 +128,13 @@ def estimate_model(
         parts = for_planned_gpu(lambda: partition(*given, **settings))
         _check_batch(parts, devices)
     sizes = Model(known.shapes(), OPTIMIZERS["adamw"](1e-3), Options(compute_dtype=dtype), make_placement(), None)
-    host_bytes = {name: -(-size // processes) for name, size in sizes.host_bytes().items()}
+    derivatives = derivatives_of(parts, "none" if remat == AUTO else remat)
+    in_all = sizes.host_bytes(parts.layers, widened=widened_groups(parts, derivatives))
+    host_bytes = {name: -(-size // processes) for name, size in in_all.items()}
     facts = {"model": model, "remat": remat, "host_bytes": host_bytes}
     costs = partition_costs(parts, remat, temporaries=True)
     profile = estimate_profile(costs, figures, facts, devices, processes)
-    return with_program_facts(profile, parts, derivatives_of(parts, "none" if remat == AUTO else remat))
+    return with_program_facts(profile, parts, derivatives)
 
 
 def _check_batch(parts: Partition, devices: int) -> None:

@@ -61,7 +61,7 @@ def make_recording(
         tasks=tuple(tasks),
         device_bytes=device_bytes_by_kind(run, profile, prepared.plan),
         host_bytes=step.compiler.model.host_bytes(
-            prepared.partition.layers, prepared.program.read_in_place, prepared.saved_bytes
+            prepared.partition.layers, prepared.program.read_in_place, prepared.saved_bytes, prepared.program.widened
         ),
     )
 

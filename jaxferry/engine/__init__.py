@@ -14,7 +14,7 @@ from jaxferry.engine.evaluator import Evaluator
 from jaxferry.engine.lanes import make_lanes
 from jaxferry.engine.lifetimes import unsplit_by_step
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
-from jaxferry.engine.lower import lower, summed_groups
+from jaxferry.engine.lower import lower, summed_groups, widened_groups
 from jaxferry.engine.memory import Footprint, Peak, footprints, peak_bytes
 from jaxferry.engine.norms import Norms
 from jaxferry.engine.owner import Owner
@@ -97,4 +97,5 @@ __all__ = [
     "trace_program",
     "unsplit_by_step",
     "variants_of",
+    "widened_groups",
 ]

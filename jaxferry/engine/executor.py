@@ -388,7 +388,8 @@ def _update_unread(step: StepContext) -> Wait | None:
 
 
 def _update_unit(step: StepContext, unit: UpdateGroup, gradients: Sequence[Vectors], norm: jax.Array | None) -> None:
-    vectors, update = step.state.host.vectors, unit.programs[tuple(map(bool, gradients))]
+    vectors, arrivals = step.state.host.vectors, step.program.arrivals
+    update = unit.programs[tuple([arrivals[group] for group in unit.layers])]
     # The gradients have arrived, so no program of this step reads the compute copy any more.
     made = update(unit, [vectors[group] for group in unit.layers], gradients, norm, step.scale)
     for group, new in zip(unit.layers, made, strict=True):

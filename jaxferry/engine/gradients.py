@@ -5,7 +5,8 @@ program --> pending (device) --offload--> in flight --> on_host --gather--> upda
 `--GO: the program writes host memory itself ---------'
 
 A gradient whose update runs on the device stays in `kept`; over micro-batches its sum stays in `sums`. Sums over
-micro-batches are in fp32 at least, wherever they are: see `Layer.wide`.
+micro-batches and of several uses are in fp32 at least, wherever they are: see `Layer.wide`. `lower.widened_groups` has
+the one exception, tied tables.
 """
 
 from __future__ import annotations
@@ -127,9 +128,9 @@ class StepGradients:
             if not self._may_add(use.group, commit):
                 return None
             known = self.on_host.get(use.group)
-            if self._transport.is_widened(use.group):
+            if use.group in self._program.widened:
                 widened.add(use.place)
-            elif known is not None and not self._transport.is_summed_on_host(use.group, known):
+            elif known is not None and not self._transport.is_summed_on_host(known):
                 added.add(use.place)
         return variant_of(key, widened, added)
 
@@ -183,7 +184,7 @@ class StepGradients:
             return
         if use.writes_host:
             stored, known = self._transport.written(gradients), self.on_host.get(group)
-            if target is not Target.HOST_SUM and (known is not None or self._transport.is_widened(group)):
+            if target is not Target.HOST_SUM and (known is not None or group in self._program.widened):
                 stored = self._transport.add_on_host(group, known, stored)
             self.on_host[group] = stored
             return
@@ -236,7 +237,8 @@ class StepGradients:
         if not self._may_add(group, commit):
             return
         gradients, known, is_sum = self._pending.pop(call.number), self.on_host.get(group), group in self._are_sums
-        stored = self.on_host[group] = self._transport.store(group, gradients, known, mark, is_sum)
+        widens = group in self._program.widened
+        stored = self.on_host[group] = self._transport.store(group, gradients, known, mark, is_sum, widens)
         if waits:
             jax.block_until_ready(self.gather(group))
             self.note_arrival(group)
@@ -245,7 +247,7 @@ class StepGradients:
 
     def _sum_of(self, group: int, gradients: Any) -> list[jax.Array]:
         """The sum on the device that ends with these gradients, or begins with them."""
-        if group in self._are_sums or not self._transport.is_widened(group):
+        if group in self._are_sums or group not in self._program.widened:
             return list(gradients)
         begun: list[jax.Array] = _widened(gradients)
         return begun

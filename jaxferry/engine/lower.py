@@ -8,6 +8,7 @@ values to move and the values to free afterwards.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -261,6 +262,36 @@ def summed_groups(
         and use.is_trained
         and not derivatives[partition.segments[use.segment].program].has_rows
     ]
+
+
+def widened_groups(partition: Partition, derivatives: Mapping[int, Derivative], accumulate: int = 1) -> dict[int, int]:
+    """Returns the groups whose gradients the host sums in more bits than they have.
+
+    A sum in 16 bits would be rounded after each addition. With several micro-batches, the host widens the sums of all
+    groups. With one, it widens the sums of groups with several uses, except where exactly one use is dense and the
+    others look rows up, such as a tied table. The host rounds each lookup's rows once into the dense gradient: a wider
+    sum would slow down the update of the table, which reads all of it.
+
+    Args:
+      partition: the segments.
+      derivatives: by program number.
+      accumulate: the number of micro-batches.
+
+    Returns:
+      By group, the number of dense gradients that arrive in each micro-batch, at least 1.
+    """
+    dense = collections.Counter(
+        use.group
+        for use in partition.uses
+        if use.is_trained and not derivatives[partition.segments[use.segment].program].has_rows
+    )
+    trained = {use.group for use in partition.uses if use.is_trained}
+    return {
+        group: max(dense[group], 1)
+        for group in sorted(trained)
+        if partition.layers[group].trained.wide is not partition.layers[group].trained
+        and (accumulate > 1 or (partition.num_uses[group] > 1 and dense[group] != 1))
+    }
 
 
 def offloaded_values(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[int, tuple[int, int]]:

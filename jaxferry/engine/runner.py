@@ -72,9 +72,8 @@ class StepRunner:
 
     def compile_updates(self, state: TrainState) -> None:
         """Compiles the update of every unit ahead of the first step."""
-        read = {use.group for use in self.runnable.program.partition.uses}
-        is_read = [group in read for group in range(len(state.host.layers))]
-        self._resources.optimizer.updates.compile(state.host.units, state.host.layers, is_read)
+        arrivals = self.runnable.program.arrivals
+        self._resources.optimizer.updates.compile(state.host.units, state.host.layers, arrivals)
 
     def _begin(self, state: TrainState, batch: Sequence[Any]) -> StepContext:
         """Starts the tasks of a step on its prefetched copies."""

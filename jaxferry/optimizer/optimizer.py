@@ -53,7 +53,6 @@ class HostOptimizer:
       placement: where arrays live.
       clip_norm: global norm to clip gradients to, or None.
       hidden: leaves that the user has frozen; the transformation does not see them.
-      accumulates: whether gradients are sums over micro-batches; see `Layer.wide`.
 
     Attributes:
       avals: shapes and master dtypes of the parameters.
@@ -74,11 +73,10 @@ class HostOptimizer:
         placement: Placement,
         clip_norm: float | None,
         hidden: Collection[int] = (),
-        accumulates: bool = False,
     ) -> None:
         self.avals = list(avals)
         self._tree = whole_tree = OptimizedTree(optimizer, tree, avals, hidden)
-        self.updates = UpdatePrograms(whole_tree, placement, clip_norm, accumulates)
+        self.updates = UpdatePrograms(whole_tree, placement, clip_norm)
         self.frozen = frozenset(hidden)
         if (found := whole_tree.whole.frozen()) and whole_tree.takes_parts(
             [[i for i in whole_tree.shown if i not in found]]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxferry.optimizer.pieces import Key
 from jaxferry.partition import Layer, Part, Span
 from jaxferry.partition.graph import aval_bytes
+from jaxferry.step.instruction import Arrival
 
 
 @dataclasses.dataclass
@@ -24,7 +25,7 @@ class UpdateGroup:
       masters: master parameters in the order of `leaves`, in host memory.
       state: leaves of the Optax state, in host memory.
       state_keys: their paths, and which part of a stacked parameter they belong to.
-      programs: its updates (`update_programs.Update`), by which of the layers any segment reads.
+      programs: its updates (`update_programs.Update`), by how the gradients of its layers arrive.
       parts: for each master its part of the leaf, or some elements of it; empty if all are whole.
       is_on_device: whether masters and state are on the device instead.
       subgroups: what holds them if updates stream them through the GPU; masters and state are then shapes.
@@ -36,7 +37,7 @@ class UpdateGroup:
     masters: list[jax.Array]
     state: list[jax.Array]
     state_keys: list[Key]
-    programs: dict[tuple[bool, ...], Any] = dataclasses.field(default_factory=dict)
+    programs: dict[tuple[Arrival, ...], Any] = dataclasses.field(default_factory=dict)
     parts: tuple[Part | Span | None, ...] = ()
     is_on_device: bool = False
     subgroups: list[Subgroup] = dataclasses.field(default_factory=list)
@@ -88,6 +89,13 @@ class Subgroup:
     def moved(self) -> list[int]:
         """Which of the masters, followed by the leaves of the state, move."""
         return [leaf.index for leaf in self.streamed.leaves]
+
+
+def vectors_arriving(layer: Layer, arrival: Arrival) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The vectors in which the gradient of trained parameters arrives."""
+    if arrival is Arrival.NONE:
+        return ()
+    return layer.wide.vectors if arrival is Arrival.WIDE else layer.vectors
 
 
 def updated_together(layers: Sequence[Layer], not_by_part: Collection[int]) -> list[tuple[int, ...]]:

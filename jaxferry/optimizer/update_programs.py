@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxferry.native import host_sums
@@ -25,9 +26,10 @@ from jaxferry.optimizer.pieces import filled
 from jaxferry.optimizer.separable import init_content
 from jaxferry.optimizer.stacked_update import Held
 from jaxferry.optimizer.subtree import path_names, select, subtree
-from jaxferry.optimizer.update_group import UpdateGroup, by_leaf, packed, put_together, taken_apart
+from jaxferry.optimizer.update_group import UpdateGroup, by_leaf, packed, put_together, taken_apart, vectors_arriving
 from jaxferry.partition import Layer
 from jaxferry.partition.graph import bits_of, result_shapes, trace, zeros_of
+from jaxferry.step.instruction import Arrival
 from jaxferry.transport.pinned import Vectors, updated_vectors, writes_in_place
 from jaxferry.transport.placement import Placement
 from jaxferry.transport.shared_programs import compile_shared
@@ -126,14 +128,10 @@ class UpdatePrograms:
       tree: the transformation on the model's tree.
       placement: where arrays live.
       clip_norm: global norm to clip gradients to, or None.
-      accumulates: whether gradients are sums over micro-batches, in the dtypes of `Layer.wide`.
     """
 
-    def __init__(
-        self, tree: OptimizedTree, placement: Placement, clip_norm: float | None, accumulates: bool = False
-    ) -> None:
+    def __init__(self, tree: OptimizedTree, placement: Placement, clip_norm: float | None) -> None:
         self._tree, self._placement, self._clip_norm = tree, placement, clip_norm
-        self._accumulates = accumulates
         self._programs: dict[Any, Any] = {}
         self._updates: dict[Any, Update] = {}
         self._factors: Factors | None = None
@@ -161,14 +159,20 @@ class UpdatePrograms:
         state: list[jax.Array] = self._programs[key](masters)
         return state
 
-    def compile(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], is_read: Sequence[bool]) -> None:
-        """Stores the `Update` of every unit in `unit.programs`; equal units share it."""
+    def compile(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> None:
+        """Stores the `Update` of every unit in `unit.programs`; equal units share it.
+
+        Args:
+          units: the units.
+          layers: the parameter groups.
+          arrivals: for each layer, how its gradient arrives.
+        """
         missing: dict[Any, Any] = {}
         wanted = []
         for unit in units:
-            reads = tuple(is_read[layer] for layer in unit.layers)
+            reads = tuple(arrivals[layer] for layer in unit.layers)
             if reads not in unit.programs:
-                key = self.key(unit, layers, is_read)
+                key = self.key(unit, layers, arrivals)
                 wanted.append((unit, reads, key))
                 if key not in self._updates:
                     missing.setdefault(key, (unit, reads))
@@ -186,7 +190,7 @@ class UpdatePrograms:
         for key, program in programs.items():
             self._updates[key] = CompiledUpdate(program, self._placement, self._trained(missing[key][0], layers))
         for key, rule in rules.items():
-            self._updates[key] = self._fused(rule, missing[key][0], layers)
+            self._updates[key] = self._fused(rule, missing[key][0], missing[key][1], layers)
         for unit, reads, key in wanted:
             unit.programs[reads] = self._updates[key]
 
@@ -219,12 +223,12 @@ class UpdatePrograms:
 
         return update
 
-    def key(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
+    def key(self, unit: UpdateGroup, layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> Any:
         """Returns everything that the update of a unit depends on: units with equal keys share a program."""
         layouts = tuple(layer.layout for layer in self._owned(unit, layers))
         shapes = tuple(tuple(master.shape) for master in unit.masters)
         content = self._tree.whole.content(unit.leaves) or unit.leaves
-        return (content, shapes, layouts, tuple(is_read[i] for i in unit.layers))
+        return (content, shapes, layouts, tuple(arrivals[i] for i in unit.layers))
 
     def plain_content(self, unit: UpdateGroup) -> tuple[Hashable, bool]:
         """Everything that `plain` depends on besides the layers' layouts, and whether that is so for all models."""
@@ -237,22 +241,23 @@ class UpdatePrograms:
         if unit.parts or len(unit.layers) > 1 or self._tree.whole.content(unit.leaves) is None:
             return None
         place = self._placement
-        return ("update", key, self._clip_norm, self._accumulates, place, place.is_cpu)
+        return ("update", key, self._clip_norm, place, place.is_cpu)
 
     def _factors_content(self, unit: UpdateGroup) -> Hashable | None:
         """Likewise for the factors of a step."""
         content = self._tree.whole.content(unit.leaves)
         return content and ("factors", content, self._clip_norm, self._placement)
 
-    def text(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
+    def text(self, unit: UpdateGroup, layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> str:
         """Returns a text that says what a unit's update does; masters and state may be shapes."""
-        reads = tuple(is_read[i] for i in unit.layers)
+        reads = tuple(arrivals[i] for i in unit.layers)
         rule = self._rule(unit, reads, layers)
         if rule is None:
             text: str = self._lower(unit, layers, reads).as_text()
             return text
         layouts = [layer.layout for layer in self._owned(unit, layers)]
-        return f"fused {rule.step} {self._accumulates} {writes_in_place(self._placement)} {layouts}"
+        dtypes = self._dtypes_arriving(unit, layers, reads)
+        return f"fused {rule.step} {dtypes} {writes_in_place(self._placement)} {layouts}"
 
     def _lower_factors(self, unit: UpdateGroup, rule: HostRule) -> Any:
         state, where = self._state_tree(unit), self._placement.host_compute
@@ -261,21 +266,23 @@ class UpdatePrograms:
         jitted = jax.jit(function, out_shardings=where, keep_unused=True)
         return jitted.trace([count] * num_counts, number, number).lower()
 
-    def _fused(self, rule: HostRule, unit: UpdateGroup, layers: Sequence[Layer]) -> FusedUpdate:
+    def _fused(
+        self, rule: HostRule, unit: UpdateGroup, reads: Sequence[Arrival], layers: Sequence[Layer]
+    ) -> FusedUpdate:
         assert self._factors is not None
-        own, place, arrived = self._owned(unit, layers), self._placement, self._arrived(unit, layers)
+        own, place = self._owned(unit, layers), self._placement
         return FusedUpdate(
             rule,
             self._factors,
             own,
             self._state_tree(unit),
             self._decays(rule, unit),
-            [vector.dtype for of_layer in arrived for vector in of_layer],
+            self._dtypes_arriving(unit, layers, reads),
             place,
             place.is_cpu or writes_in_place(place),
         )
 
-    def _lower(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[bool]) -> Any:
+    def _lower(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> Any:
         place, unit_layers = self._placement, self._owned(unit, layers)
         state = self._state_tree(unit)
         update: Any = functools.partial(self._part_update, unit.keys) if unit.parts else self._optax_update
@@ -297,10 +304,8 @@ class UpdatePrograms:
         def structs(layer: Layer) -> Any:
             return tuple(struct(v, place.update_output) for v in layer.vectors)
 
-        arrived = zip(self._arrived(unit, layers), reads, strict=True)
-        gradients = [
-            tuple(struct(v, place.update_output) for v in vectors) if is_read else () for vectors, is_read in arrived
-        ]
+        arrived = self._arrived(unit, layers, reads)
+        gradients = [tuple(struct(v, place.update_output) for v in of_layer) for of_layer in arrived]
         vectors = [structs(layer) if place.is_cpu else () for layer in unit_layers]
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute)
         masters, states = ([struct(x, place.host) for x in leaves] for leaves in (unit.masters, unit.state))
@@ -313,10 +318,13 @@ class UpdatePrograms:
         )
         return jitted.trace(masters, states, vectors, gradients, number, number).lower()
 
-    def _arrived(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[tuple[Any, ...]]:
+    def _arrived(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> list[tuple[Any, ...]]:
         """The vectors of gradients that arrive, of each of a unit's layers; shapes."""
-        own = self._owned(unit, layers)
-        return [layer.wide.vectors if self._accumulates else layer.vectors for layer in own]
+        pairs = zip(self._owned(unit, layers), reads, strict=True)
+        return [vectors_arriving(layer, arrival) for layer, arrival in pairs]
+
+    def _dtypes_arriving(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> list[np.dtype]:
+        return [vector.dtype for of_layer in self._arrived(unit, layers, reads) for vector in of_layer]
 
     def _trained(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
         return [layers[i].trained for i in unit.layers]
@@ -325,13 +333,13 @@ class UpdatePrograms:
         """The trained parameters of a unit's layers, as this process holds them."""
         return [self._placement.ownership.of(layers[i].trained) for i in unit.layers]
 
-    def _rule(self, unit: UpdateGroup, reads: Sequence[bool], layers: Sequence[Layer]) -> HostRule | None:
+    def _rule(self, unit: UpdateGroup, reads: Sequence[Arrival], layers: Sequence[Layer]) -> HostRule | None:
         """Returns the native library's rule for a unit; None if Optax has to update it."""
         own, state = self._owned(unit, layers), self._state_tree(unit)
         is_cut = any(leaf.part is not None for layer in own for leaf in layer.leaves)
         if state is None or (is_cut and not unit.parts) or [name for name, _ in unit.state_keys] != path_names(state):
             return None
-        return fused_rule(self._tree.optimizer, state, own, reads)
+        return fused_rule(self._tree.optimizer, state, own, [arrival is not Arrival.NONE for arrival in reads])
 
     def _state_tree(self, unit: UpdateGroup) -> Any:
         """Returns shapes of a unit's Optax state; None if parts have no usable state tree of their own."""

@@ -162,7 +162,7 @@ class Layer:
 
     @functools.cached_property
     def wide(self) -> Layer:
-        """The layer as the sums of its gradients over micro-batches are stored: in fp32 where it has fewer bits."""
+        """The layer as the sums of its gradients are stored: in fp32 where it has fewer bits."""
         leaves = tuple(dataclasses.replace(leaf, dtype=wide_dtype(leaf.dtype)) for leaf in self.leaves)
         return self if leaves == self.leaves else dataclasses.replace(self, leaves=leaves)
 
@@ -254,7 +254,7 @@ class Layer:
 
 
 def wide_dtype(dtype: Any) -> np.dtype:
-    """The dtype in which gradients of a dtype are summed over micro-batches."""
+    """The dtype in which gradients of a dtype are summed."""
     return np.dtype(np.float32 if np.dtype(dtype).itemsize < 4 else dtype)
 
 

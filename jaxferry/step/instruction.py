@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import enum
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.partition import Derivative, Partition
@@ -52,6 +52,19 @@ class Operation(enum.Enum):
 
     # An enumeration's own is a Python function, which the executor would call for each task.
     __hash__ = object.__hash__
+
+
+class Arrival(enum.Enum):
+    """In which form a group's gradient arrives for its update on the host."""
+
+    NONE = "none"
+    """There is none, since no segment reads the group."""
+    OWN = "own"
+    """It has the dtypes of `Layer.trained`."""
+    WIDE = "wide"
+    """It is a sum in the dtypes of `Layer.wide`."""
+
+    __hash__ = object.__hash__  # as for `Operation`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +130,8 @@ class StepProgram:
       summed: groups whose gradients are summed on the device over micro-batches; other sums are in host memory.
       kept: groups whose loaded copies stay on the device from one micro-batch to the next, until their update.
       reserved: groups whose device buffers stay allocated for the next step's load, which then waits for no program.
+      widened: groups whose gradients the host sums in the wider dtypes of `Layer.wide`, each with the number of
+        gradients that arrive (`lower.widened_groups`).
     """
 
     partition: Partition
@@ -127,6 +142,7 @@ class StepProgram:
     summed: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
     reserved: frozenset[int] = frozenset()
+    widened: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def programs(self) -> list[Instruction]:
@@ -197,6 +213,11 @@ class StepProgram:
             if source is Source.HOST
         )
 
+    @functools.cached_property
+    def arrivals(self) -> list[Arrival]:
+        """The form in which the gradient of each group arrives for an update on the host."""
+        return arrivals_of(self.partition, self.widened)
+
     @property
     def stays_on_device(self) -> frozenset[int]:
         """Those of them whose masters and optimizer state stay on the device."""
@@ -205,3 +226,15 @@ class StepProgram:
     def with_sums_of(self, groups: frozenset[int]) -> StepProgram:
         """The same step, with the gradients of these groups summed on the device."""
         return dataclasses.replace(self, summed=groups)
+
+
+def arrivals_of(partition: Partition, widened: Collection[int]) -> list[Arrival]:
+    """Returns the form in which the gradient of each group arrives for an update on the host.
+
+    Args:
+      partition: the segments.
+      widened: the groups whose gradients the host sums in wider dtypes.
+    """
+    read = {use.group for use in partition.uses}
+    kinds = [Arrival.WIDE if group in widened else Arrival.OWN for group in range(len(partition.layers))]
+    return [kind if group in read else Arrival.NONE for group, kind in enumerate(kinds)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import Derivative, Partition
@@ -150,7 +150,7 @@ def variant_of(key: ProgramKey, widened: Collection[int], added: Collection[int]
 
     Args:
       key: the planned program.
-      widened: the places among its segment's groups whose gradients the host always adds; see `Transport.is_widened`.
+      widened: the places among its segment's groups whose gradients the host always adds; see `StepProgram.widened`.
       added: those with a gradient in host memory to which the device can add.
     """
     exact = key.alone.onto_sums_in(added)
@@ -161,7 +161,7 @@ def variant_of(key: ProgramKey, widened: Collection[int], added: Collection[int]
 def variants_of(
     partition: Partition,
     keys: Sequence[ProgramKey],
-    is_widened: Callable[[int], bool],
+    all_widened: Collection[int],
     accumulates: bool,
     summed_on_host: Collection[int],
 ) -> list[ProgramKey]:
@@ -170,18 +170,19 @@ def variants_of(
     Args:
       partition: the segments.
       keys: the planned programs of all places.
-      is_widened: whether the host adds all gradients of a group; see `Transport.is_widened`.
+      all_widened: the groups whose gradients the host always adds.
       accumulates: whether there are several micro-batches, which may have other plans.
       summed_on_host: the groups whose gradients of one micro-batch may be summed on the host.
     """
     found: list[ProgramKey] = []
     for key, (_, number) in zip(keys, places(partition), strict=True):
         groups = partition.segments[number].groups
-        widened = {place for place, group in enumerate(groups) if is_widened(group)}
-        found.append(key.alone_in(widened))
+        widened = {place for place, group in enumerate(groups) if group in all_widened}
+        exact = key.alone_in(widened)
+        found.append(exact)
         if accumulates:
             found += [_of_later_micro_batches(key, widened), key.alone]
-        elif any(w is Target.HOST_SUM and g in summed_on_host for w, g in zip(key.writes, groups, strict=True)):
+        elif any(w is Target.HOST_SUM and g in summed_on_host for w, g in zip(exact.writes, groups, strict=True)):
             found.append(key.alone)
     return list(dict.fromkeys(found))
 

@@ -164,7 +164,7 @@ class Compiler:
         state.begin(layers, submit)
         # A state that never trains leaves nothing.
         weakref.finalize(state, transport.made_ahead.clear).atexit = False
-        return lambda program: transport.make_ahead(program.stored, program.summed, submit)
+        return lambda program: transport.make_ahead(program.stored, program.summed, program.widened, submit)
 
     def _check_host_memory(self, prepared: Prepared, is_begun: bool) -> None:
         """Checks that host memory can hold what a step keeps there beside the state, before it runs.
@@ -181,7 +181,8 @@ class Compiler:
             # They count as taken once they exist.
             self._shared.memory.submit(lambda: None).result()
         is_first = not (self._has_decided or is_begun)
-        self.model.check_step(layers, read, prepared.saved_bytes, is_first, kept_bytes, streamed_bytes)
+        given = (layers, read, prepared.saved_bytes, is_first, kept_bytes, streamed_bytes)
+        self.model.check_step(*given, prepared.program.widened)
         self._saved_bytes = max(self._saved_bytes, prepared.saved_bytes)
 
     def _compiled_finer(

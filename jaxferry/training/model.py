@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -34,7 +35,9 @@ ACCELERATOR_DTYPE: Any = jnp.bfloat16
 
 _COPIES = "copies to read in place"
 _SAVED = "saved activations"
-_OF_STEPS = ("compute copy", "gradients", "sums of gradients")
+_SUMS = "sums of gradients"
+_LESS_MOVED = "take smaller or shorter batches (with offload_activations=True), or a plan that reads no layer in place"
+_OF_STEPS = ("compute copy", "gradients", _SUMS)
 
 
 class Model:
@@ -75,13 +78,12 @@ class Model:
         dtypes = _master_dtypes(layers)
         masters = [jax.ShapeDtypeStruct(stored_struct(leaf).shape, dtypes[i]) for i, leaf in enumerate(leaves)]
         self._masters = jax.tree.unflatten(tree, masters)
-        self._accumulates = options.accumulate > 1
-        given = (optimizer, tree, masters, placement, options.clip_norm, hidden)
-        self.optimizer = HostOptimizer(*given, accumulates=self._accumulates)
+        self.optimizer = HostOptimizer(optimizer, tree, masters, placement, options.clip_norm, hidden)
         by_path = layers_by_path(params, self.compute_dtype, self.optimizer.frozen)
         self.layers = held_whole(by_path, self.optimizer.whole)
         self.optimizer.check_parts(self.layers)
         self.transport = choose_transport(transport, placement, self.layers)
+        self._known: tuple[tuple[Layer, ...], Mapping[int, int]] = (), {}
 
     def on(self, placement: Placement) -> Model:
         """The same model on other devices, with the same transport."""
@@ -104,7 +106,11 @@ class Model:
         return self.transport == "ferry"
 
     def host_bytes(
-        self, layers: Sequence[Layer] = (), read: Collection[int] = (), saved_bytes: int = 0
+        self,
+        layers: Sequence[Layer] = (),
+        read: Collection[int] = (),
+        saved_bytes: int = 0,
+        widened: Mapping[int, int] | None = None,
     ) -> dict[str, int]:
         """Bytes of host memory that a training step keeps in this process, by what they are for.
 
@@ -113,6 +119,8 @@ class Model:
             groups differ by a few elements.
           read: the numbers of those that programs read in host memory; each of several processes has them whole.
           saved_bytes: activations that wait in host memory for their backward.
+          widened: by number, those whose gradients are summed in more bits than they have, as for `StepProgram`; None
+            if no batch has shown which these are.
         """
         own, layers = self._placement.ownership, layers or self.layers
         state: Iterable[Any] = self.optimizer.state_shapes().values()
@@ -120,8 +128,15 @@ class Model:
             state = [aval for unit in self.optimizer.units_of(layers) for aval in unit.state]
         copies = sum(own.num_whole_bytes(layers[group]) for group in read)
         more = {_COPIES: copies, _SAVED: saved_bytes}
-        of_training = _host_bytes(layers, state, self._accumulates, own)
+        if self._options.accumulate > 1:
+            widened = dict.fromkeys(range(len(layers)), 1) | dict(widened or {})
+        of_training = _host_bytes(layers, state, own, widened or {}, self._placement.is_cpu)
         return of_training | {name: num_bytes for name, num_bytes in more.items() if num_bytes}
+
+    def _known_bytes(self) -> dict[str, int]:
+        """Bytes of host memory as the last step prepared shows them, without what depends on its plan."""
+        layers, widened = self._known
+        return self.host_bytes(layers, widened=widened)
 
     def check_host_memory(self) -> None:
         """Checks that host memory can hold everything that a training step keeps there, before a state is made.
@@ -129,7 +144,7 @@ class Model:
         Raises:
           HostMemoryError: if it cannot.
         """
-        found = self.host_bytes()
+        found = self._known_bytes()
         self._check_pinned(found)
         if self._placement.allocator is None:
             host_memory.check(found)
@@ -152,6 +167,7 @@ class Model:
         is_first: bool,
         kept_bytes: int,
         streamed_bytes: int = 0,
+        widened: Mapping[int, int] | None = None,
     ) -> None:
         """Checks that host memory can hold what a prepared step keeps there beside the state.
 
@@ -162,13 +178,19 @@ class Model:
           is_first: whether no step has been prepared yet: then gradients and compute copy do not exist either.
           kept_bytes: of `saved_bytes`, what earlier steps have taken and the device's client keeps.
           streamed_bytes: masters and optimizer state that stream through the GPU.
+          widened: as for `host_bytes`.
 
         Raises:
           HostMemoryError: if it cannot.
         """
-        found = self.host_bytes(layers, read, saved_bytes)
+        found = self.host_bytes(layers, read, saved_bytes, widened)
         self._check_pinned(found, streamed_bytes)
         needed = {name: found[name] for name in (_COPIES, _SAVED) if name in found}
+        remedy = host_memory.LESS_STATE if not needed else _LESS_MOVED
+        # Only batches show which gradients are summed in more bits; what is known has been checked before.
+        more_sums = found.get(_SUMS, 0) - self._known_bytes().get(_SUMS, 0)
+        if more_sums > 0:
+            needed[_SUMS] = more_sums
         if not needed:
             return
         if is_first:
@@ -177,10 +199,9 @@ class Model:
         if _SAVED in needed:
             kept_bytes = min(kept_bytes, saved_bytes)
             needed[_SAVED], held_bytes = saved_bytes - kept_bytes, held_bytes + kept_bytes
-        remedy = (
-            "take smaller or shorter batches (with offload_activations=True), or a plan that reads no layer in place"
-        )
         host_memory.check(needed, "a step", remedy, held_bytes)
+        if more_sums > 0:
+            self._known = tuple(layers), dict(widened or {})
 
     def masters(self, leaves: Sequence[Any]) -> dict[int, Parts]:
         """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
@@ -228,43 +249,60 @@ class Model:
           owner: who may use it.
         """
         scale = self._options.loss_scale or UNSCALED
-        held_bytes = sum(self.host_bytes().values())
+        held_bytes = sum(self._known_bytes().values())
         return TrainState(
             self.params, self.optimizer, self._placement, layers, masters, owner, held_bytes, optimizer, step, scale
         )
 
 
-def host_bytes(params: Any, optimizer: optax.GradientTransformation, compute_dtype: Any) -> dict[str, int]:
+def host_bytes(
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    compute_dtype: Any,
+    layers: Sequence[Layer],
+    widened: Mapping[int, int],
+) -> dict[str, int]:
     """`Model.host_bytes` for an optimizer that trains all parameters; its update is not traced.
 
     Args:
       params: the tree of parameters; shapes are enough.
       optimizer: the Optax transformation.
       compute_dtype: the dtype in which the device sees parameters; None for their own.
+      layers: the parameter groups.
+      widened: as for `Model.host_bytes`.
     """
-    layers = layers_by_path(params, compute_dtype)
-    dtypes = _master_dtypes(layers)
+    dtypes = _master_dtypes(layers_by_path(params, compute_dtype))
     leaves, tree = jax.tree.flatten(params)
     masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
     state = jax.eval_shape(optimizer.init, jax.tree.unflatten(tree, masters))
-    return _host_bytes(layers, jax.tree.leaves(state), accumulates=False, ownership=Ownership())
+    return _host_bytes(layers, jax.tree.leaves(state), Ownership(), widened, is_cpu=False)
 
 
 def _host_bytes(
-    layers: Sequence[Layer], state: Iterable[Any], accumulates: bool, ownership: Ownership
+    layers: Sequence[Layer],
+    state: Iterable[Any],
+    ownership: Ownership,
+    widened: Mapping[int, int],
+    is_cpu: bool,
 ) -> dict[str, int]:
     leaves = [leaf for layer in layers for leaf in ownership.of(layer).leaves]
     # The compute copy of a frozen parameter is its only copy if the dtypes agree.
     own = [leaf for leaf in leaves if leaf.is_trained or leaf.master_dtype != leaf.dtype]
     trained = [layer.trained for layer in layers]
-    # Where gradients of fewer bits are summed, these arrive in memory of their own.
-    sums = sum(ownership.of(layer.wide).num_bytes for layer in trained if layer.wide is not layer and accumulates)
+    # Where gradients of fewer bits are summed, these arrive in memory of their own: all of a step, unless a CPU adds
+    # each at once.
+    sums = sum(
+        ownership.of(layer.wide).num_bytes
+        for group, layer in enumerate(trained)
+        if group in widened and layer.wide is not layer
+    )
+    num_arriving = [1 if is_cpu else widened.get(group, 1) for group in range(len(trained))]
     return {
         "master parameters": sum(leaf.size * leaf.master_dtype.itemsize for leaf in own),
         "optimizer state": sum(map(aval_bytes, state)),
         "compute copy": sum(map(ownership.num_host_bytes, layers)),
-        "gradients": sum(map(ownership.num_host_bytes, trained)),
-        **({"sums of gradients": sums} if sums else {}),
+        "gradients": sum(map(operator.mul, num_arriving, map(ownership.num_host_bytes, trained))),
+        **({_SUMS: sums} if sums else {}),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxferry.costs.progress import progress_bar
 from jaxferry.costs.records import Profile
-from jaxferry.engine import Placement, Programs, RematVariants, Rules, program_keys, summed_groups
+from jaxferry.engine import Placement, Programs, RematVariants, Rules, program_keys, summed_groups, widened_groups
 from jaxferry.engine.facts import with_sum_bytes
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.optimizer.on_devices import num_bytes_on_each, unit_on_devices
@@ -151,7 +151,9 @@ class Profiler:
             else:
                 alone = (variants.base, programs, self._model.optimizer, placement, transport)
                 profile = measure_profile(*alone, recomputing=recomputing, progress=progress, **more)
-        facts = {**profile.machine, "host_bytes": self._model.host_bytes(), **self._placement.memory_facts()}
+        widened = widened_groups(variants.base, variants.derivatives)
+        host_bytes = self._model.host_bytes(variants.base.layers, widened=widened)
+        facts = {**profile.machine, "host_bytes": host_bytes, **self._placement.memory_facts()}
         groups = summed_groups(variants.base, variants.derivatives, self._options.accumulate)
         return dataclasses.replace(
             with_sum_bytes(profile, variants.base, groups),

@@ -33,6 +33,7 @@ from jaxferry.engine import (
     summed_groups,
     unsplit_by_step,
     variants_of,
+    widened_groups,
 )
 from jaxferry.engine.facts import with_sum_bytes
 from jaxferry.errors import BudgetError, InputError
@@ -79,6 +80,7 @@ class StepCompiler:
         self._resources, self._options, self._begin = resources, options, begin or _nothing
         # A recorder marks each copy beside the program that queues it.
         self._joins = resources.transport.joins if resources.recorder is None else NO_JOINS
+        self._widened = widened_groups(variants.base, variants.derivatives, options.accumulate)
         self._device_updates = DeviceUpdateCompiler(
             resources.optimizer,
             variants.base.layers,
@@ -253,14 +255,14 @@ class StepCompiler:
         parts, is_offloaded = self._variants.of(plan.recomputes), self._options.offload_activations
         profile = self._profile_of(plan, summed)
         lowered = lower(parts, self._variants.derivatives, plan, profile, is_offloaded, self._joins)
-        return lowered.with_sums_of(summed)
+        return dataclasses.replace(lowered, summed=summed, widened=self._widened)
 
     def _keys(self, program: StepProgram) -> list[Any]:
         """The programs that a step may run."""
         parts, transport, on_host = program.partition, self._resources.transport, set[int]()
         if not self._resources.placement.is_cpu:
             on_host = groups_summed_on_host(parts, program.derivatives, program.plan, transport.adds_on_host)
-        return variants_of(parts, program.keys, transport.is_widened, self._options.accumulate > 1, on_host)
+        return variants_of(parts, program.keys, program.widened, self._options.accumulate > 1, on_host)
 
     def _peak(self, program: StepProgram, ahead: Sequence[int] = ()) -> Peak:
         """The most device memory that a step needs."""
@@ -280,9 +282,14 @@ class StepCompiler:
         sums = sum(-(-groups[group].trained.wide.num_bytes // num_shares(groups[group])) for group in program.summed)
         updates = self._device_updates.compile(program, self._programs)
         other_bytes = self._resources.transport.staging_bytes + sums + updates.device_bytes
-        known = self._programs.temporary_bytes
-        # A program that would add to host memory only writes there where the host adds.
-        return {key: known[key if key in known else key.alone] for key in program.keys}, other_bytes
+        known, found = self._programs.temporary_bytes, dict[ProgramKey, int]()
+        for instruction in program.programs:
+            key, own = instruction.key, program.partition.segments[instruction.segment].groups
+            assert key is not None
+            # A program that would add to host memory only writes there where the host adds.
+            runs = key.alone_in([place for place, group in enumerate(own) if group in program.widened])
+            found[key] = max(known[runs], found.get(key, 0))
+        return found, other_bytes
 
     def _runnable(self, program: StepProgram, ahead: tuple[int, ...]) -> RunnableStep:
         graph, put = program.partition.graph, self._resources.placement.put

@@ -34,13 +34,13 @@ _OF_LOADS = frozenset({"unpack", "load", "load onto", "load vacant", "load unuse
 class Transport:
     """Moves layers and their gradients; the base class of all transports.
 
-    Gradients have the dtypes of `Layer.trained`. Their sums over micro-batches have those of its `wide`: an arriving
-    gradient of fewer bits is added by the host.
+    Gradients have the dtypes of `Layer.trained`. Sums may have those of its `wide`: the host adds what arrives in fewer
+    bits.
 
     Args:
       placement: the memories between which they move.
       layers: the layers; loads move all their parameters, gradients cover the trained ones.
-      accumulates: whether gradients are summed over micro-batches.
+      accumulates: whether gradients are summed over micro-batches, which the device may do.
 
     Attributes:
       library: the native library, if the transport uses it.
@@ -54,7 +54,7 @@ class Transport:
     def __init__(self, placement: Placement, layers: Sequence[Layer], accumulates: bool = False) -> None:
         self._placement, self._layers = placement, list(layers)
         self._gradients = [layer.trained for layer in layers]
-        self._sums = [layer.wide for layer in self._gradients] if accumulates else self._gradients
+        self._sums = [layer.wide for layer in self._gradients]
         # As they are on the device and in the memory that it reaches, and where the host adds.
         kinds, ownership = (self._layers, self._gradients, self._sums), placement.ownership
         self._there = [list(map(ownership.shared, layers)) for layers in kinds]
@@ -146,6 +146,7 @@ class Transport:
         onto: HostGradient | None = None,
         mark: TaskMark | None = None,
         is_sum: bool = False,
+        widens: bool = False,
         into: Vectors | None = None,
     ) -> HostGradient:
         """Starts the copy of a layer's gradients to the host, and frees the device's copy when it has ended.
@@ -158,25 +159,15 @@ class Transport:
             parameter if some are rows of lookups.
           onto: the stored gradient of an earlier use of the layer, to which these are added; it is consumed.
           mark: records when the copy starts and ends; None for no record.
-          is_sum: whether they are sums over micro-batches, joined arrays in the dtypes of such sums.
+          is_sum: whether they are sums over micro-batches, joined arrays in the dtypes of `wide`.
+          widens: whether the host sums them in these dtypes, and they have others unless `is_sum`.
           into: vectors in pinned memory to overwrite, which are donated; None for the transport's own. The result's
             `vectors` replace them, in the same memory or in other.
         """
         raise NotImplementedError
 
-    def is_widened(self, layer: int) -> bool:
-        """Whether a layer's gradients are summed in other dtypes than their own."""
-        return self._sums[layer] is not self._gradients[layer]
-
-    def is_summed_on_host(self, layer: int, gradient: HostGradient | None) -> bool:
-        """Whether the device cannot add to a layer's stored gradient, since it is summed where the optimizer reads it.
-
-        Args:
-          layer: the layer.
-          gradient: None if none is stored yet, which the device may then begin.
-        """
-        if gradient is None or self.is_widened(layer):
-            return self.is_widened(layer)
+    def is_summed_on_host(self, gradient: HostGradient) -> bool:
+        """Whether the device cannot add to a stored gradient, since it is summed where the optimizer reads it."""
         is_copied = gradient.is_gathered and not gradient.written
         return not self._placement.is_cpu and (gradient.is_summed_on_host or is_copied)
 
@@ -185,7 +176,7 @@ class Transport:
 
         Args:
           layer: the layer.
-          onto: the sum of earlier ones; None begins one.
+          onto: the sum of earlier ones; None begins one in the dtypes of `wide`.
           more: the gradient, which is consumed.
         """
 
@@ -194,7 +185,7 @@ class Transport:
                 host_sums.add(target, as_numpy(vector), adds=onto is not None)
             self.recycle(layer, more)
 
-        total = self._begun_on_host(layer) if onto is None else onto
+        total = self._begun_on_host(layer, widens=True) if onto is None else onto
         return self._add_later(layer, total, add, more.copy)
 
     def _add_later(self, layer: int, total: HostGradient, add: Addend, copy: CopyInFlight | None) -> HostGradient:
@@ -204,13 +195,13 @@ class Transport:
             self.gather(layer, total)
         return total
 
-    def _begun_on_host(self, layer: int) -> HostGradient:
+    def _begun_on_host(self, layer: int, widens: bool) -> HostGradient:
         """A gradient of which nothing is written yet; the host will begin it."""
         place = self._placement
         if place.is_cpu or writes_in_place(place):
-            return HostGradient(self.destinations(layer, is_sum=True), place.is_cpu)
+            return HostGradient(self.destinations(layer, is_sum=widens), place.is_cpu)
         # Nothing else would be read through the memory that the device can write.
-        shapes = self._here[2][layer].vectors
+        shapes = self._here[2 if widens else 1][layer].vectors
         spare = self._spares(layer, shapes, is_pinned=False)
         if spare:
             return HostGradient(spare.pop(), True)
@@ -223,10 +214,10 @@ class Transport:
         Args:
           layer: the layer.
           onto: the gradient to add to, which is not summed on the host; None for one to write.
-          is_sum: whether a sum over micro-batches is written.
+          is_sum: whether a sum in the dtypes of `wide` is written.
         """
         if onto is None:
-            kind = layer, is_sum and self.is_widened(layer)
+            kind = layer, is_sum and self._sums[layer] is not self._gradients[layer]
             if (spare := self._written_before.get(kind)) is None:
                 shapes = self._there[2 if is_sum else 1][layer].vectors
                 spare = self._written_before[kind] = self._spares(layer, shapes, is_pinned=True)
@@ -251,7 +242,13 @@ class Transport:
         where = self._placement.pinned_of(self._layers[layer])
         return tuple(empty(v.size, v.dtype, where) for v in self._there[2 if is_sum else 1][layer].vectors)
 
-    def make_ahead(self, stored: Mapping[int, bool], summed: Collection[int] = (), submit: Any = None) -> None:
+    def make_ahead(
+        self,
+        stored: Mapping[int, bool],
+        summed: Collection[int] = (),
+        widened: Collection[int] = (),
+        submit: Any = None,
+    ) -> None:
         """Lets a thread make the vectors that the first `destinations` of layers return: to pin memory takes long.
 
         What earlier calls have asked for, and nothing has taken, is dropped unless it is wanted again.
@@ -259,9 +256,12 @@ class Transport:
         Args:
           stored: the layers whose gradients a step stores, in that order: whether programs write them there themselves.
           summed: those of them that the device sums over micro-batches before.
+          widened: those of them whose gradients are summed in the dtypes of `wide`.
           submit: lets the thread call a function with arguments, and returns a `Future`; needed if any are stored.
         """
-        taken = {layer: self._taken(layer, is_written, layer in summed) for layer, is_written in stored.items()}
+        taken = {
+            layer: self._taken(is_written, layer in summed, layer in widened) for layer, is_written in stored.items()
+        }
         wanted = dict.fromkeys((layer, is_sum) for layer, kinds in taken.items() for is_sum in kinds)
         for kind in list(self.made_ahead):
             if kind not in wanted and (dropped := self.made_ahead.pop(kind, None)) is not None:
@@ -271,9 +271,9 @@ class Transport:
             if submit is not None and kind not in self.made_ahead and kind not in self._written_before:
                 self.made_ahead[kind] = submit(self._new_vectors, *kind)
 
-    def _taken(self, layer: int, is_written: bool, is_summed: bool) -> Sequence[bool]:
+    def _taken(self, is_written: bool, is_summed: bool, widens: bool) -> Sequence[bool]:
         """The vectors that a step's gradient of a layer takes: for each, whether they are those of sums."""
-        return (False,) if not self.is_widened(layer) else (True,) if is_summed else (False, True)
+        return (False,) if not widens else (True,) if is_summed else (False, True)
 
     def compile(
         self, loads: Mapping[int, int], reserved: Collection[int], stored: Collection[int], marks: bool
@@ -352,7 +352,7 @@ class Transport:
         delete_all(held.arrays)
 
     def _store_rows(
-        self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None
+        self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None, widens: bool
     ) -> HostGradient:
         """Lets the host add gradients, of which rows of lookups become dense there, and frees the device's copy.
 
@@ -361,8 +361,9 @@ class Transport:
           gradients: as for `store`.
           onto: as for `store`.
           mark: as for `store`.
+          widens: as for `store`.
         """
-        total = self._begun_on_host(layer) if onto is None else onto
+        total = self._begun_on_host(layer, widens) if onto is None else onto
         if self._placement.is_cpu:
             there, copy = gradients, None
         else:
@@ -391,7 +392,7 @@ class Transport:
         return jax.tree.map(lambda array: array.addressable_shards[0].data, arrays)
 
     def program(self, name: str, layer: int, is_sum: bool = False) -> Any:
-        """The jitted function of a name, for sums over micro-batches if so; groups of the same layout share it."""
+        """The jitted function of a name, for sums in the dtypes of `wide` if so; groups of the same layout share it."""
         known = self._of_layer.get((name, layer, is_sum))
         if known is None:
             kinds = self._there if name in _OF_LOADS or name == "pack" else self._here

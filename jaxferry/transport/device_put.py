@@ -32,7 +32,7 @@ class DevicePut(Transport):
         # The flat vectors exist beside the parameters split from them, and beside the gradients packed into them.
         most = max(
             -(-max(layer.num_bytes, sums.num_bytes) // placement.ownership.num_shares(layer))
-            for layer, sums in zip(layers, self._sums, strict=True)
+            for layer, sums in zip(layers, self._sums if accumulates else self._gradients, strict=True)
         )
         self.staging_bytes = 0 if placement.is_cpu else 2 * most
 
@@ -48,19 +48,21 @@ class DevicePut(Transport):
         onto: HostGradient | None = None,
         mark: TaskMark | None = None,
         is_sum: bool = False,
+        widens: bool = False,
         into: Vectors | None = None,
     ) -> HostGradient:
         """See `Transport.store`."""
         have_rows = any(isinstance(gradient, RowGradient) for gradient in gradients)
         if self._placement.is_cpu:
             if onto is None and not have_rows:
-                into = self.destinations(layer, is_sum=True) if into is None else into
-                stored = HostGradient(self.program("store", layer, is_sum=True)(gradients, into), True)
+                is_wide = is_sum or widens
+                into = self.destinations(layer, is_sum=is_wide) if into is None else into
+                stored = HostGradient(self.program("store", layer, is_wide)(gradients, into), True)
                 delete_all(jax.tree.leaves(gradients))
                 return stored
-            return self._store_rows(layer, gradients, onto, mark)
+            return self._store_rows(layer, gradients, onto, mark, widens)
         if all(isinstance(gradient, RowGradient) for gradient in gradients):
-            return self._store_rows(layer, gradients, onto, mark)
+            return self._store_rows(layer, gradients, onto, mark, widens)
         packed = self.program("pack", layer, is_sum)(gradients)
         delete_all(jax.tree.leaves(gradients))
         pinned = tuple(self._placement.moved(packed, self._placement.pinned_of(self._layers[layer])))
@@ -69,13 +71,13 @@ class DevicePut(Transport):
         stored = HostGradient(pinned, False, PutCopy(packed, pinned), is_reusable=False)
         if into is not None and [v.size for v in into] != [v.size for v in pinned]:
             stored = self._put_into(layer, stored, into)
-        if onto is not None or (self.is_widened(layer) and not is_sum):
+        if onto is not None or (widens and not is_sum):
             stored = self.add_on_host(layer, onto, stored)
         return stored
 
-    def _taken(self, layer: int, is_written: bool, is_summed: bool) -> Sequence[bool]:
+    def _taken(self, is_written: bool, is_summed: bool, widens: bool) -> Sequence[bool]:
         """See `Transport`; a copy of the runtime makes vectors of its own."""
-        taken = super()._taken(layer, is_written, is_summed)
+        taken = super()._taken(is_written, is_summed, widens)
         return taken if is_written else [is_sum for is_sum in taken if is_sum and not is_summed]
 
     def _put_into(self, layer: int, pieces: HostGradient, into: Vectors) -> HostGradient:

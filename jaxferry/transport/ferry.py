@@ -71,14 +71,15 @@ class Ferry(Transport):
         onto: HostGradient | None = None,
         mark: TaskMark | None = None,
         is_sum: bool = False,
+        widens: bool = False,
         into: Vectors | None = None,
     ) -> HostGradient:
         """See `Transport.store`."""
         arrays = [gradient for gradient in gradients if not isinstance(gradient, RowGradient)]
         if len(arrays) < len(gradients):
-            return self._store_rows(layer, gradients, onto, mark)
-        begins = is_sum and onto is None
-        if not begins and self.is_summed_on_host(layer, onto):
+            return self._store_rows(layer, gradients, onto, mark, widens)
+        adds_on_host = widens and not is_sum if onto is None else widens or self.is_summed_on_host(onto)
+        if adds_on_host:
             return self.add_on_host(layer, onto, self._copy(layer, arrays, None, mark, is_sum))
         return self._copy(layer, arrays, onto, mark, is_sum, into)
 

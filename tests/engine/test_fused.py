@@ -17,6 +17,7 @@ from jaxferry.optimizer.optimizer import HostOptimizer
 from jaxferry.optimizer.subtree import path_names
 from jaxferry.optimizer.update_group import UpdateGroup
 from jaxferry.partition.layout import make_layer
+from jaxferry.step.instruction import Arrival
 from jaxferry.transport.placement import make_placement
 from planned import assert_same_bits
 from tolerances import FUSED_RTOL
@@ -94,7 +95,7 @@ class Updater:
         indices = tuple(leaf.index for leaf in layers[0].leaves)
         [unit] = host.units_of(layers)
         unit = dataclasses.replace(unit, masters=masters, state=host.updates.init_state(unit, masters))
-        host.updates.compile([unit], layers, [True])
+        host.updates.compile([unit], layers, [Arrival.OWN])
         packed = layers[0].pack([masters[i] for i in indices])
         return cls(host, unit, layers, [tuple(jax.device_put(v, place.pinned, may_alias=False) for v in packed)])
 
@@ -109,7 +110,7 @@ class Updater:
             for x in (norm, scale)
         ]
         given = self.vectors if vectors is None else vectors
-        self.vectors = self.unit.programs[(True,)](self.unit, given, arrived, *numbers)
+        self.vectors = self.unit.programs[(Arrival.OWN,)](self.unit, given, arrived, *numbers)
         return self.unit.masters, self.unit.state, self.vectors
 
 
@@ -119,7 +120,7 @@ def is_fused():
 
     def check(optimizer):
         updater = Updater.make(optimizer, jnp.bfloat16)
-        return isinstance(updater.unit.programs[(True,)], FusedUpdate)
+        return isinstance(updater.unit.programs[(Arrival.OWN,)], FusedUpdate)
 
     return check
 
@@ -259,7 +260,7 @@ def test_units_that_count_alike_share_the_factors_of_a_step(monkeypatch):
     updater = Updater.make(PAIRS["schedule"][0], jnp.bfloat16, clip_norm=1.0)
     other = Updater.make(PAIRS["schedule"][0], jnp.bfloat16, clip_norm=1.0)
     other.unit.programs = updater.unit.programs
-    factors, place = updater.unit.programs[(True,)]._factors, make_placement()
+    factors, place = updater.unit.programs[(Arrival.OWN,)]._factors, make_placement()
     runs, program = [], factors._program
     monkeypatch.setattr(factors, "_program", lambda *given: (runs.append(given), program(*given))[1])
     norms = [jax.device_put(np.float32(norm), place.host_compute) for norm in (0.5, 3)]

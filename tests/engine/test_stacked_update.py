@@ -15,6 +15,7 @@ from jaxferry.optimizer.fused import FusedUpdate
 from jaxferry.optimizer.pieces import Pieces, whole_of
 from jaxferry.partition import Part
 from jaxferry.partition.layout import make_layer
+from jaxferry.step.instruction import Arrival
 from planned import assert_same_bits
 
 # Updates of the host alone; what an accelerator changes for them is a parameter of the tests.
@@ -60,7 +61,7 @@ class Run:
         for unit in self.units:
             unit.masters = [masters.take(key) for key in unit.keys]
             unit.state = self.host.updates.init_state(unit, unit.masters)
-        self.host.updates.compile(self.units, layers, [True] * len(layers))
+        self.host.updates.compile(self.units, layers, [Arrival.OWN] * len(layers))
 
     def put(self, array, pinned=False):
         return jax.device_put(np.array(array), self.place.pinned if pinned else self.place.host, may_alias=False)
@@ -81,7 +82,7 @@ class Run:
         packed, vectors = jax.block_until_ready((self.pack(gradients), self.pack(random(0))))
         numbers = [jax.device_put(np.float32(x), self.place.host_compute) for x in (0, 1)]
         for unit in self.units:
-            update = unit.programs[(True,) * len(unit.layers)]
+            update = unit.programs[(Arrival.OWN,) * len(unit.layers)]
             made = update(unit, *([v[i] for i in unit.layers] for v in (vectors, packed)), *numbers)
             for i, vector in zip(unit.layers, made, strict=True):
                 vectors[i] = vector

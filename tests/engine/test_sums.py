@@ -1,6 +1,8 @@
 """Sums of gradients over micro-batches, in more bits than the gradients have."""
 
+import functools
 import itertools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,12 @@ import jaxferry
 import models
 from accelerator import emulate
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
+from jaxferry.optimizer.host_memory import pinned_bytes
 from jaxferry.partition import partition
 from jaxferry.step.records import LayerPlan, Plan
 from planned import assert_same_bits, segment_names
 from steps import with_sums_in_host_memory
+from watched import becomes, live_arrays, settled
 
 N = 300
 COLUMNS = 512
@@ -72,9 +76,99 @@ def test_sums_of_bfloat16_gradients_have_the_bits_of_sums_in_fp32_wherever_they_
         np.testing.assert_array_equal(state.params[name]["w"], -np.stack([mean, mean], 1), name)
 
 
+NUM_USES = 12
+SPREAD = np.geomspace(1, 250, NUM_USES)[:, None, None] * np.random.default_rng(6).uniform(0.5, 1.5, (NUM_USES, 1, 64))
+BATCHES = [SPREAD.astype(jnp.bfloat16), SPREAD[::-1].astype(jnp.bfloat16)]
+UNUSED = {name: {"w": np.zeros((64, 2), np.float32)} for name in "abc"}
+GFGB = (Mode.GFGB, GradientPlace.DEVICE)
+WAYS = {
+    "offloads": [GFGB],
+    "both": [GFGB, (Mode.GFGB, GradientPlace.HOST)],
+    "reads in place": [(Mode.RELOAD, GradientPlace.DEVICE), (Mode.DHA, GradientPlace.HOST)],
+    "resident": [(Mode.RESIDENT, GradientPlace.DEVICE), (Mode.RESIDENT, GradientPlace.HOST)],
+}
+"""Modes and gradient places of a layer's uses in turn."""
+
+
+def used_often(params, xs):
+    """Reads `a` and `b` in turn, once for each row of the batch, and `c` once; their gradients are these rows."""
+    y = jnp.zeros((1, 2), xs.dtype)
+    for x in xs:
+        y = y + x @ params["a"]["w"]
+        y = y + x @ params["b"]["w"]
+    return jnp.sum((y + xs[0] @ params["c"]["w"]).astype(jnp.float32))
+
+
+def plan_of_uses(way):
+    names = segment_names(models.Task(used_often, UNUSED, BATCHES[0]))
+    of_ways = {name: itertools.cycle(WAYS[way]) for name in "ab"} | {"c": itertools.repeat(GFGB)}
+    return Plan("any", 1.0, tuple(LayerPlan(name, *next(of_ways[name[0]])) for name in names))
+
+
+@pytest.mark.usefixtures("_device")
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [*((way, {}) for way in WAYS), ("both", {"accumulate": 2}), ("both", {"clip_norm": 1e9})],
+    ids=[*WAYS, "mean of two", "clipped"],
+)
+def test_gradients_of_a_layers_uses_are_summed_in_fp32(transport, way, options):
+    """A sum in bfloat16, rounded after each addition, differs in most elements."""
+    rounded = functools.reduce(operator.add, BATCHES[0])
+    assert np.mean(np.float32(rounded[0]) != summed(BATCHES[0])) > 0.5
+    given = {"compute_dtype": jnp.bfloat16, "plan": plan_of_uses(way), "transport": transport, **options}
+    step = jaxferry.train_step(used_often, jaxferry.sgd(1.0), **given)
+    state, batches = step.init(UNUSED), BATCHES[: options.get("accumulate", 1)]
+    for batch in batches:
+        state, metrics = step(state, batch)
+    mean = sum(summed(reversed(batch)) for batch in batches) / np.float32(len(batches))
+    once = sum(np.float32(batch[0, 0]) for batch in batches) / np.float32(len(batches))
+    for name, expected in {"a": mean, "b": mean, "c": once}.items():
+        np.testing.assert_array_equal(state.params[name]["w"], -np.stack([expected, expected], 1), name)
+    norm = np.sqrt(2 * np.sum(np.float64([mean, mean, once]) ** 2))
+    np.testing.assert_allclose(float(metrics["grad_norm"]), norm, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("transport", "optimizer"),
+    [("ferry", jaxferry.sgd(1.0)), ("device_put", optax.sgd(1.0))],
+    ids=["ferry, fused", "device_put, compiled"],
+)
+def test_batches_may_use_a_layer_any_number_of_times(monkeypatch, transport, optimizer):
+    emulate(monkeypatch)
+    step = jaxferry.train_step(used_often, optimizer, compute_dtype=jnp.bfloat16, transport=transport)
+    state, expected = step.init(UNUSED), np.zeros(64, np.float32)
+    for num in (1, NUM_USES, 1, 2, NUM_USES):
+        state, _ = step(state, BATCHES[0][:num])
+        expected = expected - summed(reversed(BATCHES[0][:num]))
+    for name in "ab":
+        np.testing.assert_array_equal(state.params[name]["w"], np.stack([expected, expected], 1), name)
+
+
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_what_is_pinned_for_the_uses_of_a_layer_is_counted(monkeypatch, transport):
+    def pinned():
+        state.block_until_ready()
+        there = [array for array in live_arrays() if array.sharding.memory_kind == "pinned_host"]
+        return sum({array.unsafe_buffer_pointer(): array.nbytes for array in there}.values())  # some are views
+
+    emulate(monkeypatch)
+    step = jaxferry.train_step(used_often, jaxferry.sgd(1.0), compute_dtype=jnp.bfloat16, transport=transport)
+    state = step.init(UNUSED)
+    before = settled(pinned)
+    for _ in range(3):
+        state, _ = step(state, BATCHES[0])
+    made = step.prepare(BATCHES[0])
+    counted = step.compiler.model.host_bytes(made.partition.layers, widened=made.program.widened)
+    assert counted["sums of gradients"] == 2 * 4 * 128
+    assert counted["gradients"] == (2 * NUM_USES + 1) * 2 * 128
+    assert becomes(lambda: pinned() - before <= pinned_bytes(counted))
+
+
 WIDTH = 8
 SHARED = {"a": ("p", "q"), "b": ("p",), "c": ("p",)}
 """Modules of blocks; block `a` runs three times."""
+DTYPES = {"p": jnp.bfloat16, "q": np.float32}
 NARROW = [np.random.default_rng(i).normal(size=(4, WIDTH)).astype(np.float32) for i in range(6)]
 
 
@@ -87,10 +181,9 @@ def shared_blocks(params, x):
 
 def shared_params():
     draw = np.random.default_rng(0)
-    weights = {block: [draw.normal(size=(WIDTH, WIDTH)) for _ in modules] for block, modules in SHARED.items()}
     return {
-        block: {module: {"w": 0.3 * w.astype(np.float32)} for module, w in zip(SHARED[block], own, strict=True)}
-        for block, own in weights.items()
+        block: {module: {"w": (0.3 * draw.normal(size=(WIDTH, WIDTH))).astype(DTYPES[module])} for module in modules}
+        for block, modules in SHARED.items()
     }
 
 
@@ -128,7 +221,8 @@ def test_the_uses_of_a_layer_may_differ_in_gradient_place(monkeypatch, device, a
     num = 3 if granularity == BLOCK else 6
     choices = list(itertools.product(GradientPlace, repeat=num))
     draw = np.random.default_rng(num)
-    chosen = choices if num == 3 else [choices[0], *(choices[n] for n in draw.choice(len(choices), 6, replace=False))]
+    drawn = [choices[n] for n in draw.choice(len(choices), 5, replace=False)]
+    chosen = choices if num == 3 else [choices[0], choices[-1], *drawn]
     assert choices[0] == (GradientPlace.DEVICE,) * num
     found = [trained_with(places, granularity, options) for places in chosen]
     for losses, params in found[1:]:
@@ -137,13 +231,15 @@ def test_the_uses_of_a_layer_may_differ_in_gradient_place(monkeypatch, device, a
 
 
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
-def test_of_a_token_that_is_looked_up_often_no_row_is_lost(transport):
+@pytest.mark.parametrize("tokens", [np.full(2000, 3), np.full((3, 257), 3)], ids=["at once", "by several lookups"])
+def test_of_a_token_that_is_looked_up_often_no_row_is_lost(transport, tokens):
     def loss_fn(params, tokens):
-        return jnp.sum((params["table"]["w"][tokens] @ params["head"]["w"]).astype(jnp.float32))
+        looked_up = [params["table"]["w"][row] @ params["head"]["w"] for row in jnp.atleast_2d(tokens)]
+        return jnp.sum(sum(looked_up).astype(jnp.float32))
 
     step = jaxferry.train_step(loss_fn, optax.sgd(1.0), compute_dtype=jnp.bfloat16, transport=transport)
     params = {"table": {"w": np.zeros((4096, 4), np.float32)}, "head": {"w": np.eye(4, dtype=np.float32)}}
-    state, _ = step(step.init(params), np.full(2000, 3))
-    # Added one by one in bfloat16, ones come no further than 256.
-    expected = np.where(np.arange(4096)[:, None] == 3, -2000, 0) * np.ones(4)
+    state, _ = step(step.init(params), tokens)
+    # Added one by one in bfloat16, ones come no further than 256, and 257 is no bfloat16.
+    expected = np.where(np.arange(4096)[:, None] == 3, -tokens.size, 0) * np.ones(4)
     np.testing.assert_array_equal(state.params["table"]["w"], expected)

@@ -18,13 +18,14 @@ from accelerator import emulate
 from jaxferry.costs.cache import MeasurementCache, surroundings
 from jaxferry.costs.records import Profile
 from jaxferry.costs.segment_costs import partition_costs
+from jaxferry.costs.timers import Effort
 from jaxferry.engine import ProgramKey, ProgramKind, Programs, Source, Target, derivatives_of, make_placement
 from jaxferry.native import library
 from jaxferry.optimizer.optimizer import HostOptimizer
 from jaxferry.partition import partition
 from jaxferry.settings import own_settings
 from jaxferry.training.measure.cold_caches import cold_caches
-from jaxferry.training.measure.profile import measure_profile
+from jaxferry.training.measure.profile import _Measured, measure_profile
 from planned import assert_same_bits, train
 from watched import live_arrays
 
@@ -35,10 +36,10 @@ TIMES = ("load_s", "offload_s", "update_s", "forward_s", "forward_dha_s", *BACKW
 class Setting:
     """A partition and everything needed to measure it."""
 
-    def __init__(self, loss_fn, params, batch, optimizer=None, kind="ferry"):
+    def __init__(self, loss_fn, params, batch, optimizer=None, kind="ferry", compute_dtype=None):
         leaves, tree = jax.tree.flatten(params)
         self.placement, self.kind = make_placement(), kind
-        self.partition = partition(loss_fn, params, (batch,))
+        self.partition = partition(loss_fn, params, (batch,), compute_dtype=compute_dtype)
         self.derivatives = derivatives_of(self.partition, "none")
         self.programs = Programs(self.partition, self.derivatives, self.placement, native=kind == "ferry")
         dtypes = {leaf.index: leaf.master_dtype for layer in self.partition.layers for leaf in layer.leaves}
@@ -398,3 +399,28 @@ def test_policies_that_plan_without_times_measure_nothing_unless_told_to(tmp_pat
             forced.init(setting)
             forced.prepare(batch)
             assert len(count) > 10
+
+
+@pytest.mark.parametrize("kind", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+def test_sums_of_more_bits_are_measured_as_they_run(monkeypatch, kind):
+    """One layer runs twice in 16 bits, so the host adds each gradient to an fp32 sum, which the update reads."""
+
+    def loss_fn(params, x):
+        for name in ("often", "once", "often"):
+            x = jnp.tanh(x @ params[name]["kernel"])
+        return jnp.mean(x**2)
+
+    emulate(monkeypatch)
+    params = {name: {"kernel": np.zeros((8, 8), np.float32)} for name in ("often", "once")}
+    with own_settings():
+        setting = Setting(loss_fn, params, np.ones((4, 8), np.float32), jaxferry.sgd(0.1), kind, jnp.bfloat16)
+        given = (setting.partition, setting.partition, setting.programs, setting.optimizer, setting.placement, kind)
+        subjects = _Measured(*given).subjects
+        seconds = {
+            key: subject.time(Effort(min_repetitions=1, budget_s=0.0))
+            for key, subject in subjects.items()
+            if isinstance(key, tuple) and key[0] in ("offload", "sum", "update")
+        }
+    widens = [key[-1] for key in seconds if key[0] != "update"]
+    assert sorted(widens) == [False, True, True] and all(seconds[key] > 0 for key in seconds if key[0] == "update")
+    assert len({subjects[key].content for key in seconds}) == len(seconds) == 5

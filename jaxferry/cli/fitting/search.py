@@ -11,6 +11,7 @@ such steps are slower for each sample.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ def find_fit(
     model: str,
     machine: str,
     budget_bytes: int,
-    host_bytes: Mapping[str, int],
+    host_bytes: Callable[[Traced], Mapping[str, int]],
     host_memory_bytes: int | None = None,
     report: Callable[[str], None] = lambda part: None,
 ) -> Fit:
@@ -61,17 +62,19 @@ def find_fit(
       model: its name.
       machine: its name.
       budget_bytes: device memory that training may take.
-      host_bytes: host memory that training keeps, by what it is for.
+      host_bytes: returns the host memory that training keeps, by what it is for, with batches of any size.
       host_memory_bytes: host memory that training may take; None if it is not known.
       report: called with a short description as each part starts.
     """
 
+    @functools.cache
     def traced(size: int) -> Traced:
         report(f"tracing batches of {size}")
         return trace(size)
 
     # For what waits in host memory for its backward; batches need nothing else there.
-    left_bytes = None if host_memory_bytes is None else host_memory_bytes - sum(host_bytes.values())
+    of_training = host_bytes(traced(batch_size))
+    left_bytes = None if host_memory_bytes is None else host_memory_bytes - sum(of_training.values())
     sizes = Sizes(traced, budget_bytes, left_bytes)
 
     def fits(each: Traced) -> bool:
@@ -87,7 +90,7 @@ def find_fit(
     for size, each in wanted.items():
         report(f"planning for batches of {size}")
         rows.append(forecast(each, budget_bytes))
-    kept = with_saved(host_bytes, max([smallest, *wanted.values()], key=lambda each: each.batch_size))
+    kept = with_saved(of_training, max([smallest, *wanted.values()], key=lambda each: each.batch_size))
     streamed = [streamed_state_bytes(wanted[row.batch_size].profile, row.plan) for row in rows]
     return Fit(
         model,
@@ -100,7 +103,7 @@ def find_fit(
         smallest.batch_size,
         max(wanted, default=0),
         tuple(rows),
-        _problem(smallest, budget_bytes, with_saved(host_bytes, smallest), host_memory_bytes),
+        _problem(smallest, budget_bytes, with_saved(of_training, smallest), host_memory_bytes),
     )
 
 

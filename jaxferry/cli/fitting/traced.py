@@ -23,6 +23,7 @@ from jaxferry.engine import (
     loads_ahead,
     lower,
     unsplit_by_step,
+    widened_groups,
 )
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.engine.memory import footprints, peak_bytes
@@ -67,6 +68,11 @@ class Traced:
     def saved_bytes(self) -> int:
         """The host memory in which activations wait for their backward."""
         return self.profile.saved_bytes
+
+    @property
+    def widened(self) -> dict[int, int]:
+        """The groups whose gradients the host sums in more bits, as for `StepProgram`."""
+        return widened_groups(self.variants.base, self.variants.derivatives)
 
     @functools.cached_property
     def loading_bytes(self) -> int:

@@ -26,6 +26,7 @@ from jaxferry.costs.contention import DOWN, HOST, NO_CONTENTION, UP, Contention
 from jaxferry.optimizer.optimizer import HostOptimizer
 from jaxferry.partition import Layer
 from jaxferry.settings import with_own_settings
+from jaxferry.step.instruction import Arrival
 from jaxferry.training.measure.cold_caches import host_cache_bytes
 from jaxferry.training.measure.links import transfer
 from jaxferry.training.measure.microbenchmarks import HostUpdate
@@ -160,7 +161,7 @@ def in_turn(update: HostUpdate) -> Callable[[], Any]:
 
 
 def _some_update(optimizer: HostOptimizer, placement: Placement, layers: Sequence[Layer]) -> HostUpdate | None:
-    is_read = [True] * len(layers)
-    updates = [HostUpdate(optimizer, placement, unit, layers, is_read) for unit in optimizer.units_of(layers)]
+    arrivals = [Arrival.OWN] * len(layers)
+    updates = [HostUpdate(optimizer, placement, unit, layers, arrivals) for unit in optimizer.units_of(layers)]
     large = [update for update in updates if update.num_bytes >= LEAST_BYTES]
     return min(large, key=lambda update: abs(math.log(update.num_bytes / TRANSFER_BYTES)), default=None)

@@ -9,7 +9,7 @@ A task of an accelerator takes what its own queue takes (`device_timer.py`). A C
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,11 +17,13 @@ import numpy as np
 
 from jaxferry.costs.timers import Effort, median_s, timed_call
 from jaxferry.engine.device_updates import DeviceUpdateCompiler
+from jaxferry.engine.lower import widened_groups
 from jaxferry.engine.program_functions import joined
 from jaxferry.engine.programs import Programs
 from jaxferry.optimizer.optimizer import HostOptimizer
-from jaxferry.optimizer.update_group import UpdateGroup
+from jaxferry.optimizer.update_group import UpdateGroup, vectors_arriving
 from jaxferry.partition import Derivative, Layer, Leaf, Partition, RowGradient
+from jaxferry.step.instruction import Arrival
 from jaxferry.step.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.training.measure.cold_caches import cold_caches
 from jaxferry.training.measure.device_timer import MOST_REPETITIONS, Copy, device_timer
@@ -113,7 +115,9 @@ def load_subject(kind: str, placement: Placement, layer: Layer) -> Subject:
     return Subject(f"load {layer.name}", f"load by {kind}\n{layer.layout}", time)
 
 
-def offload_subject(kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool) -> Subject:
+def offload_subject(
+    kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool, widens: bool = False
+) -> Subject:
     """Measures the store of a layer's gradient; on a CPU until the host can read it.
 
     Args:
@@ -122,39 +126,47 @@ def offload_subject(kind: str, placement: Placement, layer: Layer, gradients: Se
       layer: the layer.
       gradients: shapes of the backward's gradients: arrays, or rows of lookups.
       is_sum: whether it is added to the stored gradient of a later segment.
+      widens: whether it is added to a sum of more bits.
     """
 
     def time(effort: Effort) -> float:
-        return _copy_s(_store(kind, placement, layer, gradients, is_sum), placement, effort)
+        return _copy_s(_store(kind, placement, layer, gradients, is_sum, widens), placement, effort)
 
-    content = f"offload by {kind}, sum {is_sum}\n{layer.layout}\n{gradients_text(gradients)}"
+    content = f"offload by {kind}, {_sum_text(is_sum, widens)}\n{layer.layout}\n{gradients_text(gradients)}"
     return Subject(f"offload {layer.name}", content, time)
 
 
-def host_sum_subject(kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool) -> Subject:
+def host_sum_subject(
+    kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool, widens: bool = False
+) -> Subject:
     """Measures what an accelerator's host does with a stored gradient before the update reads it: it may add rows.
 
     Args as for `offload_subject`.
     """
 
     def time(effort: Effort) -> float:
-        store = _store(kind, placement, layer, gradients, is_sum)
+        store = _store(kind, placement, layer, gradients, is_sum, widens)
         return median_s(device_timer(placement).arrival(store), effort)
 
-    content = f"sum on the host by {kind}, sum {is_sum}\n{layer.layout}\n{gradients_text(gradients)}"
+    content = f"sum on the host by {kind}, {_sum_text(is_sum, widens)}\n{layer.layout}\n{gradients_text(gradients)}"
     return Subject(f"sum {layer.name} on the host", content, time)
 
 
-def _store(kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool) -> Copy:
+def _sum_text(is_sum: bool, widens: bool) -> str:
+    return f"sum {is_sum}{' in more bits' * widens}"
+
+
+def _store(kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool, widens: bool) -> Copy:
     """The store of a gradient; arguments as for `offload_subject`."""
     transport = make_transport(kind, placement, [layer])
-    known = [HostGradient(sample_vectors(layer.trained, placement.update_output), True)] if is_sum else []
+    stored = layer.trained.wide if widens else layer.trained
+    known = [HostGradient(sample_vectors(stored, placement.update_output), True)] if is_sum else []
 
     def prepare() -> Any:
         return [sample_gradient(gradient, placement.device) for gradient in gradients]
 
     def begin(arrays: Any, mark: TaskMark | None) -> HostGradient:
-        return transport.store(0, arrays, known.pop() if known else None, mark)
+        return transport.store(0, arrays, known.pop() if known else None, mark, False, widens)
 
     def end(stored: HostGradient) -> None:
         if is_sum:
@@ -200,7 +212,7 @@ class HostUpdate:
       placement: where arrays live.
       unit: what it updates at once.
       layers: of the model.
-      is_read: for each layer, whether a segment reads it.
+      arrivals: for each layer, how its gradient arrives.
 
     Attributes:
       text: identifies the program.
@@ -213,11 +225,11 @@ class HostUpdate:
         placement: Placement,
         unit: UpdateGroup,
         layers: Sequence[Layer],
-        is_read: Sequence[bool],
+        arrivals: Sequence[Arrival],
     ) -> None:
-        self._optimizer, self._placement, self._unit, self._is_read = optimizer, placement, unit, is_read
+        self._optimizer, self._placement, self._unit, self._arrivals = optimizer, placement, unit, arrivals
         self._layers, self._parts = layers, [layers[i].trained for i in unit.layers]
-        self.text = optimizer.updates.text(unit, layers, is_read)
+        self.text = optimizer.updates.text(unit, layers, arrivals)
         self.num_bytes = sum(master.size * master.dtype.itemsize for master in unit.masters)
         self._scalar = jax.device_put(np.float32(1), placement.host_compute)
 
@@ -226,11 +238,11 @@ class HostUpdate:
         masters = [sample(aval, self._placement.host) for aval in self._unit.masters]
         state = self._optimizer.updates.init_state(self._unit, masters)
         own = dataclasses.replace(self._unit, masters=masters, state=state, programs={})
-        self._optimizer.updates.compile([own], self._layers, self._is_read)
+        self._optimizer.updates.compile([own], self._layers, self._arrivals)
         vectors = [sample_vectors(part, self._placement.pinned) for part in self._parts]
         where = self._placement.update_output
         gradients = [
-            sample_vectors(part, where) if self._is_read[i] else ()
+            tuple(sample(vector, where) for vector in vectors_arriving(part, self._arrivals[i]))
             for i, part in zip(self._unit.layers, self._parts, strict=True)
         ]
         return [own, vectors, jax.block_until_ready(gradients)]
@@ -249,10 +261,14 @@ class HostUpdate:
 
 
 def update_subject(
-    optimizer: HostOptimizer, placement: Placement, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]
+    optimizer: HostOptimizer,
+    placement: Placement,
+    unit: UpdateGroup,
+    layers: Sequence[Layer],
+    arrivals: Sequence[Arrival],
 ) -> Subject:
     """Measures a unit's host update; arguments as for `HostUpdate`."""
-    update = HostUpdate(optimizer, placement, unit, layers, is_read)
+    update = HostUpdate(optimizer, placement, unit, layers, arrivals)
 
     def time(effort: Effort) -> float:
         held = update.arguments()
@@ -318,7 +334,7 @@ def keys_of(program: int, derivative: Derivative, is_last: bool, is_sum: Sequenc
       program: the segment's program number.
       derivative: the segment's derivative.
       is_last: whether forward and backward are one program.
-      is_sum: for each group, whether a later segment reads it too, so that a gradient is on the host already.
+      is_sum: for each group, whether a program that writes its gradient to the host adds it there (`adds_there`).
     """
     kind, num = ProgramKind.LOSS if is_last else ProgramKind.BACKWARD, len(is_sum)
     loaded, stays, read = (Source.DEVICE,) * num, (Target.DEVICE,) * num, (Source.HOST,) * num
@@ -361,9 +377,15 @@ def plain_keys(keys: Mapping[str, ProgramKey]) -> dict[str, ProgramKey]:
     return {name: keys[f"{name.split('_')[0]}_s"] for name in keys}
 
 
-def read_later(partition: Partition, number: int) -> list[bool]:
-    """For each group of a segment, whether a later segment reads it too."""
-    later = {group for segment in partition.segments[number + 1 :] for group in segment.groups}
+def adds_there(partition: Partition, number: int, widened: Collection[int]) -> list[bool]:
+    """For each group of a segment, whether a later segment's gradient is on the host already, for programs to add to.
+
+    Args:
+      partition: the segments.
+      number: the segment.
+      widened: the groups whose gradients the host adds, as for `StepProgram`.
+    """
+    later = {group for segment in partition.segments[number + 1 :] for group in segment.groups}.difference(widened)
     return [group in later for group in partition.segments[number].groups]
 
 
@@ -377,9 +399,9 @@ def program_variants(
       recomputing: the same, with rematerialized variants where eligible.
       derivatives: of both, by program number.
     """
-    found, last = [], len(partition.segments) - 1
+    found, last, widened = [], len(partition.segments) - 1, widened_groups(partition, derivatives)
     for number, (segment, again) in enumerate(zip(partition.segments, recomputing.segments, strict=True)):
-        is_sum, is_last = read_later(partition, number), number == last
+        is_sum, is_last = adds_there(partition, number, widened), number == last
         found.append(variants_of(segment.program, derivatives[segment.program], is_last, is_sum))
         if again.program != segment.program:
             found[-1] |= variants_of(again.program, derivatives[again.program], False, is_sum, recomputes=True)

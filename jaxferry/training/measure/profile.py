@@ -21,9 +21,11 @@ from jaxferry.costs.segment_costs import partition_costs
 from jaxferry.costs.timers import Effort
 from jaxferry.engine.device_updates import DeviceUpdateCompiler
 from jaxferry.engine.facts import with_program_facts
+from jaxferry.engine.lower import widened_groups
 from jaxferry.engine.programs import Programs
 from jaxferry.optimizer.optimizer import HostOptimizer
 from jaxferry.partition import Partition, RowGradient
+from jaxferry.step.instruction import arrivals_of
 from jaxferry.step.program_keys import ProgramKey, ProgramKind
 from jaxferry.step.step_builder import fetch_seconds_a_byte, save_seconds_a_byte
 from jaxferry.step.streaming import num_subgroups_of
@@ -32,6 +34,7 @@ from jaxferry.training.measure.contention import measure_contention
 from jaxferry.training.measure.device_timer import device_timer
 from jaxferry.training.measure.microbenchmarks import (
     Subject,
+    adds_there,
     device_update_subject,
     gradient_shapes,
     gradients_text,
@@ -42,7 +45,6 @@ from jaxferry.training.measure.microbenchmarks import (
     plain_keys,
     program_subject,
     program_variants,
-    read_later,
     streamed_update_subject,
     update_subject,
 )
@@ -223,11 +225,12 @@ class _Measured:
         self.keys: list[dict[str, Any]] = []
         self._stores: list[Any] = []
         self._sums: dict[int, list[Any]] = {}
+        self._widened = widened_groups(partition, programs.derivatives)
         self._recomputations: dict[int, ProgramKey] = {}
         self._variants = [] if transport is None else program_variants(partition, recomputing, programs.derivatives)
         last = len(partition.segments) - 1
         for number, segment in enumerate(partition.segments):
-            derivative, is_sum = programs.derivatives[segment.program], read_later(partition, number)
+            derivative, is_sum = programs.derivatives[segment.program], adds_there(partition, number, self._widened)
             keys = keys_of(segment.program, derivative, number == last, is_sum)
             self.keys.append(keys if self._is_alone else plain_keys(keys))
             again = recomputing.segments[number].program
@@ -266,29 +269,31 @@ class _Measured:
             layer, own = self._partition.layers[use.group], gradients[use.place]
             if ("load", layer.layout) not in self.subjects:
                 self.subjects["load", layer.layout] = load_subject(transport, placement, layer)
-            store = ("offload", layer.layout, gradients_text(own), is_sum[use.place])
+            widens = use.group in self._widened
+            adds = is_sum[use.place] or widens
+            store = ("offload", layer.layout, gradients_text(own), adds, widens)
             if use.is_trained and store not in self.subjects:
-                self.subjects[store] = offload_subject(transport, placement, layer, own, is_sum[use.place])
+                self.subjects[store] = offload_subject(transport, placement, layer, own, adds, widens)
             self._stores.append(store)
             has_rows = any(isinstance(gradient, RowGradient) for gradient in own)
-            if use.is_trained and not placement.is_cpu and (has_rows or is_sum[use.place]):
+            if use.is_trained and not placement.is_cpu and (has_rows or adds):
                 key = ("sum", *store[1:])
                 self._sums.setdefault(use.group, []).append(key)
                 if key not in self.subjects:
-                    self.subjects[key] = host_sum_subject(transport, placement, layer, own, is_sum[use.place])
+                    self.subjects[key] = host_sum_subject(transport, placement, layer, own, adds, widens)
 
     def _add_updates(self, optimizer: HostOptimizer, placement: Placement) -> None:
         layers = self._partition.layers
         used = {use.group for use in self._partition.uses}
-        is_read = [layer in used for layer in range(len(layers))]
+        arrivals = arrivals_of(self._partition, self._widened)
         # Layers with a joint update share its time in proportion to their bytes, since a profile has one time each.
         self._updates: dict[int, tuple[Any, float]] = {}
         for unit in optimizer.units_of(layers):
             if used.isdisjoint(unit.layers):
                 continue
-            key = ("update", optimizer.updates.key(unit, layers, is_read))
+            key = ("update", optimizer.updates.key(unit, layers, arrivals))
             if key not in self.subjects:
-                self.subjects[key] = update_subject(optimizer, placement, unit, layers, is_read)
+                self.subjects[key] = update_subject(optimizer, placement, unit, layers, arrivals)
             all_bytes = sum(layers[layer].trained.num_bytes for layer in used.intersection(unit.layers))
             for layer in unit.layers:
                 share = layers[layer].trained.num_bytes / all_bytes if len(unit.layers) > 1 and all_bytes else 1.0
