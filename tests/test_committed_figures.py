@@ -63,21 +63,19 @@ def ends(values, digits):
     return "\N{EN DASH}".join(f"{end:.{digits}f}" for end in (min(values), max(values)))
 
 
-def steps_over_plain(rows, names, plain):
+def steps_over_plain(rows, names):
     steps = {row["contender"]: row["step_s"] for row in rows if "step_s" in row}
-    return [steps[name] / plain(steps) for name in names]
+    return [steps[name] / steps["plain"] for name in names]
 
 
 def figures_of(results):
     """What `docs/benchmarks.md` states for the JSON of each link."""
     h200 = {name.removeprefix("gpu/h200/"): found for name, found in results.items()}
-    sums, cudnn, more = (h200[f"steps_gpt2_medium_{name}"]["rows"] for name in ("sums", "cudnn", "cudnn_more"))
-    plain = {row["contender"]: row.get("step_s") for row in cudnn}["plain"]
-    ordered = steps_over_plain(sums, ("native-overlapped", "exact", "auto-all-memory"), lambda steps: steps["plain"])
-    [overlapped] = steps_over_plain(cudnn, ("native-overlapped",), lambda _: plain)
-    again = steps_over_plain(more, ("native-overlapped", "auto-all-memory"), lambda _: plain)
-    llama = {row["contender"]: row for row in h200["llama_3g"]["rows"]}
-    memory = [llama[name]["peak_device_gib"] for name in ("auto", "plain")]
+    sums, cudnn = (h200[f"steps_gpt2_medium_{name}"]["rows"] for name in ("sums", "cudnn_arrivals"))
+    by_xla = steps_over_plain(sums, ("native-overlapped", "exact", "auto-all-memory"))
+    by_cudnn = steps_over_plain(cudnn, ("l2l", "native-overlapped", "auto-all-memory"))
+    llama = h200["steps_llama_3b_cudnn"]["rows"]
+    peak = {row["contender"]: row["peak_device_bytes"] / 2**30 for row in llama}
     peaks = [row["allocator_peak_bytes"] / row["budget_bytes"] for row in results["gpu/budgets_124m"]["rows"]]
     [counted] = {
         f"{plan['counted_peak_bytes'] / plan['compiled_peak_bytes']:.4f}"
@@ -102,11 +100,10 @@ def figures_of(results):
     over = {key: [row[f"over_{key}"] for row in large] for key in ("memory", "optax", "deepspeed")}
     kills = results["process_kills"]
     return {
-        "gpu/h200/steps_gpt2_medium_sums": ", ".join(f"{ratio:.3f}" for ratio in ordered),
-        "gpu/h200/steps_gpt2_medium_cudnn": f"{overlapped:.2f}",
-        "gpu/h200/steps_gpt2_medium_cudnn_more": ", ".join(f"{ratio:.2f}" for ratio in again),
-        "gpu/h200/llama_3g": "{:.3f}; {:.1f} and {:.1f} GiB".format(
-            llama["auto"]["step_s"] / llama["plain"]["step_s"], *memory
+        "gpu/h200/steps_gpt2_medium_sums": ", ".join(f"{ratio:.3f}" for ratio in by_xla),
+        "gpu/h200/steps_gpt2_medium_cudnn_arrivals": ", ".join(f"{ratio:.2f}" for ratio in by_cudnn),
+        "gpu/h200/steps_llama_3b_cudnn": "{:.3f}; {:.1f} and {:.1f} GiB".format(
+            *steps_over_plain(llama, ("auto",)), peak["auto"], peak["plain"]
         ),
         "gpu/budgets_124m": ends(peaks, 2),
         "compiled_for_gpu": counted,

@@ -153,7 +153,7 @@ def make_lanes(is_cpu: bool) -> Lanes:
     """The threads of a training step.
 
     On a CPU each thread does the work of its lane. An accelerator works in the order of issue, so one thread issues for
-    all lanes except the host's. It issues transfers first, since they overlap later work.
+    all lanes except the host's. It issues copies a few layers ahead of programs: see `ready_tasks._AHEAD`.
 
     Args:
       is_cpu: whether the device is a CPU.

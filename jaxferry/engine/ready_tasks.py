@@ -11,6 +11,12 @@ from collections.abc import Callable, Collection, Sequence
 
 from jaxferry.step.schedule import Kind, Lane, Schedule
 
+_AHEAD = 6
+"""Places in the list by which one thread issues copies before programs: two or three layers.
+
+Copies overlap what the device runs before, so they go first. But to issue each takes the thread a part of a
+millisecond, in which a device that waits for its next program does nothing.
+"""
 _NONE = -1
 """Follows the last task of a lane, and is never ready."""
 
@@ -147,7 +153,8 @@ class ReadyTasks:
         heapq.heappush(self._updates, (self._list.needs[index], index))
 
     def take(self, lanes: Sequence[Lane]) -> int | None:
-        """A task that may start now, from the first of these lanes that has one; None if there is none."""
+        """A task of these lanes that may start now, copies a few places ahead of programs; None if there is none."""
+        found: list[tuple[int, Lane]] = []
         for lane in lanes:
             if lane is Lane.HOST:
                 if self._updates:
@@ -155,9 +162,12 @@ class ReadyTasks:
                 continue
             index = self._list.orders[lane][self._next[lane]]
             if not self._missing[index]:
-                self._next[lane] += 1
-                return index
-        return None
+                found.append((index - (0 if lane is Lane.GPU else _AHEAD), lane))
+        if not found:
+            return None
+        lane = min(found)[1] if len(found) > 1 else found[0][1]
+        self._next[lane] += 1
+        return self._list.orders[lane][self._next[lane] - 1]
 
     def take_after(self, earlier: ReadyTasks, lanes: Sequence[Lane]) -> tuple[bool, int] | None:
         """As `take`, with late tasks of the previous run between these: whether it is one of those, and the task."""
