@@ -37,7 +37,8 @@ def fastest_that_fits(
       excess_of: counts the bytes that a plan needs beyond the budget; 0 or less if it fits.
       budget_bytes: the budget.
       least_bytes: the smallest budget to plan for.
-      others: makes plans to take in place of these where they fit and are faster; called if a plan does not fit.
+      others: makes plans to take in place of the fastest one where they fit and are faster; called if a plan of these
+        does not fit and another one does.
     """
     left, best, low, failed = budget_bytes, None, None, None
     for _ in range(_MOST_PLANS):
@@ -59,11 +60,10 @@ def fastest_that_fits(
         if high - low <= budget_bytes * _FINEST or _step_s(best) <= longest_equal_s(_step_s(too_large)):
             break
         left = (low + high) // 2
-    if failed is None:
+    if failed is None or best is None:
         return best
     for other in others():
-        is_faster = best is None or longest_equal_s(_step_s(other)) < _step_s(best)
-        if is_faster and excess_of(other) <= 0:
+        if longest_equal_s(_step_s(other)) < _step_s(best) and excess_of(other) <= 0:
             best = dataclasses.replace(other, policy=failed[1].policy, details=failed[1].details)
     return best
 
