@@ -137,6 +137,7 @@ def run(check, device, out, library_folder, rivals):
             Stage("link_rates", python(HERE / "link_rates.py", path, out / "link_rates.json"), 90, built, env),
             Stage("overlap", python(HERE / "overlap.py", path, out / "overlap.json"), 45, built, env),
             Stage("contention", contention, 45, built, env),
+            Stage("sustained", python(HERE / "sustained.py", out / "sustained.json"), 30),
         )
         if find_tool("nvcc"):
             check.run(Stage("panel_rates", python(HERE / "panel_rates.py", out / "panel_rates.json"), 60))
