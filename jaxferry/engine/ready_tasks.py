@@ -165,7 +165,7 @@ class ReadyTasks:
                 found.append((index - (0 if lane is Lane.GPU else _AHEAD), lane))
         if not found:
             return None
-        lane = min(found)[1] if len(found) > 1 else found[0][1]
+        lane = min(found)[1]
         self._next[lane] += 1
         return self._list.orders[lane][self._next[lane] - 1]
 

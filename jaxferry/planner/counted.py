@@ -15,7 +15,7 @@ from jaxferry.planner.preference import longest_equal_s
 from jaxferry.step.records import Plan
 
 SIMPLE_POLICIES = (NativeOverlapped.name, L2L.name)
-"""Policies whose plans `auto` takes where they fit as counted, and what it plans itself does not or is slower."""
+"""Policies whose plans `auto` takes where they fit as counted and are faster than what it plans itself and fits."""
 
 _MOST_PLANS = 8
 """The most budgets that are tried."""

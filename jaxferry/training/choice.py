@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -211,6 +212,7 @@ def planner_within(
     request = Request(options.reserve_factor)
     planner = FinestPlanner(_may_recompute(variants, profile), policy, request, MODULE)
 
+    @functools.cache
     def plan(budget_bytes: int | None) -> Plan:
         try:
             return with_gap(*planner.plan(budget_bytes), budget_bytes)

@@ -37,6 +37,16 @@ def chain(lanes, schedule, num_steps, action):
     return works
 
 
+def assert_stopping_waits(work, may_end):
+    """Stops work of which a thread waits for `may_end`: only then has stopping ended, and the work."""
+    stopping = threading.Thread(target=work.stop, daemon=True)
+    stopping.start()
+    assert not work.is_over()
+    may_end.set()
+    stopping.join(60)
+    assert not stopping.is_alive() and work.is_over()
+
+
 def times(works):
     starts = [work.starts_s for work in works]
     return starts, [work.ends_s for work in works]
@@ -292,12 +302,7 @@ def test_a_wait_that_fails_fails_its_task_and_stopping_waits_for_it():
     work = lanes.make(TaskList(schedule), lambda index: wait if index == first else None)
     lanes.submit(work)
     assert begun.wait(60)
-    stopping = threading.Thread(target=work.stop, daemon=True)
-    stopping.start()
-    assert not work.is_over()
-    may_end.set()
-    stopping.join(60)
-    assert not stopping.is_alive() and work.is_over()
+    assert_stopping_waits(work, may_end)
     assert work.failure.index == first and "the copy failed" in str(work.failure.error)
 
 
@@ -362,12 +367,7 @@ def test_an_arrival_that_fails_is_left_to_the_update_and_stopping_waits_for_one_
     work = lanes.make(TaskList(schedule), done.append, arrival=hanging)
     lanes.submit(work)
     assert begun.wait(60)
-    stopping = threading.Thread(target=work.stop, daemon=True)
-    stopping.start()
-    assert not work.is_over()
-    may_end.set()
-    stopping.join(60)
-    assert not stopping.is_alive() and work.is_over()
+    assert_stopping_waits(work, may_end)
 
 
 def test_no_sleeping_task_ends_before_the_simulator_says():

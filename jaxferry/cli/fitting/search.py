@@ -204,8 +204,9 @@ def _planned(traced: Traced, budget_bytes: int) -> tuple[Plan, dict[str, int]]:
     """The plan of `auto` and its device memory, which leaves room for what the allocator takes beyond buffers."""
     planner = FinestPlanner(traced.profile, "auto", Request(), MODULE)
 
-    def plan_within(budget_bytes: int) -> Plan:
-        return with_gap(*planner.plan(budget_bytes), budget_bytes)
+    @functools.cache
+    def plan_within(left_bytes: int) -> Plan:
+        return with_gap(*planner.plan(left_bytes), left_bytes)
 
     def excess_bytes(plan: Plan) -> int:
         return sum(traced.device_bytes(plan, budget_bytes).values()) - budget_bytes
