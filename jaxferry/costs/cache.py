@@ -29,7 +29,7 @@ from jaxferry.records import MAX_SECONDS
 
 CACHE_VARIABLE = "JAXFERRY_CACHE_DIR"
 OFF = "off"
-MEASUREMENT_FORMAT = "jaxferry.measurement/4"
+MEASUREMENT_FORMAT = "jaxferry.measurement/5"
 """A new number invalidates all older measurements."""
 
 THREAD_VARIABLES = ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OPENBLAS_CORETYPE")

@@ -19,6 +19,7 @@ from jaxferry.step.records import LayerPlan, Plan
 from jaxferry.training.choice import needs_times, planning_profile, with_updates_on_device
 from jaxferry.training.measure.cold_caches import ACCELERATOR_BYTES
 from jaxferry.training.measure.contention import TRANSFER_BYTES
+from jaxferry.training.measure.device_timer import PRODUCTS_BYTES
 from jaxferry.training.measure.profile import measure_profile
 from jaxferry.training.measure.shares import NotMeasurable, Share, measure_shares
 from jaxferry.training.model import Model
@@ -129,7 +130,7 @@ class Profiler:
         layers = tuple(LayerPlan(use.name, Mode.GFGB, GradientPlace.DEVICE) for use in parts.uses)
         keys = list(dict.fromkeys(program_keys(parts, programs.derivatives, Plan("measured", 1.0, layers))))
         programs.require(keys)
-        needed_bytes = ACCELERATOR_BYTES + 2 * TRANSFER_BYTES + max(map(programs.bytes_of, keys))
+        needed_bytes = ACCELERATOR_BYTES + PRODUCTS_BYTES + 2 * TRANSFER_BYTES + max(map(programs.bytes_of, keys))
         if needed_bytes > budget_bytes:
             needs, budget = format_apart(needed_bytes, budget_bytes)
             raise NotMeasurable(

@@ -1,5 +1,6 @@
 """What tasks of an accelerator take: what they occupy their lane for, whatever the calls around them take."""
 
+import dataclasses
 import time
 import types
 
@@ -14,7 +15,7 @@ from jaxferry.native import library
 from jaxferry.partition import RowGradient, partition
 from jaxferry.settings import own_settings
 from jaxferry.training.measure.cold_caches import cold_caches
-from jaxferry.training.measure.device_timer import DeviceTimer, device_timer
+from jaxferry.training.measure.device_timer import SUSTAINED_S, Copy, DeviceTimer, device_timer
 from jaxferry.training.measure.microbenchmarks import host_sum_subject, load_subject, offload_subject
 from jaxferry.training.measure.samples import made_on_device, sample, sample_gradient
 from jaxferry.transport.ferry import Ferry
@@ -76,54 +77,134 @@ def test_copies_take_what_the_link_takes_and_not_what_their_calls_take(timed, mo
 
 
 class Device:
-    """A device that runs what is issued in order, and a host whose calls take time; both have one clock."""
+    """A device that runs what is issued in order, and a host whose calls take time; both have one clock.
+
+    The device runs faster for the first tenth of a second after a pause.
+    """
 
     def __init__(self, calls_s, emptying_s):
-        self.now = self.free = 0.0
+        self.now = self.free = self.since = self.products_s = 0.0
         self.calls_s, self.emptying_s = calls_s, emptying_s
 
     def issue(self, seconds, call_s):
         self.now += call_s
-        self.free = max(self.free, self.now) + seconds
+        if self.now > self.free:
+            self.since = self.free = self.now
+        self.free += seconds * (0.86 if self.free - self.since < 0.1 else 1.0)
         return [np.zeros(1)]
+
+    def arguments(self, call_s):
+        """Made by the device, behind what was issued before."""
+        self.issue(1e-5, call_s)
+        return [Argument(self, self.free)]
 
     def empty_caches(self):
         return self.issue(self.emptying_s, 1e-5)[0]
+
+    def multiply(self):
+        self.products_s += PRODUCTS_S
+        return self.issue(PRODUCTS_S, 1e-5)[0]
 
     def begin(self):
         return Marked(self)
 
 
+PRODUCTS_S = 8e-4
+
+
+@dataclasses.dataclass
+class Argument:
+    device: Device
+    ready: float
+
+    def block_until_ready(self):
+        self.device.now = max(self.device.now, self.ready) + 2e-5
+        return self
+
+
 class Marked:
     def __init__(self, device):
-        self.device, self.ends = device, {}
+        self.device, self.spans = device, {}
+
+    def of(self, index):
+        return self, index
 
     def after(self, index, results):
         self.device.issue(0.0, 2e-5)
-        self.ends[index] = self.device.free
+        self.spans[index] = float("nan"), self.device.free
 
     def times(self):
-        self.device.now = max(self.device.now, self.device.free) + self.device.calls_s
-        return {index: (float("nan"), end) for index, end in self.ends.items()}
+        self.device.now = max(self.device.now, *(end for _, end in self.spans.values())) + self.device.calls_s
+        return self.spans
+
+
+@pytest.fixture
+def timer_of(monkeypatch):
+    """Makes the timer of a `Device`."""
+    module = "jaxferry.training.measure.device_timer"
+
+    def make(device):
+        monkeypatch.setattr(f"{module}.MOST_RETRIES", 8)
+        monkeypatch.setattr(f"{module}.Marks", lambda *_: device)
+        monkeypatch.setattr(f"{module}.cold_caches", lambda where: device.empty_caches if where else list)
+        monkeypatch.setattr(f"{module}.products", lambda where: device.multiply, raising=False)
+        monkeypatch.setattr(f"{module}.status", lambda platform: types.SimpleNamespace(is_available=False))
+        placement = types.SimpleNamespace(platform="gpu", device="gpu", host_compute=None)
+        return DeviceTimer(placement, lambda: device.now)
+
+    return make
 
 
 @pytest.mark.parametrize("emptying_s", [1e-4, 3e-3])
 @pytest.mark.parametrize("call_s", [1e-5, 1e-3, 1e-2])
 @pytest.mark.parametrize("seconds", [2e-6, 5e-4, 0.5])
-def test_a_program_takes_what_the_device_takes_and_not_what_its_call_takes(seconds, call_s, emptying_s, monkeypatch):
-    device, module = Device(8e-4, emptying_s), "jaxferry.training.measure.device_timer"
-    monkeypatch.setattr(f"{module}.MOST_RETRIES", 8)
-
-    def clock():
-        return device.now
-
-    monkeypatch.setattr(f"{module}.Marks", lambda *_: device)
-    monkeypatch.setattr(f"{module}.cold_caches", lambda where: device.empty_caches)
-    monkeypatch.setattr(f"{module}.status", lambda platform: types.SimpleNamespace(is_available=False))
-    timer = DeviceTimer(types.SimpleNamespace(platform="gpu", device=None, host_compute=None), clock)
-    once = timer.program(lambda: device.issue(seconds, call_s), lambda: ())
-    assert median_s(once, Effort().at_most(15), clock) == pytest.approx(seconds, rel=0.02)
+def test_a_program_takes_what_it_takes_of_a_busy_device_and_not_what_its_call_takes(
+    seconds, call_s, emptying_s, timer_of
+):
+    device = Device(8e-4, emptying_s)
+    once = timer_of(device).program(lambda _: device.issue(seconds, call_s), lambda: device.arguments(3e-3))
+    assert median_s(once, Effort().at_most(15), lambda: device.now) == pytest.approx(seconds, rel=0.02)
     assert once() == pytest.approx(seconds, rel=0.02)
+
+
+def test_repetitions_follow_each_other_without_a_pause_and_long_programs_keep_the_device_busy_themselves(timer_of):
+    device = Device(8e-4, 1e-4)
+    timer = timer_of(device)
+
+    def spent(seconds):
+        """Seconds in which a program is timed, and those of products."""
+        device.now += 60  # compiles another program
+        begin, products = device.now, device.products_s
+        once = timer.program(lambda _: device.issue(seconds, 1e-4), lambda: device.arguments(1e-3))
+        median_s(once, Effort().at_most(15), lambda: device.now)
+        return device.now - begin, device.products_s - products
+
+    all_s, products_s = spent(5e-4)
+    assert SUSTAINED_S <= products_s < 2 * SUSTAINED_S
+    assert all_s < products_s + 16 * 5e-3
+    assert spent(0.1)[1] < 0.7 * SUSTAINED_S
+
+
+@pytest.mark.parametrize("num_pieces", [1, 4])
+@pytest.mark.parametrize("call_s", [1e-4, 5e-3])
+def test_a_copy_takes_what_its_link_takes_and_not_what_its_pieces_take_to_be_issued(num_pieces, call_s, timer_of):
+    """A copy waits for the device's work so far, or only for that before its buffers were freed."""
+    device, freed = Device(8e-4, 1e-4), []
+    piece_s, issue_s = 4e-6, 1e-5
+
+    def begin(source, mark):
+        marked, index = mark
+        device.now += call_s
+        waits = freed.pop() if freed else device.free
+        start = end = max(device.now, waits)
+        for _ in range(num_pieces):
+            device.now += issue_s
+            end = max(end, device.now) + piece_s
+        marked.spans[index] = start, end
+
+    copy = Copy(lambda: np.zeros(1), begin, lambda begun: np.zeros(1), lambda begun: freed.append(device.free))
+    once = timer_of(device).copy(copy)
+    assert median_s(once, Effort().at_most(15), lambda: device.now) == pytest.approx(num_pieces * piece_s, rel=0.02)
 
 
 @pytest.mark.parametrize(

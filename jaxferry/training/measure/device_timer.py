@@ -1,11 +1,10 @@
 """Times tasks of an accelerator by the marks that steps use (`transport/marks.py`).
 
-    compute   emptied caches ... | mark | program | mark     all issued while the device still empties its caches
-    a link                         start | copy | end        marked by the transport, on its own queue
+    compute   products ... | empty caches | mark | program | mark | products ...    issued while products run
 
 A task takes as long as in a step: a call from Python and the wait for its result take up to a millisecond longer, which
-a step overlaps with other work. Of copies of the runtime only ends are known, as a thread sees them: what each further
-one of several in a row takes.
+a step overlaps with other work. A step does not pause either, so products keep an accelerator busy (`BusyDevice`). Of
+copies of the runtime only ends are known, as a thread sees them: what each further one of several in a row takes.
 """
 
 from __future__ import annotations
@@ -19,22 +18,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxferry.native import library, status
 from jaxferry.training.measure.cold_caches import cold_caches
+from jaxferry.training.measure.samples import made_on_device
 from jaxferry.transport.marks import Marks, TaskMark
 from jaxferry.transport.placement import Placement
 
 MOST_REPETITIONS = 15
 """Marks scatter little, so a median of few is exact."""
+SUSTAINED_S = 0.15
+"""Device time without a pause before a program is timed. An H200 lowers its clock within the first 0.1 s of products
+(benchmarks/results/gpu/h200/sustained_products.json)."""
 LEAST_LEAD_S, MOST_LEAD_S = 0.002, 0.05
-"""Device time for which caches are emptied so that a program is issued before the device gets there."""
+"""Device time of products so that a program is issued before the device gets there."""
 MOST_LATE = 0.01
-"""The share of a program's time for which the device may have waited for its issue; else the lead becomes longer."""
+"""The share of a program's time for which the device may have waited for its issue, for less than `LEAST_LEAD_S`; else
+the lead becomes longer."""
 MOST_RETRIES = 8
 """Further attempts for all repetitions of a program; some take longer to issue than the longest lead."""
 ROW_LENGTH = 4
 """The copies in a row that are compared with one where only ends are known."""
+PRODUCTS_WIDTH, NUM_PRODUCTS = 4096, 4
+"""Products of square matrices in a program that keeps a device busy: some 0.5 TFLOP, which take longer than a call."""
+PRODUCTS_BYTES = 5 * 2 * PRODUCTS_WIDTH**2
+"""The device memory that it takes, at most."""
+
+
+LEAST_WORK_S = 1e-4
+"""The time of that program at least, where threads see marks at the same time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +67,59 @@ class Copy:
     end: Callable[[Any], object]
 
 
+def products(where: Any) -> Callable[[], jax.Array]:
+    """Makes the program that keeps a device busy; each call issues it."""
+    shape, dtype = (PRODUCTS_WIDTH, PRODUCTS_WIDTH), np.dtype(jnp.bfloat16)
+    left, right = made_on_device(shape, dtype, where)(), made_on_device(shape, dtype, where)()
+
+    @jax.jit
+    def multiply(left: jax.Array, right: jax.Array) -> jax.Array:
+        for _ in range(NUM_PRODUCTS):
+            left = left @ right
+        return left
+
+    return lambda: multiply(left, right)
+
+
+class BusyDevice:
+    """Keeps a device busy, since a device that pauses runs faster for a while; decides how much work that takes.
+
+    Args:
+      work: issues a program that takes a known time on the device; None for a device whose clock does not depend on it.
+      work_s: that time, in seconds.
+      clock: in seconds.
+
+    Attributes:
+      since_s: the time since which the device has not paused.
+      until_s: the time at which all that was issued will have ended.
+    """
+
+    def __init__(self, work: Callable[[], Any] | None, work_s: float, clock: Callable[[], float]) -> None:
+        self._work, self._work_s, self._clock = work, work_s, clock
+        self.since_s = self.until_s = -math.inf
+
+    def lead(self, lead_s: float, sustained_s: float = 0.0) -> None:
+        """Issues work until the device has enough.
+
+        Args:
+          lead_s: seconds from now for which it has work.
+          sustained_s: seconds that it will then have worked without a pause.
+        """
+        if (now_s := self._clock()) > self.until_s:
+            self.since_s = self.until_s = now_s
+        self.more(max(now_s + lead_s, self.since_s + sustained_s) - self.until_s)
+
+    def more(self, seconds: float) -> float:
+        """Issues work of at least these seconds; returns its seconds."""
+        if self._work is None:
+            return 0.0
+        number = max(math.ceil(seconds / self._work_s), 0)
+        for _ in range(number):
+            self._work()
+        self.until_s += number * self._work_s
+        return number * self._work_s
+
+
 class DeviceTimer:
     """Makes functions that each run a task of an accelerator once and return its seconds on the device.
 
@@ -66,13 +132,27 @@ class DeviceTimer:
         self._clock = clock
         native = library(placement.platform) if status(placement.platform).is_available else None
         self._marks = Marks(placement, 1, native)
-        # A CPU runs programs in any order that their arguments allow.
+        # A CPU runs programs in any order that their arguments allow, and always at the same clock.
         self._is_emulated = placement.platform == "cpu"
         self._empty_caches = cold_caches(placement.device)
         self._empty_host_caches = cold_caches(placement.host_compute)
-        empty = self.program(lambda: [self._empty_caches()], lambda: ())
-        self._emptying_s = math.inf
-        self._emptying_s = min(empty() for _ in range(3))
+        work = None if self._is_emulated else products(placement.device)
+        self._busy = BusyDevice(work, math.inf if work is None else self._seconds_of(work), clock)
+
+    def _seconds_of(self, work: Callable[[], jax.Array]) -> float:
+        """The seconds of a program that has been repeated for `SUSTAINED_S`; the first calls compile it and marks."""
+        work_s = math.inf
+        for _ in range(3):
+            marks = self._marks.begin()
+            for _ in range(int(SUSTAINED_S / work_s)):
+                work()
+            for index in range(2):
+                work()
+                marks.after(index, [work()])
+            times = marks.times()
+            (_, begin_s), (_, end_s) = times[0], times[1]
+            work_s = max((end_s - begin_s) / 2, LEAST_WORK_S)
+        return work_s
 
     def program(self, run: Callable[..., Any], prepare: Callable[[], Any]) -> Callable[[], float]:
         """Times a program.
@@ -81,13 +161,18 @@ class DeviceTimer:
           run: issues it.
           prepare: makes its arguments, which it may donate.
         """
-        lead_s, num_left, is_first = LEAST_LEAD_S, MOST_RETRIES, True
+        busy, last_end_s, gap_s = self._busy, math.inf, LEAST_LEAD_S
 
-        def attempt() -> tuple[float, float]:
-            """Returns the program's seconds, and those that the device may have waited for its issue."""
-            arguments, marks = jax.block_until_ready(prepare()), self._marks.begin()
-            for _ in range(int(lead_s / self._emptying_s)):
-                self._empty_caches()
+        def attempt(lead_s: float) -> tuple[float, float]:
+            nonlocal last_end_s, gap_s
+            arguments = prepare()
+            # What the device has to do meanwhile, next time.
+            gap_s = min(max(gap_s, self._clock() - last_end_s), SUSTAINED_S)
+            busy.lead(lead_s)
+            jax.block_until_ready(arguments)
+            # The first call is no measurement.
+            busy.lead(lead_s, SUSTAINED_S if last_end_s < math.inf else 0.0)
+            marks = self._marks.begin()
             marks.after(0, [self._empty_caches()])
             if self._is_emulated:
                 marks.times()
@@ -95,48 +180,49 @@ class DeviceTimer:
             made = run(*arguments)
             marks.after(1, [_smallest(made)])
             issued_s = self._clock()
+            after_s = busy.more(gap_s)
             times = marks.times()
             jax.block_until_ready(made)
-            (_, start_s), (_, end_s) = times[0], times[1]
-            return max(end_s - start_s, 0.0), 0.0 if self._is_emulated else issued_s - start_s
+            (_, start_s), (_, last_end_s) = times[0], times[1]
+            busy.until_s = last_end_s + after_s
+            if (late_s := issued_s - start_s) > 0:
+                busy.since_s = issued_s
+            return max(last_end_s - start_s, 0.0), 0.0 if self._is_emulated else late_s
 
-        def once() -> float:
-            nonlocal lead_s, num_left, is_first
-            seconds, late_s = attempt()
-            # The first call compiles marks.
-            while late_s > MOST_LATE * seconds and num_left > 0 and not is_first:
-                num_left -= 1
-                lead_s = min(2 * (lead_s + late_s), MOST_LEAD_S)
-                seconds, late_s = attempt()
-            is_first = False
-            return seconds
-
-        return once
+        return _in_time(attempt)
 
     def copy(self, copy: Copy) -> Callable[[], float]:
         """Times a copy on its link."""
+        arrived: list[Any] = []
+        has_start = True
 
-        def row(length: int) -> tuple[float, list[tuple[float, float]]]:
-            """Returns when the first of some copies in a row was begun, and start and end of each."""
+        def row(length: int, lead_s: float) -> tuple[float, float, list[tuple[float, float]]]:
+            """Returns when some copies in a row were begun, from first to last, and start and end of each."""
             sources = jax.block_until_ready([copy.prepare() for _ in range(length)])
             jax.block_until_ready(self._empty_host_caches())
+            # All of a copy waits for the device, or for the buffers that the device is to free behind this.
+            self._busy.lead(lead_s)
+            while arrived:
+                copy.end(arrived.pop())
             marks, begin_s = self._marks.begin(), self._clock()
             begun = [copy.begin(source, marks.of(number)) for number, source in enumerate(sources)]
+            issued_s = self._clock()
             times = list(marks.times().values())
             for each in begun:
                 jax.block_until_ready(copy.arrive(each))
-                copy.end(each)
-            return begin_s, times
+            arrived.extend(begun)
+            return begin_s, issued_s, times
 
-        def once() -> float:
-            begin_s, [(start_s, end_s)] = row(1)
-            if not math.isnan(start_s):
-                return max(end_s - start_s, 0.0)
+        def attempt(lead_s: float) -> tuple[float, float]:
+            nonlocal has_start
+            begin_s, issued_s, [(start_s, end_s)] = row(1, lead_s if has_start else 0.0)
+            if has_start := not math.isnan(start_s):
+                return max(end_s - start_s, 0.0), 0.0 if self._is_emulated else issued_s - start_s
             alone_s = end_s - begin_s
-            begin_s, times = row(ROW_LENGTH)
-            return max(max(end for _, end in times) - begin_s - alone_s, 0.0) / (ROW_LENGTH - 1)
+            begin_s, _, times = row(ROW_LENGTH, 0.0)
+            return max(max(end for _, end in times) - begin_s - alone_s, 0.0) / (ROW_LENGTH - 1), 0.0
 
-        return once
+        return _in_time(attempt)
 
     def arrival(self, copy: Copy) -> Callable[[], float]:
         """Times what the host does with a copy that its link has brought."""
@@ -154,6 +240,28 @@ class DeviceTimer:
             return seconds
 
         return once
+
+
+def _in_time(attempt: Callable[[float], tuple[float, float]]) -> Callable[[], float]:
+    """Repeats what is timed with a longer lead where the device did not have enough work until it was issued.
+
+    Args:
+      attempt: does it, given the lead; returns its seconds, and those that the device may have waited for its issue.
+    """
+    lead_s, num_left, is_first = LEAST_LEAD_S, MOST_RETRIES, True
+
+    def once() -> float:
+        nonlocal lead_s, num_left, is_first
+        seconds, late_s = attempt(lead_s)
+        # The first call compiles marks.
+        while late_s > min(MOST_LATE * seconds, LEAST_LEAD_S) and num_left > 0 and not is_first:
+            num_left -= 1
+            lead_s = min(2 * (lead_s + late_s), MOST_LEAD_S)
+            seconds, late_s = attempt(lead_s)
+        is_first = False
+        return seconds
+
+    return once
 
 
 @functools.lru_cache(maxsize=1)
