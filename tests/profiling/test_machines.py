@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import pathlib
+import statistics
 
 import pytest
 
 from jaxferry.costs.machines import MACHINES, Machine, default_budget_bytes, find_machine
 from jaxferry.errors import InputError
+
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 DOCUMENT = {
     "format": "jaxferry.machine/1",
@@ -39,6 +42,16 @@ def test_memory_is_faster_than_the_link_and_16_bits_than_32(machine: Machine) ->
     assert 10 * machine.link_bytes_per_s < machine.memory_bytes_per_s
     assert machine.float32_flops_per_s < machine.flops_per_s
     assert machine.link_bytes_per_s < machine.host_bytes_per_s < machine.memory_bytes_per_s
+
+
+def test_products_of_the_h200_take_what_they_take_without_a_pause() -> None:
+    measured = json.loads((RESULTS / "gpu" / "h200" / "sustained_products.json").read_text())
+    [rates] = [run["tflops"] for run in measured["runs"]]
+    machine = MACHINES["h200-pcie5"]
+    assert machine.product_efficiency is not None
+    # Each took some 0.04 s.
+    sustained = 1e12 * statistics.median(rates[4:])
+    assert machine.flops_per_s * machine.product_efficiency == pytest.approx(sustained, rel=0.01)
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
