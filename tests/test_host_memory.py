@@ -25,6 +25,7 @@ from jaxferry.step.schedule import Kind
 from jaxferry.transport.allocator import Allocator
 from jaxferry.transport.placement import Placement
 from jaxferry.units import format_bytes, parse_bytes
+from watched import live_arrays, settled
 
 GIB = 2**30
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8388608 kB\n"
@@ -305,6 +306,33 @@ def test_the_first_batch_shows_what_sums_of_several_uses_need(monkeypatch):
     state = step.init(dict.fromkeys("ab", np.zeros((1000, 1000), np.float32)))
     with pytest.raises(jaxferry.HostMemoryError, match=r"a step needs .*sums of gradients 7\.63 MiB"):
         step(state, np.zeros((1, 1000), np.float32))
+
+
+def test_sums_that_exist_before_the_first_step_count_once(monkeypatch):
+    """On an accelerator a thread makes them while the step is compiled."""
+
+    def loss_fn(params, x):
+        for name in "abab":
+            x = jnp.tanh(x @ params[name])
+        return jnp.mean(x)
+
+    def pinned():
+        there = [array for array in live_arrays() if array.sharding.memory_kind == "pinned_host"]
+        return sum({array.unsafe_buffer_pointer(): array.nbytes for array in there}.values())
+
+    def step_within(most):
+        step = jaxferry.train_step(loss_fn, jaxferry.sgd(1.0), compute_dtype=jnp.bfloat16)
+        state, before = step.init(dict.fromkeys("ab", np.zeros((500, 500), np.float32))), pinned()
+        monkeypatch.setattr(host_memory, "limits", lambda: [host_memory.Limit(most + before - pinned(), "the test")])
+        state, _ = step(state, np.zeros((1, 500), np.float32))
+        return settled(pinned) - before
+
+    accelerator.emulate(monkeypatch)
+    monkeypatch.delenv(host_memory.VARIABLE, raising=False)
+    needed = step_within(GIB)
+    step_within(needed)
+    with pytest.raises(jaxferry.HostMemoryError, match="a step needs .*sums of gradients .*the test"):
+        step_within(needed // 4)
 
 
 def test_a_restore_checks_too(monkeypatch, tmp_path):

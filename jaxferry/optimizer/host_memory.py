@@ -97,7 +97,13 @@ def limits(root: pathlib.Path = _ROOT) -> list[Limit]:
     return sorted(found, key=lambda limit: limit.num_bytes)
 
 
-def check(needed: Mapping[str, int], what: str = "training", remedy: str = LESS_STATE, held_bytes: int = 0) -> None:
+def check(
+    needed: Mapping[str, int],
+    what: str = "training",
+    remedy: str = LESS_STATE,
+    held_bytes: int = 0,
+    existing_bytes: int = 0,
+) -> None:
     """Checks that there is enough host memory, before any is allocated.
 
     Args:
@@ -106,6 +112,7 @@ def check(needed: Mapping[str, int], what: str = "training", remedy: str = LESS_
       remedy: what the user can do, besides freeing or adding memory.
       held_bytes: what training takes besides. It counts against `JAXFERRY_HOST_MEMORY`; the other limits tell what is
         left beside it.
+      existing_bytes: what of `needed` is allocated already, so that the other limits do not count it as left.
 
     Raises:
       HostMemoryError: if there is too little; it names the number, the limit, and remedies.
@@ -115,6 +122,8 @@ def check(needed: Mapping[str, int], what: str = "training", remedy: str = LESS_
     if given == "off":
         return
     known = [_given(given, held_bytes)] if given else limits()
+    if not given:
+        known = [dataclasses.replace(limit, num_bytes=limit.num_bytes + existing_bytes) for limit in known]
     total = sum(needed.values())
     if not known or total <= known[0].num_bytes:
         return

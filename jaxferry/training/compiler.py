@@ -177,11 +177,10 @@ class Compiler:
         # Clients of accelerators keep pinned memory that programs have used.
         kept_bytes = 0 if self._shared.placement.is_cpu else self._saved_bytes
         streamed_bytes = streamed_state_bytes(prepared.profile, prepared.plan)
-        if is_begun and (read or prepared.saved_bytes):
+        if is_begun and (read or prepared.saved_bytes or prepared.program.widened):
             # They count as taken once they exist.
             self._shared.memory.submit(lambda: None).result()
-        is_first = not (self._has_decided or is_begun)
-        given = (layers, read, prepared.saved_bytes, is_first, kept_bytes, streamed_bytes)
+        given = (layers, read, prepared.saved_bytes, not self._has_decided, kept_bytes, is_begun, streamed_bytes)
         self.model.check_step(*given, prepared.program.widened)
         self._saved_bytes = max(self._saved_bytes, prepared.saved_bytes)
 

@@ -166,6 +166,7 @@ class Model:
         saved_bytes: int,
         is_first: bool,
         kept_bytes: int,
+        is_begun: bool,
         streamed_bytes: int = 0,
         widened: Mapping[int, int] | None = None,
     ) -> None:
@@ -175,8 +176,10 @@ class Model:
           layers: as for `host_bytes`.
           read: likewise.
           saved_bytes: likewise.
-          is_first: whether no step has been prepared yet: then gradients and compute copy do not exist either.
+          is_first: whether no step has been prepared yet: then gradients and compute copy are needed too, unless the
+            thread has made them.
           kept_bytes: of `saved_bytes`, what earlier steps have taken and the device's client keeps.
+          is_begun: whether a thread has made compute copy, gradients and their sums.
           streamed_bytes: masters and optimizer state that stream through the GPU.
           widened: as for `host_bytes`.
 
@@ -193,13 +196,11 @@ class Model:
             needed[_SUMS] = more_sums
         if not needed:
             return
-        if is_first:
+        if is_first and not is_begun:
             needed |= {name: found[name] for name in _OF_STEPS if name in found}
         held_bytes = sum(found.values()) - sum(needed.values())
-        if _SAVED in needed:
-            kept_bytes = min(kept_bytes, saved_bytes)
-            needed[_SAVED], held_bytes = saved_bytes - kept_bytes, held_bytes + kept_bytes
-        host_memory.check(needed, "a step", remedy, held_bytes)
+        existing_bytes = min(kept_bytes, needed.get(_SAVED, 0)) + is_begun * needed.get(_SUMS, 0)
+        host_memory.check(needed, "a step", remedy, held_bytes, existing_bytes)
         if more_sums > 0:
             self._known = tuple(layers), dict(widened or {})
 

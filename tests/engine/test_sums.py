@@ -85,6 +85,7 @@ WAYS = {
     "offloads": [GFGB],
     "both": [GFGB, (Mode.GFGB, GradientPlace.HOST)],
     "reads in place": [(Mode.RELOAD, GradientPlace.DEVICE), (Mode.DHA, GradientPlace.HOST)],
+    "loads for the backward": [(Mode.DFGB, GradientPlace.DEVICE), (Mode.DFGB, GradientPlace.HOST)],
     "resident": [(Mode.RESIDENT, GradientPlace.DEVICE), (Mode.RESIDENT, GradientPlace.HOST)],
 }
 """Modes and gradient places of a layer's uses in turn."""
