@@ -331,7 +331,7 @@ def test_sums_that_exist_before_the_first_step_count_once(monkeypatch):
     monkeypatch.delenv(host_memory.VARIABLE, raising=False)
     needed = step_within(GIB)
     step_within(needed)
-    with pytest.raises(jaxferry.HostMemoryError, match="a step needs .*sums of gradients .*the test"):
+    with pytest.raises(jaxferry.HostMemoryError, match=r"a step needs .*sums of gradients .*the test"):
         step_within(needed // 4)
 
 
