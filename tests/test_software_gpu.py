@@ -111,6 +111,13 @@ def test_a_load_waits_for_its_buffer_and_not_for_all_compute_before_it(tmp_path)
     assert num_loads > 20 and num_early > 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_algorithms_of_products_with_host_memory_are_known_before_the_first_step(dtype):
+    [row] = rows(software_gpu.run("algorithms_on_device.py", dtype))
+    before, *after = row["algorithms"]
+    assert before >= row["products"] > 2 and after == [before, before]
+
+
 def check_bits(seed, count, trace):
     given = {"SOFTGPU_TRACE": str(trace), "SOFTGPU_KERNEL_MS": "2", "SOFTGPU_COPY_GBPS": "0.02"}
     found = rows(software_gpu.run("early_loads_on_device.py", seed, count, timeout_s=800, **given))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxferry.engine.program_functions import ProgramTracer
+from jaxferry.native import library, targets
 from jaxferry.native.donation import check_donated
 from jaxferry.partition import Derivative, ForwardPartition, Partition, Segment, differentiate
 from jaxferry.partition.graph import evaluate
@@ -55,6 +56,7 @@ class Programs:
     ) -> None:
         self._held = {} if held is None else held
         self.is_scaled, self._has_others = is_scaled, placement.num_processes > 1
+        self._platform, self._devices = placement.platform, placement.device.addressable_devices
         self.derivatives = derivatives
         self.prelude = make_prelude(partition, placement)
         self.temporary_bytes: dict[ProgramKey, int] = {}
@@ -108,6 +110,10 @@ class Programs:
             own = 0 if stats is None else stats.temp_size_in_bytes
             # An exchange may run before a program that reads host memory, and ends before it.
             self.temporary_bytes[key] = max(own, self._tracer.exchanged_bytes(key))
+        if made and self._native and self._platform != "cpu":
+            for product in targets.PRODUCTS:
+                for device in self._devices:
+                    library(self._platform).plan_product(device.local_hardware_id, *product)
 
     def temporary_bytes_of(self, keys: Iterable[ProgramKey]) -> Mapping[ProgramKey, int]:
         """Compiles these programs and returns `temporary_bytes`."""

@@ -126,6 +126,24 @@ class NativeLibrary:
         if self._functions.jaxferry_ferry_wait_for(ctypes.c_int64(num), starts, lengths):
             raise NativeError("a copy has failed; the device's next operation says why")
 
+    def plan_product(self, ordinal: int, is_gradient: bool, sizes: Sequence[int]) -> int:
+        """Finds the algorithms of a GPU's product (`targets.PRODUCTS`), which the first product would otherwise do.
+
+        Args:
+          ordinal: the GPU's number in this process.
+          is_gradient: whether it is the gradient of a weight.
+          sizes: see `xla_ffi/cuda/matmul_handlers.cc`.
+
+        Returns:
+          How many algorithms are known there; -1 if the library finds none ahead.
+        """
+        plan = getattr(self._functions, "jaxferry_plan_product", None)  # an older library of this version has none
+        if plan is None:
+            return -1
+        plan.restype = ctypes.c_int64
+        given = (ctypes.c_int64 * len(sizes))(*sizes)
+        return int(plan(ctypes.c_int(ordinal), ctypes.c_int(is_gradient), given))
+
     def finish(self) -> None:
         """Completes all queued copies at full speed and waits for them, before arrays are freed at exit."""
         if self.platform == "cpu":

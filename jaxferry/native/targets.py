@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ LEAST_SLICES = 128
 
 ALIGNED_NUMBERS = 8
 """A GPU's products are several times slower if rows do not start at multiples of so many numbers."""
+
+PRODUCTS: dict[tuple[bool, tuple[int, ...]], None] = {}
+"""The traced products of GPUs: whether each is a gradient, and its sizes (`NativeLibrary.plan_product`)."""
 
 DTYPE_NUMBERS = {np.dtype(np.float32): 0, np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
 """The numbers of dtypes in attributes."""
@@ -112,16 +116,29 @@ def _pad(x: jax.Array) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
+def _note_product(
+    is_gradient: bool, dtypes: Sequence[Any], scratch: jax.Array, shape: ProductShape, rows: Sequence[Any], *flags: int
+) -> None:
+    """Adds a GPU's product to `PRODUCTS`; `rows` are matrices on the device, whose rows may be padded."""
+    if is_padding():
+        numbers = [DTYPE_NUMBERS[np.dtype(array.dtype)] for array in dtypes]
+        lengths = (array.shape[-1] for array in rows)
+        m = math.prod(rows[0].shape[:-1])
+        PRODUCTS[is_gradient, (*numbers, scratch.size, m, shape.k, shape.n, *lengths, *flags)] = None
+
+
 def dha_matmul(x: jax.Array, w: jax.Array, shape: ProductShape, out_dtype: Any, scratch_bytes: int | None) -> jax.Array:
     """Returns the product of x with a host weight, `[.., n]`."""
     x = _pad(x)
     result = jax.ShapeDtypeStruct((*x.shape[:-1], _aligned(shape.n)), out_dtype)
     # A weight of another dtype is staged in its own dtype, then cast.
     item_bytes = w.dtype.itemsize + (x.dtype.itemsize if w.dtype != x.dtype else 0)
+    scratch = _scratch(x.shape[-1] * item_bytes, _aligned(shape.n), scratch_bytes)
+    _note_product(False, (x, w, result), scratch, shape, (x, result), int(shape.transpose))
     made: jax.Array = jax.ffi.ffi_call("jaxferry_dha_matmul", result, vmap_method="sequential")(
         x,
         w,
-        _scratch(x.shape[-1] * item_bytes, _aligned(shape.n), scratch_bytes),
+        scratch,
         offset=np.int64(shape.offset),
         k=np.int64(shape.k),
         n=np.int64(shape.n),
@@ -165,17 +182,20 @@ def dha_matmul_gradient(
     stays_short = x.dtype in ((round_to, destination.dtype) if not accumulate and round_to is None else (round_to,))
     item_bytes = x.dtype.itemsize if stays_short else 4
     row_bytes = item_bytes * (row_padded + (row if row_padded > row else 0))
+    scratch = _scratch(row_bytes, left.shape[-1], scratch_bytes)
+    rounded = 0 if round_to is None else DTYPE_NUMBERS[np.dtype(round_to)]
+    _note_product(True, (x, destination), scratch, shape, (x, dy), int(shape.transpose), int(accumulate), rounded)
     stored: jax.Array = call(
         destination,
         x,
         dy,
-        _scratch(row_bytes, left.shape[-1], scratch_bytes),
+        scratch,
         offset=np.int64(shape.offset),
         k=np.int64(shape.k),
         n=np.int64(shape.n),
         transpose=np.int64(shape.transpose),
         accumulate=np.int64(accumulate),
-        round_to=np.int64(0 if round_to is None else DTYPE_NUMBERS[np.dtype(round_to)]),
+        round_to=np.int64(rounded),
     )
     return stored
 

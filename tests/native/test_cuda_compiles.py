@@ -56,7 +56,7 @@ def test_synchronizing_without_a_gpu_returns(library):
 def test_only_the_contract_is_exported(path):
     listed = cuda_build.run("nm", "-D", "--defined-only", path)
     functions = {"jaxferry_build_info", "jaxferry_abi", "jaxferry_ferry_synchronize", "jaxferry_ferry_wait_for"}
-    functions |= {"jaxferry_marks_open", "jaxferry_marks_close", "jaxferry_marks_read"}
+    functions |= {"jaxferry_marks_open", "jaxferry_marks_close", "jaxferry_marks_read", "jaxferry_plan_product"}
     assert {line.split()[-1] for line in listed.splitlines()} == functions | set(TARGETS)
 
 

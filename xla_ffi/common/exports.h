@@ -40,6 +40,10 @@ void jaxferry_marks_close(const void* token);
 void jaxferry_marks_read(int64_t count, const void* const* tokens, const int64_t* numbers, double* starts_s,
                          double* ends_s);
 
+// CUDA's library alone. Finds cuBLASLt's algorithms for a product's panels before it runs; `sizes` are as in
+// matmul_handlers.cc. Returns how many algorithms the device knows, or -1 if it fails.
+int64_t jaxferry_plan_product(int ordinal, int is_gradient, const int64_t* sizes);
+
 // The CPU's library alone.
 void jaxferry_ferry_set_bandwidth(int direction, double bytes_per_s);
 void jaxferry_ferry_set_delay(double seconds, unsigned seed);

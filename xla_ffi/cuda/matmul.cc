@@ -96,8 +96,7 @@ void CopyPanel(const Weight& weight, int64_t begin, int64_t size, char* panel, c
 }
 
 // y[:, begin : begin + size] = x @ panel.
-void MultiplyPanel(Device& device, const Weight& weight, int64_t begin, int64_t size, const void* panel,
-                   cudaStream_t stream) {
+Product ProductOf(const Weight& weight, int64_t begin, int64_t size, const void* panel) {
   const Matmul& call = weight.call;
   const bool is_last = begin + size == call.n;
   Product product;
@@ -110,7 +109,7 @@ void MultiplyPanel(Device& device, const Weight& weight, int64_t begin, int64_t 
   product.k = weight.depth;
   product.dtype = call.x_dtype;
   product.c_dtype = call.y_dtype;
-  device.multiplier.Multiply(product, stream);
+  return product;
 }
 
 // left.T @ right of shape [rows, columns], for left[m, rows] and right[m, columns].
@@ -162,8 +161,7 @@ struct Gradient {
   }
 };
 
-void MultiplyPanel(Device& device, const Gradient& gradient, int64_t begin, int64_t size, void* panel,
-                   cudaStream_t stream) {
+Product ProductOf(const Gradient& gradient, int64_t begin, int64_t size, void* panel) {
   const Outer& outer = gradient.outer;
   const bool is_last = begin + size == outer.rows;
   Product product;
@@ -176,7 +174,7 @@ void MultiplyPanel(Device& device, const Gradient& gradient, int64_t begin, int6
   product.k = gradient.call.m;
   product.dtype = gradient.call.dtype;
   product.c_dtype = gradient.dtype;
-  device.multiplier.Multiply(product, stream);
+  return product;
 }
 
 void WritePanel(const Gradient& gradient, int64_t begin, int64_t size, char* panel, cudaStream_t stream) {
@@ -222,7 +220,7 @@ void RunMatmul(Device& device, const Matmul& call, cudaStream_t stream) {
       Convert({call.w_dtype, call.x_dtype, panel, cast, num_items, false}, kBlocksOfDevice, stream);
       panel = cast;
     }
-    MultiplyPanel(device, weight, begin, size, panel, stream);
+    device.multiplier.Multiply(ProductOf(weight, begin, size, panel), stream);
     used[half]->Record(stream);
   });
   drain.Done();
@@ -239,7 +237,7 @@ void RunMatmulGradient(Device& device, const MatmulGradient& call, cudaStream_t 
   int last = 0;
   ForEachPanel(gradient.panels, outer.rows, call.scratch, [&](int64_t begin, int64_t size, int half, char* panel) {
     if (begin >= 2 * gradient.panels.num_slices) written[half]->Hold(stream);
-    MultiplyPanel(device, gradient, begin, size, panel, stream);
+    device.multiplier.Multiply(ProductOf(gradient, begin, size, panel), stream);
     made->Record(stream);
     made->Hold(writes);
     WritePanel(gradient, begin, size, panel, writes);
@@ -249,6 +247,20 @@ void RunMatmulGradient(Device& device, const MatmulGradient& call, cudaStream_t 
   // Writes run in order, so the last one ends last.
   written[last]->Hold(stream);
   drain.Done();
+}
+
+void PlanMatmul(Device& device, const Matmul& call) {
+  const Weight weight(call);
+  ForEachPanel(weight.panels, call.n, nullptr, [&](int64_t begin, int64_t size, int, const char* panel) {
+    device.multiplier.Prepare(ProductOf(weight, begin, size, panel));
+  });
+}
+
+void PlanMatmulGradient(Device& device, const MatmulGradient& call) {
+  const Gradient gradient(call, device.num_multiprocessors);
+  ForEachPanel(gradient.panels, gradient.outer.rows, nullptr, [&](int64_t begin, int64_t size, int, char* panel) {
+    device.multiplier.Prepare(ProductOf(gradient, begin, size, panel));
+  });
 }
 
 }  // namespace jaxferry::cuda

@@ -62,3 +62,28 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_dha_matmul_gradient, DhaMatmulGradient,
                                   .Attr<int64_t>("round_to"));
 
 }  // namespace jaxferry
+
+// Sizes of a product: dtypes of x, w and y, bytes of scratch, m, k, n, pitches of x and y, transpose. Those of a
+// gradient: dtypes of x and of the destination, bytes of scratch, m, k, n, pitches of x and dy, transpose, accumulate,
+// round_to.
+int64_t jaxferry_plan_product(int ordinal, int is_gradient, const int64_t* sizes) {
+  using jaxferry::Dtype;
+  const auto dtype = [&](int place) { return static_cast<Dtype>(sizes[place]); };
+  try {
+    const jaxferry::cuda::CurrentDevice current(ordinal);
+    jaxferry::cuda::Device& device = jaxferry::cuda::Device::Get(ordinal);
+    std::lock_guard<std::mutex> lock(device.mutex);
+    if (is_gradient) {
+      const std::optional<Dtype> round_to = sizes[10] == 0 ? std::nullopt : std::optional(dtype(10));
+      jaxferry::cuda::PlanMatmulGradient(
+          device, {dtype(0), dtype(1), nullptr, nullptr, nullptr, nullptr, sizes[2], sizes[3], sizes[4], sizes[5],
+                   sizes[6], sizes[7], sizes[8] != 0, sizes[9] != 0, round_to});
+    } else {
+      jaxferry::cuda::PlanMatmul(device, {dtype(0), dtype(1), dtype(2), nullptr, nullptr, nullptr, nullptr, sizes[3],
+                                          sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9] != 0});
+    }
+    return device.multiplier.num_plans();
+  } catch (const std::exception&) {
+    return -1;
+  }
+}

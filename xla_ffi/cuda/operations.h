@@ -13,6 +13,9 @@ void RunRead(const Copies& copies, cudaStream_t stream);
 void RunStore(const Store& call, cudaStream_t stream);
 void RunMatmul(Device& device, const Matmul& call, cudaStream_t stream);
 void RunMatmulGradient(Device& device, const MatmulGradient& call, cudaStream_t stream);
+// Find the algorithms of the calls' products, which lie at aligned addresses; pointers are ignored.
+void PlanMatmul(Device& device, const Matmul& call);
+void PlanMatmulGradient(Device& device, const MatmulGradient& call);
 // Loads into arrays whose vacancy is noted wait for the last uses of these alone, where it has been seen for nothing,
 // and else for all of the stream's work so far.
 void RunFerryLoad(Device& device, const Copies& copies, Vacancy vacancy, cudaStream_t stream);

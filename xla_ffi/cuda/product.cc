@@ -2,6 +2,7 @@
 
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "cuda/errors.h"
 
@@ -123,34 +124,45 @@ struct Multiplier::Plan {
   cublaslt::HeuristicResult chosen = {};
 };
 
-const Multiplier::Plan& Multiplier::FindPlan(const Product& p) {
+const Multiplier::Plan* Multiplier::FindPlan(const Product& p) {
+  if (p.m == 0 || p.n == 0 || p.k == 0) return nullptr;
+  if (p.m > kLargestSize || p.n > kLargestSize || p.k > kLargestSize) {
+    throw BadArgument("cuBLASLt counts rows and columns in 31 bits, got " + Sizes(p));
+  }
+  if (handle_ == nullptr) CheckBlas(cublaslt::Load().Create(&handle_), "starting cuBLASLt");
   const Key key(p.m, p.n, p.k, p.a.pitch, p.b.pitch, p.c_pitch, p.a.transpose, p.b.transpose, p.dtype, p.c_dtype,
                 AlignmentOf(p));
   auto found = plans_.find(key);
   if (found == plans_.end()) found = plans_.emplace(key, std::make_shared<const Plan>(p, handle_)).first;
-  return *found->second;
+  return found->second.get();
+}
+
+void Multiplier::Prepare(const Product& product) {
+  const Plan* plan = FindPlan(product);
+  if (plan == nullptr || plan->chosen.workspace_size == 0 || spare_workspace_ != nullptr || !workspaces_.empty()) return;
+  spare_workspace_ = std::make_unique<DeviceBuffer>(kWorkspaceBytes);
 }
 
 void* Multiplier::Workspace(const Plan& plan, cudaStream_t stream) {
   if (plan.chosen.workspace_size == 0) return nullptr;
   std::unique_ptr<DeviceBuffer>& workspace = workspaces_[stream];
+  if (workspace == nullptr) workspace = std::move(spare_workspace_);
   if (workspace == nullptr) workspace = std::make_unique<DeviceBuffer>(kWorkspaceBytes);
   return workspace->data();
 }
 
 void Multiplier::Multiply(const Product& product, cudaStream_t stream) {
-  if (product.m == 0 || product.n == 0) return;
-  if (product.k == 0) return ClearProduct(product, stream);
-  if (product.m > kLargestSize || product.n > kLargestSize || product.k > kLargestSize) {
-    throw BadArgument("cuBLASLt counts rows and columns in 31 bits, got " + Sizes(product));
+  const Plan* plan = FindPlan(product);
+  if (plan == nullptr) {
+    if (product.m != 0 && product.n != 0) ClearProduct(product, stream);
+    return;
   }
-  if (handle_ == nullptr) CheckBlas(cublaslt::Load().Create(&handle_), "starting cuBLASLt");
-  const Plan& plan = FindPlan(product);
   const float one = 1.0f;
   const float zero = 0.0f;
-  CheckBlas(cublaslt::Load().Matmul(handle_, plan.descriptor.get(), &one, product.b.data, plan.b.get(), product.a.data,
-                                    plan.a.get(), &zero, product.c, plan.c.get(), product.c, plan.c.get(),
-                                    &plan.chosen.algo, Workspace(plan, stream), plan.chosen.workspace_size, stream),
+  CheckBlas(cublaslt::Load().Matmul(handle_, plan->descriptor.get(), &one, product.b.data, plan->b.get(),
+                                    product.a.data, plan->a.get(), &zero, product.c, plan->c.get(), product.c,
+                                    plan->c.get(), &plan->chosen.algo, Workspace(*plan, stream),
+                                    plan->chosen.workspace_size, stream),
             "cublasLtMatmul");
 }
 

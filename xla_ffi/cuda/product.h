@@ -38,18 +38,24 @@ class Multiplier {
  public:
   // Issues a product to the stream. The caller holds the device's lock.
   void Multiply(const Product& product, cudaStream_t stream);
+  // Finds the algorithm of a product, by the alignment of its pointers, and takes the memory that it needs.
+  void Prepare(const Product& product);
+  int64_t num_plans() const { return static_cast<int64_t>(plans_.size()); }
 
  private:
   struct Plan;
   // m, n, k, pitches of a, b, c, transposes of a and b, dtypes, alignment.
   using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, Dtype, Dtype, uint32_t>;
 
-  const Plan& FindPlan(const Product& product);
+  // Returns null for an empty sum.
+  const Plan* FindPlan(const Product& product);
   void* Workspace(const Plan& plan, cudaStream_t stream);
 
   cublaslt::Handle handle_ = nullptr;
   std::map<Key, std::shared_ptr<const Plan>> plans_;
   std::map<cudaStream_t, std::unique_ptr<DeviceBuffer>> workspaces_;
+  // For the first stream.
+  std::unique_ptr<DeviceBuffer> spare_workspace_;
 };
 
 }  // namespace jaxferry::cuda
