@@ -102,6 +102,7 @@ def pytest_collection_finish(session):
         importlib.import_module("jaxferry.training.model").ACCELERATOR_DTYPE = None
         # The device may be one in software.
         importlib.import_module("jaxferry.training.measure.device_timer").PRODUCTS_WIDTH = 64
+        importlib.import_module("jaxferry.training.measure.cold_caches").ACCELERATOR_BYTES = 2**20
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

@@ -56,7 +56,8 @@ class Programs:
     ) -> None:
         self._held = {} if held is None else held
         self.is_scaled, self._has_others = is_scaled, placement.num_processes > 1
-        self._platform, self._devices = placement.platform, placement.device.addressable_devices
+        self._platform: str = placement.platform
+        self._devices: Any = placement.device.addressable_devices
         self.derivatives = derivatives
         self.prelude = make_prelude(partition, placement)
         self.temporary_bytes: dict[ProgramKey, int] = {}

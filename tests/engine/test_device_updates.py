@@ -360,6 +360,9 @@ def test_more_memory_is_never_slower_although_updates_need_more_than_the_profile
         "backward_s": 4e-3,
         "backward_dha_s": 4e-3,
         "backward_go_s": 4e-3,
+        "forward_read_s": 1e-4,
+        "backward_read_s": 1e-4,
+        "backward_write_s": 1e-4,
     }
     profile = dataclasses.replace(known, layers=tuple(dataclasses.replace(x, **seconds) for x in known.layers))
 

@@ -199,7 +199,11 @@ def test_evaluation_reads_the_same_layers(task, loaded):
     assert float(step.evaluate(state, task.batch)) == pytest.approx(loaded[0][1], rel=1e-6)
 
 
-@pytest.mark.parametrize("options", ["a plan of modules", "a budget that blocks exceed"])
+@pytest.mark.parametrize(
+    "options",
+    # Temporaries of other devices decide which layers need least.
+    ["a plan of modules", pytest.param("a budget that blocks exceed", marks=pytest.mark.cpu_device)],
+)
 def test_an_evaluation_before_the_first_step_does_not_decide_how_fine_layers_are(task, options):
     parts = parts_of(task)
     if options == "a plan of modules":

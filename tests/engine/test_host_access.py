@@ -54,6 +54,16 @@ def plain(request, task):
     return task, dtype, trained(task, ADAMW, STEPS, transport="device_put", compute_dtype=dtype)
 
 
+@pytest.fixture(scope="module")
+def plain_on_cpu(plain):
+    """The same on a CPU: a GPU's products that write host memory are not XLA's."""
+    task, dtype, _ = plain
+    if jax.default_backend() == "cpu":
+        return plain
+    options = {"transport": "device_put", "compute_dtype": dtype, "device": jax.devices("cpu")[0]}
+    return task, dtype, trained(task, ADAMW, STEPS, **options)
+
+
 GFGB_LIKE = {
     "ferry": ([Mode.GFGB], [GradientPlace.DEVICE]),
     "go": ([Mode.GFGB], [GradientPlace.HOST]),
@@ -81,8 +91,9 @@ def test_without_the_library_direct_host_access_changes_no_bit(name, plain):
 @pytest.mark.parametrize(
     "name", ["some go", *(pytest.param(x, marks=pytest.mark.slow) for x in ("reload and resident", "ferry", "go"))]
 )
-def test_moving_data_changes_no_bit(name, transport, plain):
-    task, dtype, (expected, losses) = plain
+@pytest.mark.cpu_device
+def test_moving_data_changes_no_bit(name, transport, plain_on_cpu):
+    task, dtype, (expected, losses) = plain_on_cpu
     modes, places = GFGB_LIKE[name]
     plan = with_gradients(plan_of(task, modes), places)
     state, others = run(task, plan, transport=transport, compute_dtype=dtype)
@@ -118,6 +129,7 @@ DIRECT = {
 }
 
 
+@pytest.mark.cpu_device
 def test_direct_host_access_is_within_rounding_and_has_the_same_bits_whatever_happens_to_gradients(plain):
     task, dtype, _ = plain
     expected, losses = trained(task, MOMENTUM, STEPS, transport="device_put", compute_dtype=dtype)

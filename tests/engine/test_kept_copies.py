@@ -51,6 +51,7 @@ def test_no_group_is_loaded_again_before_its_update(gpt, monkeypatch):
     assert_same_bits(state.params, other.params)
 
 
+@pytest.mark.cpu_device  # temporaries of another device may leave room for all of them
 @pytest.mark.parametrize("excess", [0.0, pytest.param(0.3, marks=pytest.mark.slow), 1.0])
 def test_as_many_stay_as_fit_into_the_budget(gpt, excess):
     def prepared(budget):
@@ -132,6 +133,7 @@ def test_given_plans_and_l2l_load_as_they_say(gpt):
         assert step.prepare(gpt.batch).program.kept == frozenset()
 
 
+@pytest.mark.cpu_device  # likewise
 def test_loads_run_ahead_where_only_some_copies_stay(gpt):
     def prepared(budget):
         step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N, memory_budget=budget)

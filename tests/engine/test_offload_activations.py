@@ -216,6 +216,7 @@ def plan_of_perceptron(depth):
     return Plan("test", 1.0, tuple(LayerPlan(f"l{i:02}", Mode.RELOAD) for i in range(depth)))
 
 
+@pytest.mark.cpu_device  # buffers of layers stay on an accelerator where no budget forbids it
 def test_memory_does_not_grow_with_depth_and_a_budget_admits_larger_batches():
     value = 64 * 16 * 4
     with_it, without = [[peak_of(d, offload_activations=on) for d in (8, 16)] for on in (True, False)]
@@ -411,6 +412,7 @@ def test_a_callback_that_raises_before_any_update_costs_no_bit(threads, remat, m
         assert_same_bits(state.params, expected[4])
 
 
+@pytest.mark.cpu_device  # so is the emulated one
 @pytest.mark.parametrize(
     ("kind", "threads"),
     [

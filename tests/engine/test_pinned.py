@@ -148,6 +148,7 @@ OFTEN = [("ferry", "fused", "in host memory", "clipped"), ("device_put", "optax"
 CASES = list(itertools.product(["ferry", "device_put"], OPTIMIZERS, PLANS, OPTIONS))
 
 
+@pytest.mark.cpu_device  # so is the emulated one
 @pytest.mark.parametrize(
     ("transport", "optimizer", "plan", "options"),
     [case if case in OFTEN else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],

@@ -83,6 +83,7 @@ def test_what_was_deleted_before_anybody_looked_is_not_known():
     assert math.isnan(step.times()[0][1])
 
 
+@pytest.mark.cpu_device
 @pytest.mark.usefixtures("engine_settings")
 def test_whoever_waits_for_an_array_survives_its_end():
     native, vector = library("cpu"), jnp.ones(1 << 16)

@@ -35,7 +35,7 @@ PARAMS = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(
 def placement(request, monkeypatch):
     """The placements of a CPU and of an accelerator; the latter also works on a CPU, with more copies."""
     monkeypatch.setattr(Placement, "is_cpu", property(lambda self: request.param == "cpu"))
-    return make_placement()
+    return make_placement(jax.devices("cpu")[0])
 
 
 ADAMW = optax.adamw(1e-3)
@@ -46,6 +46,7 @@ def gpt():
     return models.gpt(depth=2)
 
 
+@pytest.mark.cpu_device  # so is the emulated one
 @pytest.mark.parametrize(
     "modes",
     [

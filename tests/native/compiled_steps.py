@@ -24,6 +24,9 @@ from native.replayed_memory import PARTS, replay
 TOLERANCE = 0.02
 """How far the engine's count of bytes may be from XLA's, relative to XLA's."""
 
+HOST = jax.devices("cpu")[0]
+"""The device of the steps, whatever is JAX's default one: all else is compiled for it."""
+
 DEVICE_MEMORY = "130GiB"
 """What an H200 has, less some for its runtime."""
 
@@ -49,7 +52,7 @@ class CompiledModel:
         made, options = [], {"memory_budget": DEVICE_MEMORY, "remat": "auto"} | options
         with _compiling_for_gpu(made):
             step = jaxferry.train_step(
-                self.loss_fn, optax.adamw(1e-4), compute_dtype=jnp.bfloat16, transport="ferry", **options
+                self.loss_fn, optax.adamw(1e-4), compute_dtype=jnp.bfloat16, transport="ferry", device=HOST, **options
             )
             step.declare(self.params)
             prepared = step.prepare(self.batch)
@@ -70,7 +73,7 @@ class CompiledModel:
         named = program_variants(variants.base, recomputing, variants.derivatives)
         with _compiling_for_gpu([]):
             # Held, since steps run some of these programs.
-            self._programs = Programs(variants.base, variants.derivatives, make_placement(), native=True)
+            self._programs = Programs(variants.base, variants.derivatives, make_placement(HOST), native=True)
             keys = dict.fromkeys(key for variant in named for key in variant.values())
             num_bytes = self._programs.temporary_bytes_of(keys)
         layers = []
@@ -82,7 +85,7 @@ class CompiledModel:
 
     def transport(self, layers):
         """The transport's compiled programs, by name and group; groups of one layout share them."""
-        made, ferry = {}, Ferry(make_placement(), layers)
+        made, ferry = {}, Ferry(make_placement(HOST), layers)
         for group, layer in enumerate(layers):
             if layer.layout not in self._transport:
                 self._transport[layer.layout] = dict(_transport_programs(ferry, layer, group))
@@ -92,7 +95,7 @@ class CompiledModel:
     def given_bytes(self, prepared):
         """The bytes on the device before a step's first program, by value: batch, constants, what the prelude makes."""
         partition, programs = prepared.partition, prepared.runner.runnable.programs
-        graph, where = partition.graph, make_placement().device
+        graph, where = partition.graph, make_placement(HOST).device
         leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where) for leaf in jax.tree.leaves(self.batch)]
         sizes = {value: leaf.size * leaf.dtype.itemsize for value, leaf in zip(graph.batch, leaves, strict=True)}
         sizes |= {value: constant.nbytes for value, constant in graph.constants.items()}
@@ -130,7 +133,7 @@ def _transport_programs(ferry, layer, group):
     def structs(shapes, where):
         return [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where) for s in shapes]
 
-    placement, trained = make_placement(), layer.trained
+    placement, trained = make_placement(HOST), layer.trained
     vectors, leaves = structs(layer.vectors, placement.pinned), structs(layer.leaves, placement.device)
     stored = structs(trained.vectors, placement.pinned)
     sources = structs(jax.eval_shape(trained.join_small, structs(trained.leaves, placement.device)), placement.device)

@@ -22,7 +22,7 @@ def loss_fn(params, x):
 
 
 def num_known():
-    return library("gpu").plan_product(0, *known)
+    return library("gpu").plan_product(0, *first)
 
 
 plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.DHA, GradientPlace.HOST) for name in NAMES))
@@ -30,10 +30,10 @@ step = jaxferry.train_step(loss_fn, jaxferry.sgd(1.0), plan=plan, compute_dtype=
 state = step.init({name: np.full((WIDTH, WIDTH), 1e-3, np.float32) for name in NAMES})
 batch = np.ones((8, WIDTH), DTYPE)
 step.prepare(batch)
-known = next(iter(targets.PRODUCTS))
+first = next(iter(targets.PRODUCTS))
 counts = [num_known()]
 for _ in range(2):
-    state, _ = step(state, batch)
+    state = step(state, batch)[0]
     state.block_until_ready()
     counts.append(num_known())
 print(json.dumps({"products": len(targets.PRODUCTS), "algorithms": counts}))
