@@ -182,6 +182,7 @@ def test_states_that_are_made_of_others_hold_and_show_the_same_codes(name, shape
     assert_same(state.lazy_params["q"]["q"][1:6], array[1:6])
 
 
+@pytest.mark.cpu_device  # XLA pins more than is asked for
 @pytest.mark.parametrize(("name", "shape"), CODED, ids=str)
 def test_memory_is_checked_for_the_bytes_that_coded_parameters_take(name, shape, monkeypatch, tmp_path):
     """A state holds several elements in a byte. NumPy, and so a copy for the user, holds one."""
@@ -190,7 +191,7 @@ def test_memory_is_checked_for_the_bytes_that_coded_parameters_take(name, shape,
     state = step.init(params)
     step.save(state, tmp_path / "saved")
     counted = []
-    monkeypatch.setattr(host_memory, "check", lambda needed, *rest: counted.append(sum(needed.values())))
+    monkeypatch.setattr(host_memory, "check", lambda needed, *_, **__: counted.append(sum(needed.values())))
     trained = params["a"]["w"].nbytes + params["v"]["v"].nbytes
     stored = to_bytes(params["q"]["q"]).nbytes
     for use, expected in (
@@ -343,10 +344,14 @@ def test_a_checkpoint_of_another_coded_dtype_is_an_error(tmp_path):
             make_step().restore(tmp_path / "saved", make_params(name, (8, 8)))
 
 
+@pytest.mark.cpu_device  # one accelerator is no mesh
 def test_devices_that_share_a_batch_gather_packed_parameters():
     params = make_params("int4", (8, 8))
     step = jaxferry.train_step(
-        loss_fn, optax.sgd(1e-2), trainable=lambda path: path != "q/q", mesh=jax.make_mesh((2,), ("data",))
+        loss_fn,
+        optax.sgd(1e-2),
+        trainable=lambda path: path != "q/q",
+        mesh=jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2]),
     )
     state, losses = step.init(params), []
     for _ in range(3):

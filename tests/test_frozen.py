@@ -232,6 +232,7 @@ def test_every_plan_and_transport_has_the_same_bits(task, dtype, accumulate):
             assert_same_bits(other_params, params)
 
 
+@pytest.mark.cpu_device  # so is the emulated one
 @pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def test_an_engine_that_only_issues_its_work_has_the_same_bits(task, transport, monkeypatch):
     """As on an accelerator, whose pinned memory the optimizer cannot access."""
@@ -374,6 +375,7 @@ def test_a_profile_knows_what_frozen_layers_do_not_cost_and_policies_plan_with_i
         np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
 
 
+@pytest.mark.cpu_device  # temporaries of another device may leave room for all copies
 def test_evaluation_and_budgets_know_frozen_layers(task):
     free = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained)
     state, losses = train(free, task, 3)
