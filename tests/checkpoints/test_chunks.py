@@ -12,7 +12,7 @@ import pytest
 
 from checkpoints import content, plain
 from jaxferry import checkpoint
-from jaxferry.checkpoint import arrays, chunks, leaves
+from jaxferry.checkpoint import arrays, leaves
 from jaxferry.optimizer.pieces import Stacked
 from jaxferry.partition import Span
 
@@ -23,10 +23,10 @@ SHAPES = [(), (1,), (17,), (4, 6), (3, 5, 7), (2, 1, 9), (7, 1), (1, 7), (5, 4, 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_bytes", [4, 12, 40, 100, 10**6])
 def test_chunks_are_small_and_follow_each_other_in_c_order(shape, num_bytes, monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", num_bytes)
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", num_bytes)
     elements = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-    chunk = chunks.chunk_shape(shape, 4)
-    found = [elements[index] for index in chunks.indices(shape, chunk)]
+    chunk = arrays.chunk_shape(shape, 4)
+    found = [elements[index] for index in arrays.indices(shape, chunk)]
     np.testing.assert_array_equal(np.concatenate([each.reshape(-1) for each in found]), elements.reshape(-1))
     assert all(each.nbytes <= num_bytes for each in found)
     assert all(each.shape == chunk for each in found[:1])
@@ -41,7 +41,7 @@ def test_pieces_of_any_chunks_are_whole_chunks_in_c_order(shape, num_elements):
     elements, rng = np.arange(math.prod(shape)).reshape(shape), np.random.default_rng(0)
     for _ in range(20):
         chunk = tuple(int(rng.integers(1, length + 1)) for length in shape)
-        pieces = list(chunks.indices(shape, chunk, num_elements))
+        pieces = list(arrays.indices(shape, chunk, num_elements))
         found = np.concatenate([elements[piece].reshape(-1) for piece in pieces])
         np.testing.assert_array_equal(found, elements.reshape(-1))
         for piece in pieces:
@@ -64,14 +64,14 @@ def large(seed):
 
 @pytest.mark.parametrize("num_bytes", [4, 12, 100])
 def test_leaves_of_many_chunks_are_read_bit_by_bit_also_by_orbax_alone(num_bytes, monkeypatch, tmp_path):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", num_bytes)
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", num_bytes)
     monkeypatch.setattr(leaves, "PIECE_BYTES", 2 * num_bytes)
     monkeypatch.setattr(arrays, "_FILE_BYTES", 2 * num_bytes)
     saved = large(num_bytes)
     checkpoint.save(saved, tmp_path / "saved")
     assert plain(checkpoint.load(tmp_path / "saved")) == plain(saved)
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        read = checkpointer.restore(tmp_path / "saved/arrays")
+        read = checkpointer.restore(tmp_path / "saved/save_0/arrays")
     for i, leaf in enumerate(saved.params.values()):
         for k, part in enumerate(leaf.parts if isinstance(leaf, Stacked) else (leaf,)):
             name = f"{i}.{k}" if isinstance(leaf, Stacked) else str(i)
@@ -80,7 +80,7 @@ def test_leaves_of_many_chunks_are_read_bit_by_bit_also_by_orbax_alone(num_bytes
 
 @pytest.mark.parametrize("placed", [2, 1 << 18])
 def test_some_elements_of_a_leaf_are_read_also_where_it_was_stacked_along_any_axis(placed, monkeypatch, tmp_path):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 12)
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", 12)
     monkeypatch.setattr(leaves, "PIECE_BYTES", 24)
     monkeypatch.setattr(leaves, "_PLACED", placed)
     saved = large(0)
@@ -106,16 +106,16 @@ def test_checkpoints_with_orbax_own_chunks_are_still_read(num_bytes, monkeypatch
     plain_ones = handlers.create_type_handler_registry((np.ndarray, handlers.NumpyHandler()))
     with (
         mock.patch.object(arrays, "_FILE_BYTES", num_bytes),
-        mock.patch.object(arrays, "_by_pieces", lambda: plain_ones),
+        mock.patch.object(arrays, "_by_chunks", lambda: plain_ones),
     ):
         checkpoint.save(saved, tmp_path / "saved")
-    assert tuple(stored(tmp_path, "params.4").chunk_layout.read_chunk.shape) != chunks.chunk_shape((3, 5, 7), 4)
+    assert tuple(stored(tmp_path, "params.4").chunk_layout.read_chunk.shape) != arrays.chunk_shape((3, 5, 7), 4)
     monkeypatch.setattr(leaves, "PIECE_BYTES", 4)
     assert plain(checkpoint.load(tmp_path / "saved")) == plain(saved)
 
 
 def stored(folder, name):
-    return arrays.open_one(folder / "saved/arrays", name)
+    return leaves.open_one(folder / "saved/save_0/arrays", name)
 
 
 @pytest.mark.parametrize("shape", [(20, 1024, 512), (3 * 10243, 512), (2, 20 * MIB), (21 * MIB,)])

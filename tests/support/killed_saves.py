@@ -129,11 +129,10 @@ def main():
     sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
     import checkpoints
     from jaxferry import checkpoint
-    from jaxferry.checkpoint import renames
 
     for line in sys.stdin:
         job = json.loads(line)
-        children = [_fork(job, seed, checkpoints, checkpoint, renames) for seed in job["seeds"]]
+        children = [_fork(job, seed, checkpoints, checkpoint) for seed in job["seeds"]]
         answers = []
         for child, pipe in children:
             begin = pipe.readline()
@@ -146,7 +145,7 @@ def main():
         print(json.dumps(answers), flush=True)
 
 
-def _fork(job, seed, checkpoints, checkpoint, renames):
+def _fork(job, seed, checkpoints, checkpoint):
     """Starts a process that saves the content of a seed, `repeat` times; it answers through a pipe."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -158,10 +157,6 @@ def _fork(job, seed, checkpoints, checkpoint, renames):
         os.close(reader)
         content = checkpoints.content(seed)
         checkpoints.plain(content)
-        if job.get("kill_between_renames"):
-            renames.rename_new = lambda source, target: os.kill(os.getpid(), signal.SIGKILL)
-        if job.get("no_exchange"):
-            renames.exchange = lambda first, second: False
         if "max_file_bytes" in job:
             resource.setrlimit(resource.RLIMIT_FSIZE, (job["max_file_bytes"], resource.RLIM_INFINITY))
         os.write(writer, b"begin\n")

@@ -172,7 +172,7 @@ class Member(Starts):
         step.save(state, self.folder / "later", wait=False)
         found["later"] = step.restore(self.folder / "later").step
         found["errors"] = {"unwritable": _error(lambda: step.save(state, "/proc/nowhere/state"))}
-        (self.folder / "state" / "arrays").rename(self.folder / "gone") if self.number == 0 else None
+        (self.folder / "state" / "save_0").rename(self.folder / "gone") if self.number == 0 else None
 
         def twice(*given):
             loss, aux = self.model.loss_fn(*given)

@@ -8,16 +8,14 @@ import signal
 import threading
 import time
 
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 import jaxferry
-from checkpoints import content, plain
+from checkpoints import content, earlier, plain
 from jaxferry import checkpoint
-from jaxferry.checkpoint import renames, replacement
-from jaxferry.checkpoint.scratch import scratch_beside
-
-WAYS = pytest.mark.parametrize("way", ["exchange", "two_renames"], indirect=True)
+from jaxferry.checkpoint import saves
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +30,8 @@ def saved(saved_once, tmp_path):
     return shutil.copytree(saved_once, tmp_path / "saved")
 
 
-@pytest.fixture
-def way(request, monkeypatch):
-    if request.param == "two_renames":
-        monkeypatch.setattr(renames, "exchange", lambda first, second: False)
-    return request.param
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
 
 
 def tree(folder):
@@ -68,6 +63,11 @@ def make_foreign_orbax(folder):
         checkpointer.save(folder, items)
 
 
+def make_foreign_save(folder):
+    (folder / "save_0").mkdir(parents=True)
+    (folder / "save_0" / "precious.npy").write_text("mine")
+
+
 def make_empty(folder):
     folder.mkdir()
 
@@ -76,7 +76,9 @@ def make_file(folder):
     folder.write_text("mine")
 
 
-@pytest.mark.parametrize("make", [make_foreign, make_foreign_json, make_foreign_orbax, make_empty, make_file])
+@pytest.mark.parametrize(
+    "make", [make_foreign, make_foreign_json, make_foreign_orbax, make_foreign_save, make_empty, make_file]
+)
 def test_what_is_not_a_checkpoint_is_neither_replaced_nor_read(tmp_path, make):
     make(tmp_path / "theirs")
     before = tree(tmp_path)
@@ -89,59 +91,90 @@ def test_what_is_not_a_checkpoint_is_neither_replaced_nor_read(tmp_path, make):
     assert tree(tmp_path) == before
 
 
-@WAYS
-def test_files_of_the_user_in_a_checkpoint_stay(saved, way, monkeypatch):
+@pytest.mark.parametrize("is_earlier", [False, True], ids=["numbered", "earlier"])
+def test_files_of_the_user_in_a_checkpoint_stay_and_own_ones_are_replaced(saved, tmp_path, is_earlier):
+    if is_earlier:
+        saved = earlier(tmp_path) / "processes"
     (saved / "NOTES.txt").write_text("mine")
     (saved / "plots" / "deep").mkdir(parents=True)
     (saved / "plots" / "deep" / "loss.svg").write_text("svg")
     (saved / "link").symlink_to("NOTES.txt")
-    theirs = {name: data for name, data in tree(saved).items() if not name.startswith(("about", "arrays"))}
+    # Named like the arrays of other processes.
+    (saved / "arrays-2026").mkdir()
+    (saved / "arrays-2026" / "precious.npy").write_text("mine")
+    (saved / "arrays-7").write_text("mine")
+    theirs = {
+        name: data
+        for name, data in tree(saved).items()
+        if name.startswith(("NOTES", "plots", "link", "arrays-2", "arrays-7"))
+    }
+    for number in (1, 2):
+        checkpoint.save(content(number), saved)
+        assert theirs.items() <= tree(saved).items()
+        assert plain(checkpoint.load(saved)) == plain(content(number))
+        assert len(names(saved)) == 6
+
+
+def test_checkpoints_of_earlier_versions_are_read_and_replaced(tmp_path):
+    """Of one process and of two, alone and among several, written before saves were numbered."""
+    folder = earlier(tmp_path)
+    assert plain(checkpoint.load(folder / "processes")) == plain(content(0))
+    first = {**plain(content(1)), "metric": 0.25}
+    assert plain(checkpoint.load(folder / "series")) == plain(checkpoint.load(folder / "series/00000001")) == first
+    checkpoint.save(content(2), folder / "series", checkpoint.Keep(2))
+    assert [one.step for one in jaxferry.list_checkpoints(folder / "series")] == [1, 2]
+    checkpoint.save(content(3), folder / "series", checkpoint.Keep(2))
+    assert names(folder / "series") == ["00000002", "00000003"]
+    for number in (1, 2):
+        checkpoint.save(content(number), folder / "processes")
+    assert plain(checkpoint.load(folder / "processes")) == plain(content(2))
+    assert names(folder / "processes") == ["save_1"] and names(folder) == ["processes", "series"]
+
+
+def test_orbax_own_manager_reads_saves(saved):
     checkpoint.save(content(1), saved)
-    assert theirs.items() <= tree(saved).items()
-    assert plain(checkpoint.load(saved)) == plain(content(1))
-    # As on a file system without hard links.
-    monkeypatch.setattr(os, "link", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(errno.EPERM, "no links")))
-    checkpoint.save(content(2), saved)
-    assert theirs.items() <= tree(saved).items()
-    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+    options = ocp.CheckpointManagerOptions(step_prefix="save", read_only=True)
+    handlers = {"about": ocp.JsonCheckpointHandler(), "arrays": ocp.StandardCheckpointHandler()}
+    with ocp.CheckpointManager(saved, options=options, item_handlers=handlers) as manager:
+        assert manager.all_steps() == [1]
+        items = ocp.args.Composite(about=ocp.args.JsonRestore(), arrays=ocp.args.StandardRestore())
+        read = manager.restore(1, args=items)
+    assert read["about"]["step"] == 1
+    np.testing.assert_array_equal(read["arrays"]["params"]["1"], content(1).params["['a']['v']"])
 
 
-@WAYS
-def test_a_symbolic_link_is_followed(saved, tmp_path, way):
+def test_a_symbolic_link_is_followed(saved, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "link").symlink_to("../saved")
     checkpoint.save(content(1), tmp_path / "elsewhere" / "link")
     assert (tmp_path / "elsewhere" / "link").is_symlink()
     assert plain(checkpoint.load(saved)) == plain(content(1))
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.parent in (tmp_path, tmp_path / "elsewhere")) == [
-        "elsewhere",
-        "link",
-        "saved",
-    ]
+    assert names(tmp_path) == ["elsewhere", "saved"] and names(tmp_path / "elsewhere") == ["link"]
 
 
-def test_all_of_a_checkpoint_is_on_the_disk_before_it_takes_its_place(saved, monkeypatch):
-    synced, switched, fsync, exchange = [], [], os.fsync, renames.exchange
+@pytest.mark.parametrize("is_first", [False, True], ids=["next", "first"])
+def test_all_of_a_save_is_on_the_disk_before_it_is_published(saved, tmp_path, monkeypatch, is_first):
+    synced, published, fsync, rename = [], [], os.fsync, pathlib.Path.rename
 
     def noted_fsync(descriptor):
         synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    def noted_exchange(first, second):
-        switched.append(([str(path) for path in first.parent.rglob("*")], list(synced)))
-        return exchange(first, second)
+    def noted_rename(self, target):
+        if self.name in ("save_0", "new") and target.parent in (path, path.parent):
+            published.append(([str(file) for file in self.rglob("*")], list(synced)))
+        return rename(self, target)
 
+    path = tmp_path / "other" if is_first else saved
     monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(renames, "exchange", noted_exchange)
-    checkpoint.save(content(1), saved)
-    ((paths, before),) = switched
-    written = {path.replace("/fresh", "/writing") for path in paths if not path.endswith("/lock")}
-    assert len(written) > 10 and written <= set(before)
-    assert str(saved.parent) in synced[len(before) :]
+    monkeypatch.setattr(pathlib.Path, "rename", noted_rename)
+    checkpoint.save(content(1), path)
+    ((written, before),) = published
+    assert len(written) > 10 and set(written) <= {name.rstrip("/") for name in before}
+    assert {str(path), str(path.parent)} <= set(synced[len(before) :])
 
 
-@WAYS
-def test_an_interrupt_during_the_replacement_leaves_the_new_checkpoint(saved, way, monkeypatch):
+def test_an_interrupt_during_the_replacement_leaves_the_new_checkpoint(saved, monkeypatch):
     rename = pathlib.Path.rename
 
     def interrupted(self, target):
@@ -154,7 +187,7 @@ def test_an_interrupt_during_the_replacement_leaves_the_new_checkpoint(saved, wa
         checkpoint.save(content(1), saved)
     monkeypatch.undo()
     assert plain(checkpoint.load(saved)) == plain(content(1))
-    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+    assert names(saved.parent) == ["saved"]
 
 
 def full(self, folder, *args, **kwargs):
@@ -175,11 +208,9 @@ STAGES = {
 }
 
 
-@WAYS
-@pytest.mark.parametrize("stage", [*STAGES, "switch"])
-def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_beside(saved, way, monkeypatch, stage):
-    switch = "exchange" if way == "exchange" else "rename_new"
-    owner, name, failing = STAGES.get(stage, (renames, switch, no_space))
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_beside(saved, monkeypatch, stage):
+    owner, name, failing = STAGES[stage]
     original, calls = getattr(owner, name), []
 
     def once(*args, **kwargs):
@@ -190,7 +221,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_beside(saved, w
     with pytest.raises(jaxferry.CheckpointError, match=f"cannot write to {saved}: No space left on device"):
         checkpoint.save(content(1), saved)
     assert plain(checkpoint.load(saved)) == plain(content(0))
-    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+    assert names(saved.parent) == ["saved"] and names(saved) == ["save_0"]
 
 
 def beside_a_file(folder):
@@ -259,60 +290,36 @@ def test_a_path_that_cannot_be_written_is_told_and_nothing_is_left(tmp_path, mon
     assert tree(tmp_path) == before
 
 
-def test_another_checkpoint_made_in_between_is_replaced_and_none_is_lost(saved, monkeypatch):
-    """As when another process saves between the two renames of this one."""
-    monkeypatch.setattr(renames, "exchange", lambda first, second: False)
-    rename_new, calls = renames.rename_new, []
+@pytest.mark.parametrize("is_first", [False, True], ids=["next", "first"])
+def test_what_another_process_publishes_in_between_is_replaced(saved, tmp_path, monkeypatch, is_first):
+    """The same number, or the first save of the path."""
+    path, rename, calls = tmp_path / "new" if is_first else saved, pathlib.Path.rename, []
 
-    def late(source, target):
-        calls.append(source)
-        if len(calls) == 1:
-            shutil.copytree(saved.parent / "other", target)
-            raise FileExistsError(errno.EEXIST, "exists")
-        rename_new(source, target)
+    def late(self, target):
+        if not calls:
+            calls.append(None)
+            checkpoint.save(content(5), path)
+        return rename(self, target)
 
-    checkpoint.save(content(5), saved.parent / "other")
-    monkeypatch.setattr(renames, "rename_new", late)
-    checkpoint.save(content(1), saved)
-    assert plain(checkpoint.load(saved)) == plain(content(1)) and len(calls) == 2
-    assert sorted(path.name for path in saved.parent.iterdir()) == ["other", "saved"]
+    monkeypatch.setattr(pathlib.Path, "rename", late)
+    checkpoint.save(content(1), path)
+    assert plain(checkpoint.load(path)) == plain(content(1)) and len(names(path)) == 1
+    assert "saved" in names(tmp_path) and not [name for name in names(tmp_path) if name.startswith(".")]
 
 
-def test_what_another_process_puts_in_between_is_kept_and_both_checkpoints_too(saved, monkeypatch):
-    monkeypatch.setattr(renames, "exchange", lambda first, second: False)
+def test_what_a_user_puts_at_the_path_meanwhile_stays(tmp_path, monkeypatch):
+    rename = pathlib.Path.rename
 
-    def foreign(source, target):
-        make_foreign(target)
-        raise FileExistsError(errno.EEXIST, "exists")
+    def late(self, target):
+        if not target.exists():
+            make_foreign(target)
+        return rename(self, target)
 
-    monkeypatch.setattr(renames, "rename_new", foreign)
-    with pytest.raises(
-        jaxferry.CheckpointError, match=r"what was there is in (\S+)/old, the new one in \S+/fresh"
-    ) as at:
-        checkpoint.save(content(1), saved)
-    assert (saved / "arrays" / "precious.npy").read_text() == "mine"
-    shutil.rmtree(saved)
-    (left,) = saved.parent.iterdir()
-    assert str(left) in str(at.value)
-    assert plain(checkpoint.load(left / "old")) == plain(content(0))
-    with pytest.warns(UserWarning, match="saved is missing; an interrupted save left .*/fresh, which was read instead"):
-        assert plain(checkpoint.load(saved)) == plain(content(1))
-
-
-def test_something_foreign_that_was_exchanged_by_mistake_goes_back(saved, monkeypatch):
-    exchange = renames.exchange
-
-    def late(first, second):
-        if not (saved / "arrays" / "precious.npy").exists() and first.name == "fresh":
-            shutil.rmtree(saved)
-            make_foreign(saved)
-        return exchange(first, second)
-
-    monkeypatch.setattr(renames, "exchange", late)
-    with pytest.raises(jaxferry.CheckpointError, match="exists and is not a JaxFerry checkpoint"):
-        checkpoint.save(content(1), saved)
-    assert (saved / "arrays" / "precious.npy").read_text() == "mine"
-    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+    monkeypatch.setattr(pathlib.Path, "rename", late)
+    with pytest.raises(jaxferry.CheckpointError, match="saved exists and is not a JaxFerry checkpoint"):
+        checkpoint.save(content(1), tmp_path / "saved")
+    assert (tmp_path / "saved" / "arrays" / "precious.npy").read_text() == "mine"
+    assert names(tmp_path) == ["saved"] and names(tmp_path / "saved") == ["about", "arrays"]
 
 
 def test_the_folder_of_a_save_in_progress_is_not_removed_by_another(saved, monkeypatch):
@@ -327,46 +334,33 @@ def test_the_folder_of_a_save_in_progress_is_not_removed_by_another(saved, monke
     monkeypatch.setattr(ocp.Checkpointer, "save", another)
     checkpoint.save(content(1), saved)
     assert seen and plain(checkpoint.load(saved)) == plain(content(1))
-    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+    assert names(saved.parent) == ["saved"]
 
 
-def test_a_checkpoint_that_another_process_replaces_while_it_is_looked_at_is_still_one(saved, tmp_path, monkeypatch):
-    read_format, calls = replacement.read_format, []
+def test_a_checkpoint_that_another_process_replaces_while_it_is_looked_at_is_still_one(saved, monkeypatch):
+    read_format, calls = saves.read_format, []
 
     def late(folder):
         calls.append(folder)
         if len(calls) == 1:
-            saved.rename(tmp_path / "aside")
-            shutil.copytree(tmp_path / "aside", saved)
-            return None
+            (saved / "save_0").rename(saved / "save_1")
         return read_format(folder)
 
-    monkeypatch.setattr(replacement, "read_format", late)
+    monkeypatch.setattr(saves, "read_format", late)
     checkpoint.save(content(1), saved)
     assert plain(checkpoint.load(saved)) == plain(content(1))
 
 
 def test_a_failed_save_removes_what_threads_write_after_its_error(tmp_path):
-    """TensorStore's threads make the folder anew that they write to."""
+    """TensorStore's threads create the folder again that they write to."""
 
     def write_late(folder):
         time.sleep(0.3)
-        (folder / "writing" / "d").mkdir(parents=True)
+        (folder / "d").mkdir(parents=True)
 
-    with pytest.raises(OSError, match="no space"), scratch_beside(tmp_path / "saved") as scratch:
-        late = threading.Thread(target=write_late, args=[scratch.folder])
+    with pytest.raises(OSError, match="no space"), saves.new_save(tmp_path / "saved") as folder:
+        late = threading.Thread(target=write_late, args=[folder])
         late.start()
         raise OSError("no space")
     late.join()
     assert not list(tmp_path.iterdir())
-
-
-def test_folders_of_a_user_that_are_named_like_those_of_other_processes_stay(tmp_path):
-    target = tmp_path / "saved"
-    checkpoint.save(content(1), target)
-    (target / "arrays-2026").mkdir()
-    (target / "arrays-2026" / "precious.npy").write_text("mine")
-    (target / "arrays-1").write_text("mine")
-    checkpoint.save(content(2), target)
-    assert (target / "arrays-2026" / "precious.npy").read_text() == (target / "arrays-1").read_text() == "mine"
-    assert plain(checkpoint.load(target)) == plain(content(2))
