@@ -94,13 +94,13 @@ def save(checkpoint: Checkpoint, path: Path, keep: Keep | None = None, messages:
     # Interrupts are deferred: Orbax's own threads cannot be stopped and would continue to write.
     with deferred_interrupts():
         if messages is None or not messages.process:
-            with contextlib.nullcontext() if messages is None else messages.telling("done", "folder"):
+            with contextlib.nullcontext() if messages is None else messages.reporting("done", "folder"):
                 _save(checkpoint, path, keep, messages)
         else:
-            folder = pathlib.Path(messages.hear("folder", 0))
-            with messages.telling("wrote"):
+            folder = pathlib.Path(messages.receive("folder", 0))
+            with messages.reporting("wrote"):
                 write_own(arrays_of(checkpoint), folder, messages.process)
-            messages.hear("done", 0)
+            messages.receive("done", 0)
 
 
 def _save(checkpoint: Checkpoint, path: Path, keep: Keep | None, messages: Messages | None) -> None:
@@ -109,7 +109,7 @@ def _save(checkpoint: Checkpoint, path: Path, keep: Keep | None, messages: Messa
         with new_save(target) as folder:
             saved_at_s = time.time() if keep is None else next_time_s(target.parent)
             if messages is not None:
-                messages.tell("folder", os.fspath(folder))
+                messages.send("folder", os.fspath(folder))
             leaves = write_arrays(arrays_of(checkpoint), folder, messages)
             keys = {name: str(jax.random.key_impl(leaf)) for name, leaf in checkpoint.optimizer.items() if is_key(leaf)}
             About(checkpoint.with_arrays(leaves), keys, saved_at_s, FORMAT if messages is None else IN_PIECES).write(

@@ -70,7 +70,7 @@ def write_arrays(leaves: Leaves, save: pathlib.Path, messages: Messages | None =
     pieces = [_pieces(leaves)]
     if messages is not None:
         for process in range(1, messages.num_processes):
-            messages.hear("wrote", process)
+            messages.receive("wrote", process)
             pieces.append(_read_pieces(save, process))
     return {
         part: {

@@ -224,59 +224,39 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_beside(saved, m
     assert names(saved.parent) == ["saved"] and names(saved) == ["save_0"]
 
 
+def linked(name, target, path):
+    """Makes a symbolic link; returns a function that returns a path to save to."""
+
+    def make(folder):
+        (folder / name).symlink_to(target)
+        return folder / path
+
+    return make
+
+
 def beside_a_file(folder):
     (folder / "file").write_text("")
     return folder / "file" / "saved"
 
 
-def through_a_broken_link(folder):
-    (folder / "link").symlink_to("nowhere")
-    return folder / "link" / "saved"
+UNWRITABLE = {
+    "gs": (lambda folder: "gs://bucket/saved", "gs://bucket/saved is remote storage"),
+    "gs_path": (lambda folder: pathlib.Path("gs://bucket/saved"), "is remote storage"),
+    "file_url": (lambda folder: "file:///saved", "is remote storage"),
+    "link": (linked("link", "nowhere", "link"), "is a symbolic link to nowhere, which does not exist"),
+    "through_link": (linked("link", "nowhere", "link/saved"), "is a symbolic link to nowhere, which does not exist"),
+    "loop": (linked("loop", "loop", "loop"), "loop"),
+    "file": (beside_a_file, "file/saved"),
+    "long": (lambda folder: folder / ("x" * 300), "xxx"),
+    "too_long": (lambda folder: folder / ("x" * 250), "xxx"),
+    "nul": (lambda folder: f"{folder}/a\0b", "cannot be used as a path"),
+    "proc": (lambda folder: "/proc/no/such", "/proc/no/such"),
+    "empty": (lambda folder: "", "exists and is not"),
+    "none": (lambda folder: None, "the path of a checkpoint must be a string or a path, got None"),
+}
 
 
-def broken_link(folder):
-    (folder / "link").symlink_to("nowhere")
-    return folder / "link"
-
-
-def link_to_itself(folder):
-    (folder / "loop").symlink_to("loop")
-    return folder / "loop"
-
-
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        (lambda folder: "gs://bucket/saved", "gs://bucket/saved is remote storage"),
-        (lambda folder: pathlib.Path("gs://bucket/saved"), "is remote storage"),
-        (lambda folder: "file:///saved", "is remote storage"),
-        (broken_link, "is a symbolic link to nowhere, which does not exist"),
-        (through_a_broken_link, "is a symbolic link to nowhere, which does not exist"),
-        (link_to_itself, "loop"),
-        (beside_a_file, "file/saved"),
-        (lambda folder: folder / ("x" * 300), "xxx"),
-        (lambda folder: folder / ("x" * 250), "xxx"),
-        (lambda folder: f"{folder}/a\0b", "cannot be used as a path"),
-        (lambda folder: "/proc/no/such", "/proc/no/such"),
-        (lambda folder: "", "exists and is not"),
-        (lambda folder: None, "the path of a checkpoint must be a string or a path, got None"),
-    ],
-    ids=[
-        "gs",
-        "gs_path",
-        "file_url",
-        "link",
-        "through_link",
-        "loop",
-        "file",
-        "long",
-        "too_long",
-        "nul",
-        "proc",
-        "empty",
-        "none",
-    ],
-)
+@pytest.mark.parametrize(("place", "message"), UNWRITABLE.values(), ids=UNWRITABLE)
 def test_a_path_that_cannot_be_written_is_told_and_nothing_is_left(tmp_path, monkeypatch, place, message):
     monkeypatch.chdir(tmp_path)
     path = place(tmp_path)
