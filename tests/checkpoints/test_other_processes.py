@@ -147,9 +147,3 @@ def test_a_limit_of_the_size_of_files_is_told_and_leaves_the_old_checkpoint(save
         assert answer["error"].startswith(f"CheckpointError: cannot write to {path}: "), answer["trace"]
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert load_quietly(saved) == plain(content(0))
-
-
-def test_a_save_copies_no_arrays(saves, tmp_path):
-    num_bytes = 256 * 2**20
-    (answer,) = saves.ask(path=tmp_path / "saved", seeds=[1], num_bytes=num_bytes)
-    assert answer["more_bytes"] < num_bytes // 2, answer
