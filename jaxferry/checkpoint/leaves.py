@@ -189,7 +189,6 @@ class StoredKey:
 
     @property
     def _keys(self) -> Any:
-        """Shape and dtype of the keys."""
         bits = jax.ShapeDtypeStruct(self.data.shape, self.data.dtype)
         try:
             return jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=self.kind), bits)

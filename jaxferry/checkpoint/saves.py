@@ -347,7 +347,7 @@ def path_in(folder: pathlib.Path, step: int) -> pathlib.Path:
     return folder / f"{step:08d}"
 
 
-def list_in(folder: pathlib.Path) -> list[SavedCheckpoint]:
+def list_in(folder: pathlib.Path, warns: bool = True) -> list[SavedCheckpoint]:
     """Returns the checkpoints of a folder by the time of their save, oldest first.
 
     After a return to an older checkpoint, the newest is thus the last save of the run that continues. A checkpoint that
@@ -356,33 +356,25 @@ def list_in(folder: pathlib.Path) -> list[SavedCheckpoint]:
     Warns:
       UserWarning: if one cannot be read; it is left out.
     """
-    found, errors = _read(folder)
-    for checkpoint, error in errors:
-        if checkpoint.exists():
-            warnings.warn(f"{checkpoint} is left out: {error}", stacklevel=2)
-    return found
-
-
-def _read(folder: pathlib.Path) -> tuple[list[SavedCheckpoint], list[tuple[pathlib.Path, InputError]]]:
-    """Returns the checkpoints of a folder, oldest first, and those that cannot be read with their errors."""
-    found, errors = [], []
+    found = []
     for path in _paths(folder):
         if (save := newest_save(path)) is None:
             continue
         try:
             about = read_about(save)
         except InputError as error:
-            errors.append((path, error))
+            # Another process may have removed it.
+            if warns and path.exists():
+                warnings.warn(f"{path} is left out: {error}", stacklevel=2)
             continue
         if path == path_in(folder, about.content.step):
             found.append(SavedCheckpoint(path, about.content.step, about.saved_at_s, about.content.metric))
-    return sorted(found, key=lambda checkpoint: (checkpoint.saved_at_s, checkpoint.step)), errors
+    return sorted(found, key=lambda checkpoint: (checkpoint.saved_at_s, checkpoint.step))
 
 
 def next_time_s(folder: pathlib.Path) -> float:
     """Returns the time of a save that begins now: later than all before, even if a clock was set back."""
-    found, _ = _read(folder)
-    return max([time.time(), *(math.nextafter(checkpoint.saved_at_s, math.inf) for checkpoint in found)])
+    return max([time.time(), *(math.nextafter(other.saved_at_s, math.inf) for other in list_in(folder, warns=False))])
 
 
 def newest_in(folder: pathlib.Path) -> pathlib.Path | None:
