@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+import warnings
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -129,6 +130,15 @@ def test_checkpoints_of_earlier_versions_are_read_and_replaced(tmp_path):
         checkpoint.save(content(number), folder / "processes")
     assert plain(checkpoint.load(folder / "processes")) == plain(content(2))
     assert names(folder / "processes") == ["save_1"] and names(folder) == ["processes", "series"]
+
+
+def test_of_saves_that_a_killed_one_has_left_the_newest_counts_and_the_next_removes_the_others(saved, tmp_path):
+    for number in (9, 10):
+        checkpoint.save(content(number), tmp_path / "other")
+        shutil.copytree(tmp_path / "other" / f"save_{number - 9}", saved / f"save_{number}")
+    assert plain(checkpoint.load(saved)) == plain(content(10))
+    checkpoint.save(content(3), saved)
+    assert plain(checkpoint.load(saved)) == plain(content(3)) and names(saved) == ["save_11"]
 
 
 def test_orbax_own_manager_reads_saves(saved):
@@ -312,7 +322,9 @@ def test_the_folder_of_a_save_in_progress_is_not_removed_by_another(saved, monke
         return save(self, *args, **kwargs)
 
     monkeypatch.setattr(ocp.Checkpointer, "save", another)
-    checkpoint.save(content(1), saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        checkpoint.save(content(1), saved)
     assert seen and plain(checkpoint.load(saved)) == plain(content(1))
     assert names(saved.parent) == ["saved"]
 
