@@ -200,6 +200,17 @@ def test_fields_of_a_checkpoint_without_digests_are_checked_one_by_one(old, of, 
     assert str(path) in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
+def test_a_leaf_within_a_leaf_is_refused(old):
+    path, _ = old
+
+    def nest(about):
+        about["params"][1]["path"], about["dictionary_paths"][1] = "['a']", ["a"]
+
+    change_about(path, nest)
+    with pytest.raises(jaxferry.CheckpointError, match="dictionary_paths must be"):
+        checkpoint.load(path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
