@@ -30,7 +30,7 @@ from rich.table import Table
 
 import measure
 from jaxferry import checkpoint
-from jaxferry.checkpoint.digests import Digest
+from jaxferry.checkpoint.about import Digest
 
 LEAF_BYTES = 32 * 2**20
 EXPECTED = 0.05

@@ -1,4 +1,4 @@
-"""`about`, the JSON file of a checkpoint: what its arrays are, and their digests.
+"""`about`, the JSON file of a save: what its arrays are, and their digests.
 
     {"format": "jaxferry.checkpoint/2", "step": 3,
      "params": [{"path": "['a']['w']", "shape": [4, 4], "dtype": "float32", "digest": "99aa06d3014798d8..."}, ...],
@@ -6,10 +6,10 @@
      "optimizer": [...], "loss_scale": null, "optimizer_keys": {}, "extra": [...],
      "metric": 0.25, "saved_at_s": 1800000000.0, "digest": "..."}
 
-A leaf with an `axis` is stored in parts along it. In format 3, which several processes write, a leaf may have `pieces`:
-for each process the first element that it has stored, the one after the last, and their digest; of each part, if it is
-stored in parts. The last `digest` is that of all other fields, as JSON with sorted
-keys and without spaces. Format 1 has no digests, no `extra`, no `metric` and no `saved_at_s`.
+A leaf with an `axis` is stored in parts along this axis. Several processes write format 3, in which a leaf may have
+`pieces`: for each process its first element, the one after its last, and their digest (of each part, if the leaf is
+stored in parts). The last `digest` covers all other fields, as JSON with sorted keys and without spaces. Format 1 has
+no digests, no `extra`, no `metric` and no `saved_at_s`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from jaxferry.checkpoint.digests import digest_of_bytes
-from jaxferry.errors import InputError
+from jaxferry.checkpoint.content import Checkpoint, is_numeric
+from jaxferry.errors import CheckpointError, InputError
 from jaxferry.records import check_keys, check_seconds, check_text, read_json, required
 from jaxferry.units import MAX_BYTES
 
@@ -33,33 +34,17 @@ FORMAT = "jaxferry.checkpoint/2"
 IN_PIECES = "jaxferry.checkpoint/3"
 WITHOUT_DIGESTS = "jaxferry.checkpoint/1"
 FILE = "about/metadata"
-"""The file, relative to the checkpoint; the name is that of Orbax's `JsonSave`, which can read it."""
+"""The file, relative to the save; the name is that of Orbax's `JsonSave`, which can read it."""
 
-_OF_FIRST = (
-    "format",
-    "step",
-    "params",
-    "dtypes",
-    "dictionary_paths",
-    "optimizer",
-    "loss_scale",
-    "optimizer_keys",
-)
+_OF_FIRST = ("format", "step", "params", "dtypes", "dictionary_paths", "optimizer", "loss_scale", "optimizer_keys")
 _OF_SECOND = (*_OF_FIRST, "extra", "metric", "saved_at_s", "digest")
-_OF_LEAF = ("path", "shape", "dtype", "axis")
 _MAX_DIMENSIONS = 32
 _MAX_COUNT = 2**63 - 1
 _MAX_PARTS = 2**20
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """The elements of a leaf that one process has stored, or those of each of its parts.
-
-    Attributes:
-      start, stop: the first one, and the one after the last.
-      digest: their digest.
-    """
+class Piece(NamedTuple):
+    """The elements `start` to `stop` that one process has stored of a leaf, or of each of its parts."""
 
     start: int
     stop: int
@@ -76,7 +61,7 @@ class Leaf:
       dtype: name of its dtype.
       axis: the axis along which it is stored in parts; None for a leaf stored whole.
       digest: digest of its elements; None in format 1, and of leaves in pieces.
-      pieces: what each process has stored of it; none if the first has stored it whole.
+      pieces: what each process has stored; empty if the first process has stored all.
     """
 
     path: str
@@ -91,95 +76,85 @@ class Leaf:
         document: dict[str, Any] = {"path": self.path, "shape": list(self.shape), "dtype": self.dtype}
         if self.axis is not None:
             document["axis"] = self.axis
-        if self.pieces:
-            return {**document, "pieces": [[piece.start, piece.stop, piece.digest] for piece in self.pieces]}
-        return {**document, "digest": self.digest}
+        return document | ({"pieces": self.pieces} if self.pieces else {"digest": self.digest})
 
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """The content of the file; the attributes are those of `Checkpoint`, with a `Leaf` for each array.
+    """The content of the file.
 
     Attributes:
+      content: the checkpoint, with a `Leaf` for each array.
       optimizer_keys: the implementations of those leaves of `optimizer` that are PRNG keys, by path.
       saved_at_s: when it was saved, in seconds since 1970; 0 in format 1.
-      has_digests: whether each leaf has one.
-      is_in_pieces: whether leaves may be in pieces.
+      format: the file's format.
     """
 
-    step: int
-    params: Sequence[Leaf]
-    dtypes: Sequence[str]
-    dictionary_paths: Sequence[Sequence[str]] | None
-    optimizer: Sequence[Leaf]
-    loss_scale: Sequence[float] | None
+    content: Checkpoint
     optimizer_keys: Mapping[str, str]
-    extra: Sequence[Leaf]
-    metric: float | None = None
     saved_at_s: float = 0.0
-    has_digests: bool = True
-    is_in_pieces: bool = False
+    format: str = FORMAT
 
     @property
     def num_processes(self) -> int:
-        """The number of processes that have written it, as far as leaves are in pieces."""
-        return max((len(leaf.pieces) for leaf in (*self.params, *self.optimizer, *self.extra)), default=1) or 1
+        """The number of processes that have stored arrays."""
+        leaves = [leaf for own in self.content.arrays.values() for leaf in own.values()]
+        return max((len(leaf.pieces) for leaf in leaves), default=1) or 1
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the JSON document, with the digest of its fields."""
-        document = {
-            "format": IN_PIECES if self.is_in_pieces else FORMAT,
-            "step": self.step,
-            "params": [leaf.to_json() for leaf in self.params],
-            "dtypes": list(self.dtypes),
-            "dictionary_paths": self.dictionary_paths,
-            "optimizer": [leaf.to_json() for leaf in self.optimizer],
-            "loss_scale": self.loss_scale,
-            "optimizer_keys": dict(self.optimizer_keys),
-            "extra": [leaf.to_json() for leaf in self.extra],
-            "metric": self.metric,
-            "saved_at_s": self.saved_at_s,
-        }
-        return {**document, "digest": _digest(document)}
+    def write(self, save: pathlib.Path) -> None:
+        """Writes the file of a save; raises OSError if that fails."""
+        fields = {field.name: getattr(self.content, field.name) for field in dataclasses.fields(self.content)}
+        fields |= {part: [leaf.to_json() for leaf in own.values()] for part, own in self.content.arrays.items()}
+        fields |= {"optimizer_keys": self.optimizer_keys, "saved_at_s": self.saved_at_s, "format": self.format}
+        file = save / FILE
+        file.parent.mkdir()
+        file.write_text(json.dumps(fields | {"digest": _digest(fields)}, allow_nan=False), encoding="utf-8")
 
 
-def is_numeric(dtype: Any) -> bool:
-    """Whether arrays of this dtype can be saved: numbers and booleans."""
-    return any(jax.numpy.issubdtype(dtype, kind) for kind in (jax.numpy.number, jax.numpy.bool_))
+class Digest:
+    """XXH3 with 128 bits of arrays one after the other; it detects damage, not forgery."""
+
+    def __init__(self, content: bytes = b"") -> None:
+        try:
+            import xxhash  # here, so that training without checkpoints runs where it is missing
+        except ImportError as error:
+            raise CheckpointError("checkpoints need the package xxhash: pip install xxhash") from error
+        self._hashed = xxhash.xxh3_128(content)
+
+    def add(self, array: Any) -> None:
+        """Adds an array's elements in C order."""
+        # Dtypes such as bfloat16 have no buffer; bytes have.
+        self._hashed.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def text(self) -> str:
+        """Returns the digest in hexadecimal."""
+        return str(self._hashed.hexdigest())
 
 
-def write_about(about: About, checkpoint: pathlib.Path) -> None:
-    """Writes the file of a checkpoint.
+def _digest(document: Mapping[str, Any]) -> str:
+    return Digest(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).text()
+
+
+def read_format(save: pathlib.Path) -> str | None:
+    """Returns the format of a save; None if it is not one of this package's formats.
 
     Raises:
-      OSError: if it cannot be written.
+      InputError: if the file exists but cannot be read.
     """
-    file = checkpoint / FILE
-    file.parent.mkdir()
-    file.write_text(json.dumps(about.to_json(), allow_nan=False), encoding="utf-8")
-
-
-def read_format(checkpoint: pathlib.Path) -> str | None:
-    """Returns the format of a checkpoint's folder; None if it is not one of this package's formats.
-
-    Raises:
-      InputError: if the folder has such a file, but it cannot be read.
-    """
-    file = checkpoint / FILE
-    if not os.path.lexists(file):
+    if not os.path.lexists(save / FILE):
         return None
-    found = read_json(file)
+    found = read_json(save / FILE)
     known = found.get("format") if isinstance(found, Mapping) else None
     return known if known in (FORMAT, IN_PIECES, WITHOUT_DIGESTS) else None
 
 
-def read_about(checkpoint: pathlib.Path) -> About:
-    """Reads and checks the file of a checkpoint.
+def read_about(save: pathlib.Path) -> About:
+    """Reads and checks the file of a save.
 
     Raises:
       InputError: if it is missing or damaged; the message names the field.
     """
-    document = read_json(checkpoint / FILE)
+    document = read_json(save / FILE)
     if not isinstance(document, Mapping):
         raise InputError(f"{FILE} must be a JSON object")
     found = required(document, "format", FILE)
@@ -196,141 +171,111 @@ def read_about(checkpoint: pathlib.Path) -> About:
     return _from_json(document, has_digests)
 
 
-def _digest(document: Mapping[str, Any]) -> str:
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
-    return digest_of_bytes(text.encode())
-
-
 def _from_json(document: Mapping[str, Any], has_digests: bool) -> About:
-    params = _leaves(document["params"], "params", has_digests)
-    optimizer = _leaves(document["optimizer"], "optimizer", has_digests)
-    keys = document["optimizer_keys"]
-    names = {leaf.path for leaf in optimizer}
-    if not isinstance(keys, Mapping) or not all(n in names and isinstance(k, str) for n, k in keys.items()):
-        raise InputError(f"{FILE}: optimizer_keys must map paths of optimizer leaves to strings, got {_show(keys)}")
+    params, optimizer = (_leaves(document[part], part, has_digests) for part in ("params", "optimizer"))
+    dtypes, paths, keys = (document[key] for key in ("dtypes", "dictionary_paths", "optimizer_keys"))
+    scale, metric = document["loss_scale"], document.get("metric")
+    _check(_is_list(dtypes) and len(dtypes) == len(params), "dtypes", f"a list of {len(params)} names", dtypes)
+    for dtype in dtypes:
+        _check(_is_dtype(dtype), "dtypes", "names of dtypes of numbers", dtype)
+    _check(paths is None or _are_paths(paths, list(params)), "dictionary_paths", "lists of the keys of params", paths)
+    is_known = isinstance(keys, Mapping) and all(n in optimizer and isinstance(k, str) for n, k in keys.items())
+    _check(is_known, "optimizer_keys", "a mapping from paths of optimizer leaves to strings", keys)
+    is_scale = scale is None or (_is_list(scale, 2) and _is_number(scale[0]) and scale[0] > 0 and _is_count(scale[1]))
+    _check(is_scale, "loss_scale", "null, or a positive number and a count", scale)
+    _check(metric is None or _is_number(metric), "metric", "a finite number or null", metric)
+    _check(_is_count(document["step"]), "step", "a whole number, 0 to 2**63 - 1", document["step"])
     return About(
-        step=_count(document["step"], "step"),
-        params=params,
-        dtypes=_dtypes(document["dtypes"], len(params)),
-        dictionary_paths=_dictionary_paths(document["dictionary_paths"], params),
-        optimizer=optimizer,
-        loss_scale=_loss_scale(document["loss_scale"]),
+        content=Checkpoint(
+            step=document["step"],
+            params=params,
+            dtypes=dtypes,
+            dictionary_paths=paths,
+            optimizer=optimizer,
+            loss_scale=None if scale is None else [float(scale[0]), scale[1]],
+            extra=_leaves(document["extra"], "extra", has_digests) if has_digests else {},
+            metric=None if metric is None else float(metric),
+        ),
         optimizer_keys=keys,
-        extra=_leaves(document["extra"], "extra", has_digests) if has_digests else (),
-        metric=_metric(document.get("metric")),
         saved_at_s=check_seconds(document.get("saved_at_s", 0.0), "saved_at_s", FILE),
-        has_digests=has_digests,
-        is_in_pieces=document["format"] == IN_PIECES,
+        format=document["format"],
     )
 
 
-def _leaves(value: Any, key: str, has_digests: bool) -> tuple[Leaf, ...]:
-    leaves = tuple(_leaf(one, f"{key}[{i}]", has_digests) for i, one in enumerate(_list(value, key)))
-    if len({leaf.path for leaf in leaves}) < len(leaves):
-        raise InputError(f"{FILE}: a path occurs twice in {key}")
-    return leaves
+def _leaves(value: Any, part: str, has_digests: bool) -> dict[str, Leaf]:
+    _check(_is_list(value), part, "a list", value)
+    leaves = [_leaf(one, f"{part}[{i}]", has_digests) for i, one in enumerate(value)]
+    found = {leaf.path: leaf for leaf in leaves}
+    _check(len(found) == len(leaves), part, "leaves of different paths", list(found))
+    return found
 
 
 def _leaf(value: Any, key: str, has_digests: bool) -> Leaf:
     where = f"{FILE}: {key}"
-    if not isinstance(value, Mapping):
-        raise InputError(f"{where} must be a JSON object, got {_show(value)}")
-    is_in_pieces = has_digests and "pieces" in value
-    check_keys(value, (*_OF_LEAF, *(["pieces" if is_in_pieces else "digest"] if has_digests else [])), where)
-    path, dtype, axis = required(value, "path", where), _dtype(required(value, "dtype", where), f"{key}.dtype"), None
+    _check(isinstance(value, Mapping), key, "a JSON object", value)
+    has_pieces = has_digests and "pieces" in value
+    last = ["pieces" if has_pieces else "digest"] if has_digests else []
+    check_keys(value, ("path", "shape", "dtype", "axis", *last), where)
+    path, shape, dtype, *more = (required(value, name, where) for name in ("path", "shape", "dtype", *last))
+    axis = value.get("axis")
     # A tree that is one array has the empty path.
     if path != "":
         check_text(path, "path", where)
-    shape = tuple(_count(length, f"{key}.shape") for length in _list(required(value, "shape", where), f"{key}.shape"))
-    num_bytes = math.prod(max(1, length) for length in shape) * jax.numpy.dtype(dtype).itemsize
-    if len(shape) > _MAX_DIMENSIONS or num_bytes > MAX_BYTES:
-        raise InputError(
-            f"{where}: shape must have at most {_MAX_DIMENSIONS} dimensions and 2**53 bytes, got {_show(list(shape))}"
-        )
-    if "axis" in value:
-        axis = _count(value["axis"], f"{key}.axis")
-        if axis >= len(shape) or not 1 <= shape[axis] <= _MAX_PARTS:
-            raise InputError(f"{where}: axis must be that of a dimension with parts, got {axis}")
-    if is_in_pieces:
+    _check(_is_dtype(dtype), f"{key}.dtype", "the name of a dtype of numbers", dtype)
+    is_shape = _is_list(shape) and len(shape) <= _MAX_DIMENSIONS and all(map(_is_count, shape))
+    num_bytes = jax.numpy.dtype(dtype).itemsize * math.prod(max(1, length) for length in shape) if is_shape else 0
+    what = f"at most {_MAX_DIMENSIONS} whole numbers, and together at most 2**53 bytes"
+    _check(is_shape and num_bytes <= MAX_BYTES, f"{key}.shape", what, shape)
+    is_axis = "axis" not in value or (_is_count(axis) and axis < len(shape) and 1 <= shape[axis] <= _MAX_PARTS)
+    _check(is_axis, f"{key}.axis", "a dimension with parts", axis)
+    leaf = Leaf(path, tuple(shape), dtype, axis)
+    if has_pieces:
         size = math.prod(length for i, length in enumerate(shape) if i != axis)
-        return Leaf(path, shape, dtype, axis, pieces=_pieces(value["pieces"], size, where))
-    digest = required(value, "digest", where) if has_digests else None
-    return Leaf(path, shape, dtype, axis, check_text(digest, "digest", where) if has_digests else None)
+        return dataclasses.replace(leaf, pieces=_pieces(more[0], size, key))
+    return dataclasses.replace(leaf, digest=check_text(more[0], "digest", where)) if has_digests else leaf
 
 
-def _pieces(value: Any, size: int, where: str) -> tuple[Piece, ...]:
-    """Pieces that together have each of this many elements once."""
-    found = []
-    for each in _list(value, "pieces"):
-        if len(_list(each, "pieces")) != 3:
-            raise InputError(f"{where}: a piece must be two elements and a digest, got {_show(each)}")
-        start, stop = (_count(number, "pieces") for number in each[:2])
-        found.append(Piece(start, stop, check_text(each[2], "digest", where)))
-    ends = [0, *(piece.stop for piece in found)]
-    if [piece.start for piece in found] != ends[:-1] or ends != sorted(ends) or ends[-1] != size:
-        raise InputError(f"{where}: pieces must have each of {size} elements once, got {_show(value)}")
-    return tuple(found)
+def _pieces(value: Any, size: int, key: str) -> tuple[Piece, ...]:
+    """Returns pieces that together have each element once."""
+    are_pieces = _is_list(value) and all(
+        _is_list(each, 3) and _is_count(each[0]) and _is_count(each[1]) and isinstance(each[2], str) for each in value
+    )
+    ends = [0, *(each[1] for each in value)] if are_pieces else []
+    is_whole = are_pieces and [each[0] for each in value] == ends[:-1] and ends == sorted(ends) and ends[-1] == size
+    _check(is_whole, f"{key}.pieces", f"lists of start, stop and digest that have each of {size} elements once", value)
+    return tuple(Piece(*each) for each in value)
 
 
-def _dtypes(value: Any, num_params: int) -> list[str]:
-    dtypes = [_dtype(name, f"dtypes[{i}]") for i, name in enumerate(_list(value, "dtypes"))]
-    if len(dtypes) != num_params:
-        raise InputError(f"{FILE}: dtypes must have one element for each of {num_params} params, got {len(dtypes)}")
-    return dtypes
+def _are_paths(value: Any, names: Iterable[str]) -> bool:
+    """Returns whether a value has the keys of these parameters of a tree of dictionaries."""
+    if not _is_list(value) or not all(_is_list(path) and all(isinstance(key, str) for key in path) for path in value):
+        return False
+    leaves = {tuple(path) for path in value}
+    is_within = any(path[:length] in leaves for path in leaves for length in range(len(path)))
+    return ["".join(f"[{key!r}]" for key in path) for path in value] == names and not is_within
 
 
-def _dtype(value: Any, key: str) -> str:
+def _is_dtype(value: Any) -> bool:
     try:
         dtype = jax.numpy.dtype(value) if isinstance(value, str) else None
     except TypeError:
-        dtype = None
-    if dtype is None or dtype.name != value or not is_numeric(dtype):
-        raise InputError(f"{FILE}: {key} must be the name of a dtype of numbers, got {_show(value)}")
-    return str(value)
+        return False
+    return dtype is not None and dtype.name == value and is_numeric(dtype)
 
 
-def _dictionary_paths(value: Any, params: Sequence[Leaf]) -> list[list[str]] | None:
-    if value is None:
-        return None
-    paths = _list(value, "dictionary_paths")
-    written = ["".join(f"[{key!r}]" for key in _list(path, "dictionary_paths")) for path in paths]
-    if written != [leaf.path for leaf in params] or not all(isinstance(key, str) for path in paths for key in path):
-        raise InputError(f"{FILE}: dictionary_paths must be the paths of params as lists of keys, got {_show(value)}")
-    leaves = {tuple(path) for path in paths}
-    if any(path[:length] in leaves for path in leaves for length in range(len(path))):
-        raise InputError(f"{FILE}: dictionary_paths has a leaf within a leaf")
-    return paths
+def _is_list(value: Any, length: int | None = None) -> bool:
+    return isinstance(value, list) and length in (None, len(value))
 
 
-def _loss_scale(value: Any) -> list[float] | None:
-    if value is None:
-        return None
-    scale = _list(value, "loss_scale")
-    is_number = len(scale) == 2 and isinstance(scale[0], int | float) and not isinstance(scale[0], bool)
-    if not is_number or not 0 < scale[0] < math.inf:
-        raise InputError(f"{FILE}: loss_scale must be a positive number and a count, got {_show(value)}")
-    return [float(scale[0]), _count(scale[1], "loss_scale[1]")]
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_COUNT
 
 
-def _metric(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
-    if value is not None and not is_number:
-        raise InputError(f"{FILE}: metric must be a finite number or null, got {_show(value)}")
-    return None if value is None else float(value)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
-def _count(value: Any, key: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_COUNT:
-        raise InputError(f"{FILE}: {key} must be a whole number, 0 to 2**63 - 1, got {_show(value)}")
-    return value
-
-
-def _list(value: Any, key: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise InputError(f"{FILE}: {key} must be a list, got {_show(value)}")
-    return value
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _check(is_right: bool, key: str, what: str, value: Any) -> None:
+    if not is_right:
+        text = repr(value)
+        raise InputError(f"{FILE}: {key} must be {what}, got {text if len(text) <= 80 else text[:77] + '...'}")

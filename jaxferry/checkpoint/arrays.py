@@ -1,13 +1,17 @@
-"""The arrays of a checkpoint, written by Orbax.
+"""The arrays of a save, written by Orbax, in chunks that follow each other in C order.
 
 A leaf that the state stores in parts (layers of a scan) is written in parts, without a copy, and read whole. Orbax
 knows arrays by number: "params.3" is the fourth parameter, "params.3.0" its first part. Many arrays share one file.
+Several processes each write the elements that they own, `arrays-K/`: Orbax lets only the first process write arrays
+that are not JAX's global ones.
 """
 
 from __future__ import annotations
 
 import collections
-import inspect
+import dataclasses
+import json
+import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,70 +20,179 @@ import jax
 import numpy as np
 import tensorstore
 
-from jaxferry.checkpoint.about import Leaf
-from jaxferry.checkpoint.chunks import chunk_shape, indices
-from jaxferry.checkpoint.digests import digest
-from jaxferry.optimizer.pieces import Owned, Stacked
+from jaxferry.checkpoint.about import Digest, Leaf, Piece
+from jaxferry.checkpoint.content import Checkpoint
+from jaxferry.errors import CheckpointError
+from jaxferry.optimizer.pieces import Owned, Stacked, is_key
+from jaxferry.processes.all_processes import Messages
 
 FOLDER = "arrays"
-"""The folder of the first process, relative to the checkpoint."""
+"""The folder of the first process, relative to the save."""
+
+CHUNK_BYTES = 4 * 2**20
+"""The most bytes of a new chunk; each is encoded by one thread."""
 
 _FILE_BYTES = 32 * 2**20
-"""As many bytes are encoded in memory at a time, and lie in a file; by default all arrays are, and 2 GiB."""
+"""The most bytes that are encoded in memory at a time, and lie in a file; by default all arrays are, and 2 GiB."""
 
-Leaves = Mapping[str, Any]
-"""Arrays by path; `Stacked` where they are in parts."""
+Leaves = dict[str, dict[str, Any]]
+"""Arrays in NumPy memory by part ("params", ...) and path; `Stacked` or `Owned` where they are in parts."""
 
 
-def describe(leaves: Leaves) -> list[Leaf]:
-    """Returns what `about` says of arrays; computes their digests."""
-    return [
-        Leaf(
-            name,
-            tuple(leaf.shape),
-            str(leaf.dtype),
-            leaf.axis if isinstance(leaf, Stacked | Owned) else None,
-            None if isinstance(leaf, Owned) else digest(leaf),
-        )
-        for name, leaf in leaves.items()
-    ]
+def arrays_of(checkpoint: Checkpoint) -> Leaves:
+    """Returns the arrays of a checkpoint, without copies."""
+    return {part: {name: _plain(leaf) for name, leaf in own.items()} for part, own in checkpoint.arrays.items()}
+
+
+def _plain(leaf: Any) -> Any:
+    if isinstance(leaf, Stacked):
+        return Stacked(tuple(np.asarray(part) for part in leaf.parts), leaf.axis)
+    if isinstance(leaf, Owned):
+        return dataclasses.replace(leaf, parts={span: np.asarray(part) for span, part in leaf.parts.items()})
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+
+
+def write_arrays(leaves: Leaves, save: pathlib.Path, messages: Messages | None = None) -> Leaves:
+    """Writes the arrays of a save, and lets the other processes write theirs.
+
+    Args:
+      leaves: the arrays; of several processes, what the first one has.
+      save: the folder of the save.
+      messages: to and from the other processes.
+
+    Returns:
+      A `Leaf` for each array.
+
+    Raises:
+      CheckpointError: if another process has failed.
+    """
+    _write(leaves, save, 0)
+    pieces = [_pieces(leaves)]
+    if messages is not None:
+        for process in range(1, messages.num_processes):
+            messages.receive("wrote", process)
+            pieces.append(_read_pieces(save, process))
+    return {
+        part: {
+            name: Leaf(
+                path=name,
+                shape=tuple(leaf.shape),
+                dtype=str(leaf.dtype),
+                axis=leaf.axis if isinstance(leaf, Stacked | Owned) else None,
+                digest=None if isinstance(leaf, Owned) else _digest(leaf),
+                pieces=tuple(each[part][name] for each in pieces) if isinstance(leaf, Owned) else (),
+            )
+            for name, leaf in own.items()
+        }
+        for part, own in leaves.items()
+    }
+
+
+def write_own(leaves: Leaves, save: pathlib.Path, process: int) -> None:
+    """Writes the elements that a process other than the first owns, and tells what they are in a file."""
+    _write(leaves, save, process)
+    (save / f"pieces-{process}").write_text(json.dumps(_pieces(leaves)), encoding="utf-8")
+
+
+def _pieces(leaves: Leaves) -> dict[str, dict[str, Piece]]:
+    """Returns what this process stores of leaves of which it owns some elements."""
+    return {
+        part: {
+            name: Piece(leaf.span.start, leaf.span.stop, _digest(leaf))
+            for name, leaf in own.items()
+            if isinstance(leaf, Owned)
+        }
+        for part, own in leaves.items()
+    }
+
+
+def _read_pieces(save: pathlib.Path, process: int) -> dict[str, dict[str, Piece]]:
+    file = save / f"pieces-{process}"
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        file.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"process {process} has written to {save}, but process 0 does not see it: save to a folder that all "
+            f"processes share ({error.strerror})"
+        ) from error
+    return {part: {name: Piece(*piece) for name, piece in own.items()} for part, own in stored.items()}
+
+
+def _digest(leaf: Any) -> str:
+    """Returns the digest of an array's elements, or of its parts one after the other."""
+    digest = Digest()
+    for part in leaf.parts if isinstance(leaf, Stacked) else leaf.arrays if isinstance(leaf, Owned) else (leaf,):
+        digest.add(part)
+    return digest.text()
 
 
 def folder_of(process: int) -> str:
-    """The folder of what a process has stored, relative to the checkpoint."""
+    """Returns the folder of what a process has stored, relative to the save."""
     return f"{FOLDER}-{process}" if process else FOLDER
 
 
-def write_arrays(parts: Mapping[str, Leaves], checkpoint: pathlib.Path, process: int = 0) -> None:
-    """Writes the arrays of a checkpoint.
+def names_of(number: int, length: int | None) -> list[str]:
+    """Returns the names of a leaf's arrays.
 
     Args:
-      parts: the leaves of `params`, `optimizer` and `extra`.
-      checkpoint: its folder.
-      process: the number of the process; only the first writes leaves that all have whole.
+      number: the leaf's number.
+      length: the number of its parts; None for a leaf stored whole.
     """
-    ocp = _orbax()
-    arrays = {part: _filled(_numbered(list(leaves.values()), is_first=not process)) for part, leaves in parts.items()}
+    return [str(number)] if length is None else [f"{number}.{part}" for part in range(length)]
+
+
+def _write(leaves: Leaves, save: pathlib.Path, process: int) -> None:
+    folder = save / folder_of(process)
+    arrays = {part: _numbered(list(own.values()), is_first=not process) for part, own in leaves.items()}
     if jax.process_count() > 1:
-        _write_own(arrays, checkpoint / folder_of(process))
+        _write_alone(arrays, folder)
         return
-    saved = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES)
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_by_pieces(), **_alone())
-    with ocp.Checkpointer(handler, **_alone()) as checkpointer:
-        checkpointer.save(checkpoint / folder_of(process), args=saved)
+    # Here, since nothing but checkpoints needs the package.
+    import orbax.checkpoint as ocp
+
+    # This process waits for no other one.
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_by_chunks(), multiprocessing_options=alone)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES))
 
 
-def _write_own(arrays: Mapping[str, Mapping[str, Any]], folder: pathlib.Path) -> None:
-    """Writes arrays as Orbax does, which lets no process but the first write arrays that others have not."""
+class _Array(np.ndarray):
+    """An array that Orbax does not copy."""
+
+    def __deepcopy__(self, memo: Any) -> _Array:
+        return self
+
+
+def _numbered(leaves: Sequence[Any], is_first: bool) -> dict[str, np.ndarray]:
+    """Returns the arrays to write, by name; only the first process writes leaves that all processes have whole."""
+    arrays: dict[str, np.ndarray] = {}
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Owned):
+            length = None if leaf.axis is None else leaf.shape[leaf.axis]
+            arrays |= zip(names_of(number, length), leaf.arrays, strict=True)
+        elif is_first:
+            parts = leaf.parts if isinstance(leaf, Stacked) else (leaf,)
+            arrays |= zip(names_of(number, len(parts) if isinstance(leaf, Stacked) else None), parts, strict=True)
+    # Orbax accepts no arrays without elements.
+    return {name: array.view(_Array) for name, array in arrays.items() if array.size}
+
+
+def _write_alone(arrays: Mapping[str, Mapping[str, Any]], folder: pathlib.Path) -> None:
+    """Writes arrays in Orbax's format."""
     writes, context = _Writes(), tensorstore.Context()
     store = {"driver": "ocdbt", "base": f"file://{folder}/", "target_data_file_size": _FILE_BYTES}
     for part, own in arrays.items():
         for name, array in own.items():
             spec = {"driver": "zarr", "kvstore": {**store, "path": f"{part}.{name}/"}}
             layout = tensorstore.ChunkLayout(chunk_shape=chunk_shape(array.shape, array.dtype.itemsize))
-            kind = {"dtype": tensorstore.dtype(array.dtype), "shape": array.shape}
-            opened = tensorstore.open(spec, create=True, context=context, chunk_layout=layout, **kind)
-            writes.start(opened.result(), np.asarray(array))
+            dtype = tensorstore.dtype(array.dtype)
+            opened = tensorstore.open(
+                spec, create=True, context=context, chunk_layout=layout, dtype=dtype, shape=array.shape
+            )
+            writes.start(opened.result(), array)
     writes.finish()
 
 
@@ -115,97 +228,58 @@ class _Writes:
         write.result()
 
 
-def _orbax() -> Any:
-    """The package, which nothing but checkpoints needs."""
-    import orbax.checkpoint
+def _by_chunks() -> Any:
+    """Returns handlers of arrays for Orbax, whose own handler of NumPy's encodes all of them at a time."""
+    from orbax.checkpoint import type_handlers as handlers
 
-    return orbax.checkpoint
-
-
-def _alone() -> dict[str, Any]:
-    """Options of Orbax by which this process waits for no other one."""
-    own = jax.process_index()
-    options = _orbax().options.MultiprocessingOptions
-    return {"multiprocessing_options": options(primary_host=own, active_processes={own})}
-
-
-def _by_pieces() -> Any:
-    """Returns Orbax's handlers of arrays; its own of NumPy's encodes all of them at a time, of a copy by default."""
-    handlers = _orbax().type_handlers
     base: Any = handlers.NumpyHandler
     writes = _Writes()
 
-    class PiecesHandler(base):
+    class ChunksHandler(base):
         async def _open_and_write(self, value: np.ndarray, tspec: dict[str, Any], ts_context: Any) -> None:
             stored = tspec.get("base", tspec)  # in the spec of a cast
             stored["metadata"]["chunks"] = chunk_shape(value.shape, value.dtype.itemsize)
             opened = tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
-            # Other arrays begin meanwhile: those that are written together take one commit.
+            # Other arrays begin meanwhile: arrays that are written together take one commit.
             for write in writes.start(await opened, value):
                 await write
 
-    has_choice = "deepcopy_host_arrays" in inspect.signature(base).parameters
-    return handlers.create_type_handler_registry(
-        (jax.Array, handlers.ArrayHandler()),
-        (np.ndarray, PiecesHandler(**({"deepcopy_host_arrays": False} if has_choice else {}))),
-    )
+    return handlers.create_type_handler_registry((jax.Array, handlers.ArrayHandler()), (np.ndarray, ChunksHandler()))
 
 
-def _numbered(leaves: Sequence[Any], is_first: bool) -> dict[str, Any]:
-    """Returns the arrays to write, by the number of the leaf, and of the part for a leaf in parts."""
-    arrays: dict[str, Any] = {}
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Owned):
-            names = [str(i)] if leaf.axis is None else [f"{i}.{k}" for k in range(leaf.shape[leaf.axis])]
-            arrays |= dict(zip(names, map(np.asarray, leaf.arrays), strict=True))
-        elif not is_first:
-            continue
-        elif isinstance(leaf, Stacked):
-            arrays |= {f"{i}.{k}": np.asarray(part) for k, part in enumerate(leaf.parts)}
-        else:
-            arrays[str(i)] = leaf
-    return arrays
+def chunk_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Returns the shape of an array's chunks: equal ones, each of elements that follow each other in C order.
+
+    Args:
+      shape: shape of the array, which has elements.
+      itemsize: bytes of an element.
+    """
+    left, chunk = max(1, CHUNK_BYTES // itemsize), []
+    for length in reversed(shape):
+        # Files hold the last chunk of an axis in full as well.
+        own = -(-length // -(-length // left))
+        chunk.append(own)
+        left = left // own if own == length else 1
+    return tuple(reversed(chunk))
 
 
-def names_of(number: int, leaf: Leaf) -> list[str]:
-    """The names of a leaf's arrays."""
-    return [str(number)] if leaf.axis is None else [f"{number}.{k}" for k in range(leaf.shape[leaf.axis])]
+def indices(shape: Sequence[int], chunk: Sequence[int], num_elements: int = 1) -> Iterator[tuple[slice, ...]]:
+    """Yields indices that together cover an array, in C order, cut at the bounds of chunks.
 
-
-def _filled(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the arrays that have elements; Orbax accepts no others."""
-    return {name: array for name, array in arrays.items() if array.size}
-
-
-def open_one(folder: pathlib.Path, name: str, context: Any = None) -> Any:
-    """Opens one array of a folder; those of one context share what they know of the files."""
-    base = {"driver": "file", "path": f"{folder}/"}
-    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
-    return tensorstore.open(spec, open=True, context=context).result()
-
-
-def files_of(folder: pathlib.Path, names: Sequence[str]) -> str:
-    """Returns the files, relative to the checkpoint, that hold arrays; the folder's name if it cannot be told."""
-    prefixes = tuple(f"{name}/".encode() for name in names)
-    try:
-        store = tensorstore.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
-        root = tensorstore.ocdbt.dump(store).result()["versions"][-1]["root"]["location"]
-        files = {_file_of(place) for key, place in _places(store, root) if key.startswith(prefixes)}
-    except Exception:  # noqa: BLE001 - the file that tells is damaged too
-        files = set()
-    return " and ".join(f"{folder.name}/{file}" for file in sorted(files)) or f"{folder.name}/"
-
-
-def _places(store: Any, node: str) -> Iterator[tuple[bytes, str]]:
-    """Yields the keys below a node of Orbax's database, and where their values lie."""
-    for entry in tensorstore.ocdbt.dump(store, node).result()["entries"]:
-        if "location" in entry:
-            yield from _places(store, entry["location"])
-        else:
-            yield entry["key"], entry.get("indirect_value", node)
-
-
-def _file_of(place: str) -> str:
-    """Returns the file of a place, which reads "value:FOLDER:FILE:OFFSET:LENGTH"."""
-    _, base, file, _, _ = place.split(":")
-    return base + file
+    Args:
+      shape: shape of the array.
+      chunk: shape of its chunks; older checkpoints have chunks of any shape, such as a whole array.
+      num_elements: how many elements an index shall cover, unless the chunks force more.
+    """
+    if not shape:
+        yield ()
+        return
+    row, own = math.prod(shape[1:]), chunk[0]
+    if own == 1 and row > num_elements:
+        for first in range(shape[0]):
+            for rest in indices(shape[1:], chunk[1:], num_elements):
+                yield (slice(first, first + 1), *rest)
+        return
+    rows = own * max(1, num_elements // max(1, row * own))
+    for first in range(0, shape[0], rows):
+        yield (slice(first, min(first + rows, shape[0])), *(slice(0, length) for length in shape[1:]))

@@ -14,18 +14,18 @@ from concurrent.futures import Future
 from jaxferry.settings import ThreadPool
 from jaxferry.transport.interrupts import deferred_interrupts
 
-_untold: set[Future[None]] = set()
+_unreported: set[Future[None]] = set()
 
 
 class BackgroundSaves:
-    """The saves of a training step: at most one is in progress."""
+    """Runs the saves of a training step in a thread; at most one is in progress."""
 
     def __init__(self) -> None:
         self._thread: ThreadPool | None = None
         self._last: Future[None] | None = None
 
     def start(self, write: Callable[[], None]) -> bool:
-        """Starts a save; call `wait` before. Returns False, with a warning, if the system has no room for a thread."""
+        """Starts a save, after `wait`. Returns False, with a warning, if the system cannot start a thread."""
         if self._thread is None:
             self._thread = ThreadPool(1, "checkpoint")
         try:
@@ -34,7 +34,7 @@ class BackgroundSaves:
             self._thread = None
             warnings.warn(f"save(wait=False) waits until the state is written: {error}", stacklevel=3)
             return False
-        _untold.add(self._last)
+        _unreported.add(self._last)
         return True
 
     def settle(self) -> None:
@@ -51,22 +51,22 @@ class BackgroundSaves:
         self.settle()
         last, self._last = self._last, None
         if last is not None:
-            _untold.discard(last)
+            _unreported.discard(last)
             last.result()
 
 
 def finish() -> None:
-    """Waits for all saves in progress at the end of the process; prints the errors that nobody has asked for."""
+    """Waits for all saves in progress at the end of the process; prints the errors that no call has raised."""
     # A second interrupt must not lose what the first one waits for.
     with contextlib.suppress(KeyboardInterrupt), deferred_interrupts():
-        for save in list(_untold):
+        for save in list(_unreported):
             error = save.exception()
             if error is not None:
                 print(f"error: {error}", file=sys.stderr)
 
 
 # A forked child has none of its parent's threads, and would wait for them at its end.
-os.register_at_fork(after_in_child=_untold.clear)
+os.register_at_fork(after_in_child=_unreported.clear)
 # Python ends the threads of `concurrent.futures`, which Orbax uses, before it waits for other threads and before
 # `atexit`. Functions registered here are called in reverse order, so this one before that of `concurrent.futures`.
 threading._register_atexit(finish)  # type: ignore[attr-defined]

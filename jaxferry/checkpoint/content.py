@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 
-from jaxferry.checkpoint.about import is_numeric
 from jaxferry.errors import CheckpointError, InputError
 from jaxferry.partition.packed import is_stored_as_bytes, shape_from_stored
 
@@ -20,9 +22,9 @@ class Checkpoint:
 
     Attributes:
       step: number of steps taken.
-      params: master parameters by path (as `jax.tree_util.keystr` writes it), in the order of the flattened tree, as
-        they are stored (`partition.packed`);
-        `Stacked` or `Owned` where they are in parts, which is never so after `load`.
+      params: master parameters as they are stored (`partition.packed`), by path (as `jax.tree_util.keystr` writes it),
+        in the order of the flattened tree. A parameter that is stored in parts is `Stacked` or `Owned`; `load` returns
+        every parameter whole.
       dtypes: the dtypes of the model's own parameters, in the same order.
       dictionary_paths: for a tree of plain dictionaries the keys of each parameter, else None.
       optimizer: leaves of the optimizer's state by path.
@@ -40,6 +42,15 @@ class Checkpoint:
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     metric: float | None = None
 
+    @property
+    def arrays(self) -> dict[str, Mapping[str, Any]]:
+        """The fields whose values are arrays, by name."""
+        return {"params": self.params, "optimizer": self.optimizer, "extra": self.extra}
+
+    def with_arrays(self, arrays: Mapping[str, Mapping[str, Any]]) -> Checkpoint:
+        """Returns the checkpoint with other values in place of `arrays`."""
+        return dataclasses.replace(self, **{field: arrays[field] for field in self.arrays})  # type: ignore[arg-type]
+
     def dictionary(self) -> Any:
         """Returns shapes and dtypes of the model's parameters as nested dictionaries.
 
@@ -51,20 +62,46 @@ class Checkpoint:
                 "the parameters of this checkpoint are not a tree of dictionaries: pass restore(path, params=...) a "
                 "tree of the same structure (shapes are enough, as from jax.eval_shape)"
             )
-        tree: dict[str, Any] = {}
-        for keys, array, dtype in zip(self.dictionary_paths, self.params.values(), self.dtypes, strict=True):
-            node = tree
-            for key in keys[:-1]:
-                node = node.setdefault(key, {})
-            node[keys[-1]] = jax.ShapeDtypeStruct(shape_from_stored(array, dtype), jax.numpy.dtype(dtype))
-        return tree
+        return _nested(
+            self.dictionary_paths,
+            [
+                jax.ShapeDtypeStruct(shape_from_stored(array, dtype), jax.numpy.dtype(dtype))
+                for array, dtype in zip(self.params.values(), self.dtypes, strict=True)
+            ],
+        )
+
+
+def dictionary_paths(params: Any) -> list[list[str]] | None:
+    """Returns the keys of each leaf if the tree consists of dictionaries with string keys, else None."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    keys = [[getattr(entry, "key", None) for entry in path] for path in paths]
+    if not all(path and isinstance(path[-1], str) for path in keys):
+        return None
+    tree: Any = jax.tree.structure(params)
+    is_plain = tree == jax.tree.structure(_nested(keys, [0] * len(keys)))
+    return [[str(key) for key in path] for path in keys] if is_plain else None
+
+
+def _nested(paths: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> Any:
+    tree: dict[Any, Any] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return tree
+
+
+def is_numeric(dtype: Any) -> bool:
+    """Returns whether arrays of a dtype can be saved: numbers and booleans."""
+    return any(jax.numpy.issubdtype(dtype, kind) for kind in (jax.numpy.number, jax.numpy.bool_))
 
 
 def check_extra(extra: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns the user's arrays as NumPy arrays.
 
     Raises:
-      InputError: if it is not a mapping from names to arrays of numbers.
+      InputError: if `extra` is not a mapping from names to arrays of numbers.
     """
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) and name for name in extra):
         raise InputError(f"extra must be a mapping from names to arrays, got {type(extra).__name__}")
@@ -72,7 +109,7 @@ def check_extra(extra: Mapping[str, Any]) -> dict[str, np.ndarray]:
     for name, array in arrays.items():
         if not is_numeric(array.dtype):
             raise InputError(f"extra[{name!r}] must be an array of numbers, got dtype {array.dtype}")
-    # Checkpoints name dtypes without an order of bytes.
+    # Checkpoints name dtypes without a byte order.
     return {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in arrays.items()}
 
 
@@ -82,33 +119,33 @@ def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, An
     Raises:
       CheckpointError: if they differ; it names the first difference.
     """
+    differs = f"the checkpoint does not match the {what}: "
     for name in [*expected, *saved]:
         if name not in saved:
-            raise CheckpointError(f"the checkpoint does not match the {what}: it has no {name}")
+            raise CheckpointError(f"{differs}it has no {name}")
         if name not in expected:
-            raise CheckpointError(f"the checkpoint does not match the {what}: only the checkpoint has {name}")
-        if tuple(saved[name].shape) != tuple(expected[name].shape):
+            raise CheckpointError(f"{differs}only the checkpoint has {name}")
+        shapes = tuple(saved[name].shape), tuple(expected[name].shape)
+        if shapes[0] != shapes[1]:
             raise CheckpointError(
-                f"the checkpoint does not match the {what}: {name} has shape {tuple(saved[name].shape)} in the "
-                f"checkpoint and {tuple(expected[name].shape)} in the {what}"
+                f"{differs}{name} has shape {shapes[0]} in the checkpoint and {shapes[1]} in the {what}"
             )
         if check_dtypes and saved[name].dtype != expected[name].dtype:
             raise CheckpointError(
-                f"the checkpoint does not match the {what}: {name} is {saved[name].dtype} in the checkpoint and "
-                f"{expected[name].dtype} in the {what}"
+                f"{differs}{name} is {saved[name].dtype} in the checkpoint and {expected[name].dtype} in the {what}"
             )
 
 
 def check_coded(
     saved: Mapping[str, Any], dtypes: Sequence[str], expected: Mapping[str, Any], masters: Sequence[Any]
 ) -> None:
-    """Checks that parameters that are stored as bytes were saved so, in the same dtype.
+    """Checks that the same parameters are stored as bytes in the checkpoint and here, with the same dtypes.
 
     Args:
-      saved: the parameters as they were stored, by path.
+      saved: the stored parameters by path.
       dtypes: their own dtypes.
       expected: the model's parameters, by path.
-      masters: as they are stored.
+      masters: the model's stored parameters.
 
     Raises:
       CheckpointError: if one differs.
@@ -127,22 +164,63 @@ def check_coded(
         )
 
 
-def dictionary_paths(params: Any) -> list[list[str]] | None:
-    """Returns the keys of each leaf if the tree consists of dictionaries with string keys, else None."""
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    keys = [[getattr(entry, "key", None) for entry in path] for path in paths]
-    tree: Any = jax.tree.structure(params)
-    is_plain = tree == jax.tree.structure(_nested(keys))
-    return [[str(key) for key in path] for path in keys] if is_plain else None
+_FIELD = re.compile(r"^(.*)\.(\w+)$", re.DOTALL)
+_MAX_NAMED = 3
 
 
-def _nested(paths: Sequence[Sequence[Any]]) -> Any:
-    tree: dict[Any, Any] = {}
-    for path in paths:
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        if not path or not isinstance(path[-1], str):
-            return None
-        node[path[-1]] = 0
-    return tree
+def check_transformations(saved: Collection[str], expected: Collection[str], params: Collection[str]) -> None:
+    """Checks that a checkpoint's optimizer state belongs to the same Optax transformations as this optimizer's state.
+
+    Paths tell the transformations: "[0].mu['w']" means that the first transformation of a chain keeps a field `mu` for
+    each parameter. Optax's state classes tell which transformation has these fields.
+
+    Args:
+      saved: paths of the leaves of the checkpoint's state.
+      expected: paths of the leaves of the optimizer's state.
+      params: paths of the parameters.
+
+    Raises:
+      CheckpointError: if the transformations differ; it names both.
+    """
+    found = [_fields(names, params) for names in (saved, expected)]
+    places = sorted(place for place in {*found[0], *found[1]} if found[0].get(place) != found[1].get(place))
+    if not places:
+        return
+    described = []
+    for fields in found:
+        names = [f"{_name(fields[place])} at {place or 'the top'}" for place in places[:_MAX_NAMED] if place in fields]
+        described.append(", ".join(names) or f"nothing at {', '.join(places[:_MAX_NAMED])}")
+    raise CheckpointError(
+        f"the checkpoint does not match the optimizer: it was saved with {described[0]}, and this optimizer has "
+        f"{described[1]}: pass the optimizer that it was saved with"
+    )
+
+
+def _fields(names: Collection[str], params: Collection[str]) -> dict[str, frozenset[str]]:
+    """Returns the names of each state's fields, by the state's path."""
+    ends, found = sorted(params, key=len, reverse=True), dict[str, set[str]]()
+    for name in names:
+        end = next((end for end in ends if end and name.endswith(end)), "")
+        match = _FIELD.match(name.removesuffix(end))
+        if match is not None:
+            found.setdefault(match[1], set()).add(match[2])
+    return {place: frozenset(fields) for place, fields in found.items()}
+
+
+def _name(fields: frozenset[str]) -> str:
+    names = _transformations().get(fields, [])
+    return f"{' or '.join(names[:2]) or 'a transformation'} ({', '.join(sorted(fields))})"
+
+
+@functools.cache
+def _transformations() -> dict[frozenset[str], list[str]]:
+    """Returns the names of Optax's transformations by the fields of their states; the main module's come first."""
+    found: dict[frozenset[str], list[str]] = {}
+    for module in (optax, optax.contrib):
+        for name, kind in sorted(vars(module).items()):
+            fields: Any = getattr(kind, "_fields", ())
+            if isinstance(kind, type) and name.endswith("State") and fields:
+                # ScaleByAdamState is the state of scale_by_adam.
+                words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*", name.removesuffix("State"))
+                found.setdefault(frozenset(fields), []).append("_".join(words).lower())
+    return found

@@ -1,6 +1,6 @@
-"""The leaves of a checkpoint as they are stored: read piece by piece, straight to where they shall live.
+"""The leaves of a checkpoint as they are stored: read piece by piece, straight into the memory of the state.
 
-So a process that has room to train has room to resume, and of several processes each keeps its own elements.
+So a process that has room to train has room to resume, and of several processes each reads only its own elements.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ import dataclasses
 import math
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import tensorstore
 
-from jaxferry.checkpoint.about import About, Leaf, Piece
-from jaxferry.checkpoint.arrays import files_of, folder_of, names_of, open_one
-from jaxferry.checkpoint.chunks import PIECE_BYTES, indices
-from jaxferry.checkpoint.digests import Digest
-from jaxferry.checkpoint.paths import reason
+from jaxferry.checkpoint.about import About, Digest, Leaf, Piece
+from jaxferry.checkpoint.arrays import folder_of, indices, names_of
+from jaxferry.checkpoint.saves import reason
 from jaxferry.errors import CheckpointError
 from jaxferry.partition import Span
+
+PIECE_BYTES = 16 * 2**20
+"""The bytes that are read at a time, where a chunk does not force more; they are in memory encoded as well."""
 
 _PLACED = 1 << 18
 """Elements whose places are computed at a time."""
@@ -33,10 +34,10 @@ class StoredLeaf:
     """An array of a checkpoint, not read yet.
 
     Attributes:
-      about: what the checkpoint says of it.
+      about: its path, shape, dtype and digests.
       part: "params", "optimizer" or "extra".
       number: its number there.
-      folder: the checkpoint's folder.
+      folder: the folder of the save.
       path: the checkpoint as the user names it, for errors.
       context: TensorStore's, which the leaves of a checkpoint share.
     """
@@ -68,11 +69,11 @@ class StoredLeaf:
         """Reads the array, or some elements of it, and compares the digest.
 
         Args:
-          made: receives it, in any dtype; it may be changed before an error.
+          made: receives the elements, in any dtype; it may be changed before an error.
           span: the elements, flat in `made`; None for all, in the shape of the whole.
 
         Raises:
-          CheckpointError: if it is missing or damaged; the message names the leaf and the file.
+          CheckpointError: if the array is missing or damaged; the message names the leaf and the file.
         """
         # Elements of parts along another axis do not follow each other in the whole.
         is_apart = span is not None and self.about.axis not in (None, 0)
@@ -108,7 +109,7 @@ class StoredLeaf:
             flat[first : first + found.size] = found.reshape(-1)
 
     def _put_apart(self, made: np.ndarray, span: Span, first: int, found: np.ndarray) -> None:
-        """Writes elements that follow each other in a part along some axis to those elements of the whole."""
+        """Writes elements that follow each other in a part along some axis to the wanted elements of the whole."""
         assert self.about.axis is not None
         length, inner = self.shape[self.about.axis], math.prod(self.shape[self.about.axis + 1 :])
         part, first = divmod(first, math.prod(self._shape_of_one))
@@ -121,20 +122,21 @@ class StoredLeaf:
             made[places[is_wanted]] = some[is_wanted]
 
     def _pieces(self, span: Span | None) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields elements that follow each other, and the first one's place: of parts, one part after the other."""
-        names = [f"{self.part}.{name}" for name in names_of(self.number, self.about)]
+        """Yields elements that follow each other, and the first one's place; part by part, if there are parts."""
+        length = None if self.about.axis is None else self.shape[self.about.axis]
+        names = [f"{self.part}.{name}" for name in names_of(self.number, length)]
         one = math.prod(self._shape_of_one)
         for process, piece in enumerate(self.about.pieces or (Piece(0, one, self.about.digest or ""),)):
             is_wanted = span is None or (piece.start < span.stop and span.start < piece.stop)
             if len(names) > 1 or is_wanted:
-                shape = (piece.stop - piece.start,) if self.about.pieces else self._shape_of_one
-                yield from self._stored(self.folder / folder_of(process), names, piece, shape, one)
+                yield from self._stored(self.folder / folder_of(process), names, piece, one)
 
     def _stored(
-        self, folder: pathlib.Path, names: list[str], piece: Piece, shape: tuple[int, ...], one: int
+        self, folder: pathlib.Path, names: list[str], piece: Piece, one: int
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields what a process has stored of a leaf; its digest is compared at the end."""
+        """Yields what a process has stored of a leaf; compares its digest at the end."""
         what, digest = f"{self.part} {self.about.path}", Digest()
+        shape = (piece.stop - piece.start,) if self.about.pieces else self._shape_of_one
         for number, name in enumerate(names):
             first = number * one + piece.start
             # Arrays without elements are not stored.
@@ -143,22 +145,19 @@ class StoredLeaf:
                 yield first, found
                 first += found.size
         if piece.digest and digest.text() != piece.digest:
-            raise CheckpointError(f"{what} in {files_of(folder, names)} is damaged: its digest is another")
+            raise CheckpointError(f"{what} in {_files_of(folder, names)} is damaged: its digest is another")
 
     def _read(self, folder: pathlib.Path, name: str, shape: tuple[int, ...], what: str) -> Iterator[np.ndarray]:
         try:
             stored = open_one(folder, name, self.context)
-        except Exception as error:
-            raise CheckpointError(f"{what} in {files_of(folder, [name])}: {reason(error)}") from error
-        found, declared = (tuple(stored.shape), stored.dtype.numpy_dtype), (shape, self.dtype)
-        if found != declared:
-            raise CheckpointError(f"{what} in {files_of(folder, [name])} is declared as {declared}, not {found}")
-        try:
+            found, declared = (tuple(stored.shape), stored.dtype.numpy_dtype), (shape, self.dtype)
+            if found != declared:
+                raise ValueError(f"it is declared as {declared}, not {found}")
             chunk, num_elements = stored.chunk_layout.read_chunk.shape, PIECE_BYTES // self.dtype.itemsize
             for index in indices(shape, chunk, num_elements):
                 yield np.asarray(stored[index].read().result())
         except Exception as error:
-            raise CheckpointError(f"{what} in {files_of(folder, [name])}: {reason(error)}") from error
+            raise CheckpointError(f"{what} in {_files_of(folder, [name])}: {reason(error)}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +189,6 @@ class StoredKey:
 
     @property
     def _keys(self) -> Any:
-        """Shape and dtype of the keys."""
         bits = jax.ShapeDtypeStruct(self.data.shape, self.data.dtype)
         try:
             return jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=self.kind), bits)
@@ -198,24 +196,21 @@ class StoredKey:
             raise cannot_read(self.data.path, error) from error
 
 
-def stored_leaves(about: About, folder: pathlib.Path, path: str | os.PathLike[str]) -> dict[str, dict[str, StoredLeaf]]:
-    """Returns the leaves of `params`, `optimizer` and `extra` by path.
+def stored_leaves(about: About, folder: pathlib.Path, path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """Returns a `StoredLeaf` for each leaf of `params`, `optimizer` and `extra`, by path.
 
     Args:
-      about: what the checkpoint holds.
+      about: what the save holds.
       folder: its folder.
       path: the checkpoint as the user names it, for errors.
     """
     context = tensorstore.Context()
-    described = {"params": about.params, "optimizer": about.optimizer, "extra": about.extra}
-    if not about.has_digests:
-        described["extra"] = ()
     return {
         part: {
-            leaf.path: StoredLeaf(leaf, part, number, folder, os.fspath(path), context)
-            for number, leaf in enumerate(leaves)
+            name: StoredLeaf(leaf, part, number, folder, os.fspath(path), context)
+            for number, (name, leaf) in enumerate(own.items())
         }
-        for part, leaves in described.items()
+        for part, own in about.content.arrays.items()
     }
 
 
@@ -223,3 +218,33 @@ def cannot_read(path: str | os.PathLike[str], error: Exception) -> CheckpointErr
     """Returns the error for a checkpoint that cannot be read."""
     what = str(error) if isinstance(error, CheckpointError | ValueError) else reason(error)
     return CheckpointError(f"{os.fspath(path)} cannot be read: {what}; restore another checkpoint")
+
+
+def open_one(folder: pathlib.Path, name: str, context: Any = None) -> Any:
+    """Opens one array of a folder; arrays of one context share what they know of the files."""
+    base = {"driver": "file", "path": f"{folder}/"}
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+    return tensorstore.open(spec, open=True, context=context).result()
+
+
+def _files_of(folder: pathlib.Path, names: Sequence[str]) -> str:
+    """Returns the files, relative to the save, that hold arrays; the folder's name if they cannot be found."""
+    prefixes = tuple(f"{name}/".encode() for name in names)
+    try:
+        store = tensorstore.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
+        root = tensorstore.ocdbt.dump(store).result()["versions"][-1]["root"]["location"]
+        # A place reads "value:FOLDER:FILE:OFFSET:LENGTH".
+        places = [place.split(":") for key, place in _places(store, root) if key.startswith(prefixes)]
+        files = {base + file for _, base, file, _, _ in places}
+    except Exception:  # noqa: BLE001 - the file that tells is damaged too
+        files = set()
+    return " and ".join(f"{folder.name}/{file}" for file in sorted(files)) or f"{folder.name}/"
+
+
+def _places(store: Any, node: str) -> Iterator[tuple[bytes, str]]:
+    """Yields the keys below a node of Orbax's database, and where their values lie."""
+    for entry in tensorstore.ocdbt.dump(store, node).result()["entries"]:
+        if "location" in entry:
+            yield from _places(store, entry["location"])
+        else:
+            yield entry["key"], entry.get("indirect_value", node)

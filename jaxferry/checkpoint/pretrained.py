@@ -1,10 +1,9 @@
-"""Reads weights from safetensors files, and writes them: opens tensors lazily and arranges them in a model's tree.
+"""Reads and writes weights in safetensors files.
 
     files --open_safetensors--> tensors by name --arrange--> the model's tree --step.init--> masters, block by block
       ^---------------------------save_safetensors----------------------------- state.lazy_params
 
-No whole tensor exists outside the file and the masters, so reading a model needs little more host memory than training
-it.
+Tensors are read in pieces, straight into the masters, so reading a model needs little more host memory than training.
 """
 
 from __future__ import annotations
@@ -41,6 +40,9 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_FLOATING = frozenset(_DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
+_PIECE_BYTES = 32 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,23 +65,13 @@ class StoredTensor:
 
     @property
     def T(self) -> StoredTensor:
-        """The transposed matrix; nothing is read.
-
-        Raises:
-          InputError: if it is not a matrix.
-        """
+        """The transposed matrix; nothing is read. Raises InputError if it is not a matrix."""
         if len(self.shape) != 2:
             raise InputError(f"tensor {self.name!r} of shape {self.shape} is not a matrix and cannot be transposed")
         return dataclasses.replace(self, shape=self.shape[::-1], is_transposed=not self.is_transposed)
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-        """Reads the tensor in pieces; yields the start index and the array of each.
-
-        All pieces have the same number of stored rows; the last may have fewer.
-
-        Args:
-          max_bytes: maximum size of a piece; a single row is never cut.
-        """
+        """Reads the tensor in pieces of at most `max_bytes`, or of one row; yields each one's start and array."""
         stored = self.shape[::-1] if self.is_transposed else self.shape
         if not stored:
             yield (), np.asarray(self)
@@ -202,8 +194,8 @@ def save_safetensors(
 ) -> list[Path]:
     """Writes parameters in Hugging Face's format, under the names that `arrange` reads; returns the tensors' files.
 
-    One file is `model.safetensors`; several are numbered and have an index. Tensors are written piece by piece, so
-    little host memory is needed beside `params`, and with `state.lazy_params` none for a copy of all parameters.
+    One file is `model.safetensors`; several are numbered and have an index. Tensors are written in pieces, so little
+    host memory is needed beside `params`; with `state.lazy_params`, no copy of all parameters exists.
 
     Args:
       folder: where to write; created if it is missing.
@@ -244,11 +236,16 @@ class _NamedLeaf:
     is_transposed: bool
 
     @property
+    def stored_shape(self) -> list[int]:
+        shape = list(self.leaf.shape)
+        return shape[::-1] if self.is_transposed else shape
+
+    @property
     def num_bytes(self) -> int:
         return int(np.prod(self.leaf.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """Yields the tensor's elements in C order, so many that a piece stays small."""
+        """Yields the tensor's elements in C order, in small pieces."""
         shape = tuple(self.leaf.shape)
         if not shape:
             yield np.asarray(self.leaf).astype(self.dtype)
@@ -290,7 +287,7 @@ def _write(file: Path, leaves: Iterable[_NamedLeaf]) -> None:
     ordered = sorted(leaves, key=lambda leaf: -leaf.dtype.itemsize)
     for leaf in ordered:
         span = [offset, offset + leaf.num_bytes]
-        header[leaf.name] = {"dtype": _NAMES[leaf.dtype], "shape": _stored_shape(leaf), "data_offsets": span}
+        header[leaf.name] = {"dtype": _NAMES[leaf.dtype], "shape": leaf.stored_shape, "data_offsets": span}
         offset += leaf.num_bytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -302,11 +299,6 @@ def _write(file: Path, leaves: Iterable[_NamedLeaf]) -> None:
                 stream.write(piece.reshape(-1).view(np.uint8).data)
 
 
-def _stored_shape(leaf: _NamedLeaf) -> list[int]:
-    shape = list(leaf.leaf.shape)
-    return shape[::-1] if leaf.is_transposed else shape
-
-
 def _parts(leaves: Iterable[_NamedLeaf], max_bytes: int) -> list[list[_NamedLeaf]]:
     """Splits tensors, in order, into files."""
     parts: list[list[_NamedLeaf]] = [[]]
@@ -315,12 +307,6 @@ def _parts(leaves: Iterable[_NamedLeaf], max_bytes: int) -> list[list[_NamedLeaf
             parts.append([])
         parts[-1].append(leaf)
     return parts
-
-
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_PIECE_BYTES = 32 * 2**20
-
-_FLOATING = frozenset(_DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
 
 
 def _as_source(source: Source | str | None) -> Source | None:

@@ -1,4 +1,4 @@
-"""The options of a training run, kept beside its saved state so that a resumed run has them too."""
+"""Keeps the options of a training run beside its saved state, so that a resumed run has them too."""
 
 from __future__ import annotations
 
@@ -30,39 +30,46 @@ def save_options(folder: Path, options: Mapping[str, Any]) -> None:
       folder: the saved state.
       options: JSON values and paths, by the names of the command's arguments.
     """
-    document = {"format": FORMAT, "options": {name: _absolute(name, value) for name, value in options.items()}}
+    kept = dict(options)
+    for name, value in options.items():
+        if name == "plan" or (name == "profile" and value not in (MEASURE, ESTIMATE)):
+            # The run may be resumed in another folder.
+            kept[name] = str(Path(value).absolute())
     fresh = folder / f"{_FILE}.new"
-    write_json(fresh, document)
+    write_json(fresh, {"format": FORMAT, "options": kept})
     os.replace(fresh, folder / _FILE)
 
 
 def resumed_options(folder: Path, known: Collection[str], given: Collection[str]) -> dict[str, Any]:
-    """The saved run's options that this command line does not give.
+    """Returns the saved run's options that this command line does not give.
 
     Args:
-      folder: the saved state; without a file of options (a state that a program saved) there are none.
+      folder: the saved state; a state that a program saved has no file of options.
       known: names of the options that are kept.
       given: names of the options on this command line.
 
     Raises:
       InputError: if the file is damaged.
     """
-    # One of several saved states, named by its step, has its options beside it.
-    file = folder.parent / _FILE if folder.name.isdigit() and not (folder / _FILE).is_file() else folder / _FILE
-    if not file.is_file():
-        return {}
+    # One of several saved states, named by its step, and a numbered save of it have their options above them.
+    while not (file := folder / _FILE).is_file():
+        if not folder.name.removeprefix("save_").isdigit():
+            return {}
+        folder = folder.parent
     options = load_record(file, _read)
     unknown = [name for name in options if name not in known]
     if unknown:
         raise InputError(f"{file}: unknown option {unknown[0]!r}; known are {', '.join(known)}")
     for name, value in options.items():
-        _check_type(name, value, file)
+        what, types = _TYPES.get(name, ("a string", str))
+        if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
+            raise InputError(f"{file}: option {name} must be {what}, got {value!r}")
     replaced = {*given, *(_EXCLUDING[name] for name in given if name in _EXCLUDING)}
     return {name: value for name, value in options.items() if name not in replaced}
 
 
 def as_arguments(options: Mapping[str, Any]) -> str:
-    """The options as the command line would give them."""
+    """Returns the options as the command line would give them."""
     flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in options.items()]
     return " ".join(flags)
 
@@ -72,15 +79,3 @@ def _read(document: Any) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise InputError(f"options must be a JSON object, got {options!r}")
     return options
-
-
-def _check_type(name: str, value: Any, file: Path) -> None:
-    what, types = _TYPES.get(name, ("a string", str))
-    if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
-        raise InputError(f"{file}: option {name} must be {what}, got {value!r}")
-
-
-def _absolute(name: str, value: Any) -> Any:
-    """The run may be resumed in another folder, so files are named by absolute paths."""
-    is_file = name == "plan" or (name == "profile" and value not in (MEASURE, ESTIMATE))
-    return str(Path(value).absolute()) if is_file else value

@@ -1,4 +1,4 @@
-"""What the processes of one training do together, other than compute."""
+"""Checks that the processes of a training agree, and messages between them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jaxferry.processes.global_arrays import is_key
 _MESSAGE_CHARACTERS = 2000
 _SAMPLES = 64
 _TIMEOUT_S = 6 * 3600
-"""How long a process waits for a message: the others may be writing a checkpoint."""
+"""How long a process waits for a message: another one may be writing a checkpoint."""
 
 
 def check_same(what: str, content: str) -> None:
@@ -28,7 +28,7 @@ def check_same(what: str, content: str) -> None:
 
     Args:
       what: names the content in the error.
-      content: what must be the same.
+      content: must be the same.
 
     Raises:
       InputError: in every process, if one has another content. It names the processes that differ from the first.
@@ -46,35 +46,31 @@ def check_same(what: str, content: str) -> None:
 def check_same_values(what: str, leaves: Sequence[Any]) -> None:
     """Checks by a sample of each array that all processes have the same values; each must call this.
 
-    Arrays that a process has in part, and lazy ones, are left out.
-
     Args:
       what: names the arrays in the error.
-      leaves: the arrays.
+      leaves: the arrays. Arrays that a process has in part, and lazy ones, are left out.
 
     Raises:
       InputError: as for `check_same`.
     """
-    local = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_fully_addressable]
-    arrays = [*_sample(local), *_sample([leaf for leaf in leaves if isinstance(leaf, np.ndarray)])]
-    check_same(what, " ".join(np.asarray(array).tobytes().hex() for array in arrays))
-
-
-def _sample(leaves: Sequence[Any]) -> list[Any]:
-    def few(array: Any) -> Any:
-        return array.reshape(-1)[:: max(array.size // _SAMPLES, 1)][:_SAMPLES]
-
-    return list(map(few, jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, list(leaves))))
+    samples = []
+    for leaf in leaves:
+        if isinstance(leaf, np.ndarray) or (isinstance(leaf, jax.Array) and leaf.is_fully_addressable):
+            array = jax.random.key_data(leaf) if is_key(leaf) else leaf
+            samples.append(array.reshape(-1)[:: max(array.size // _SAMPLES, 1)][:_SAMPLES])
+    check_same(what, " ".join(np.asarray(sample).tobytes().hex() for sample in samples))
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:
-    """The largest of each figure in any process, in single precision; each must call this."""
+    """Returns the largest of each figure in any process, in single precision; each must call this."""
     found = np.asarray(multihost_utils.process_allgather(np.asarray(seconds, np.float32)))
     return [float(most) for most in found.reshape(-1, len(seconds)).max(axis=0)]
 
 
 class Messages:
     """Short messages between processes for one purpose, in order; any thread may send and receive.
+
+    Unlike a barrier of Orbax, at which the others wait for minutes, a failed process reports its error at once.
 
     Args:
       purpose: a name that no other messages have.
@@ -84,16 +80,16 @@ class Messages:
 
     def __init__(self, purpose: str, process: int, num_processes: int) -> None:
         self._purpose, self.process, self.num_processes = purpose, process, num_processes
-        self._told: set[str] = set()
+        self._sent: set[str] = set()
 
-    def tell(self, what: str, text: str, is_error: bool = False) -> None:
-        """Tells the others something once."""
-        self._told.add(what)
+    def send(self, what: str, text: str, is_error: bool = False) -> None:
+        """Sends a text, or an error, to the others; once for each `what`."""
+        self._sent.add(what)
         content = json.dumps({"error" if is_error else "text": text[:_MESSAGE_CHARACTERS]})
         coordination_client().key_value_set(self._key(what, self.process), content)
 
-    def hear(self, what: str, process: int) -> str:
-        """Waits for what another process tells.
+    def receive(self, what: str, process: int) -> str:
+        """Waits for what another process sends.
 
         Raises:
           CheckpointError: if that process has failed.
@@ -103,28 +99,26 @@ class Messages:
             raise CheckpointError(f"process {process}: {found['error']}")
         return str(found["text"])
 
-    def do(self, what: str, action: Callable[[], None]) -> None:
-        """Does something, and tells the others that it is done, or the error."""
-        with self.telling(what):
-            action()
-
     @contextlib.contextmanager
-    def telling(self, *what: str) -> Iterator[None]:
-        """Tells the others the end of the block by the first name; an error by all names that have not been told."""
+    def reporting(self, *what: str) -> Iterator[None]:
+        """Sends the end of the block under the first name; an error under all names that have not been sent."""
         try:
             yield
         except BaseException as error:
-            for name in set(what) - self._told:
-                self.tell(name, f"{error}" if isinstance(error, CheckpointError) else repr(error), is_error=True)
+            for name in set(what) - self._sent:
+                self.send(name, f"{error}" if isinstance(error, CheckpointError) else repr(error), is_error=True)
             raise
-        self.tell(what[0], "")
+        self.send(what[0], "")
 
     def _key(self, what: str, process: int) -> str:
         return f"jaxferry/{self._purpose}/{what}/{process}"
 
 
 def messages_of(purpose: str, process: int, num_processes: int) -> Messages | None:
-    """Messages for the next purpose of this name, which all processes have in the same order; None for one process."""
+    """Returns messages for the next purpose of this name; None for one process.
+
+    All processes must ask for purposes in the same order.
+    """
     return None if num_processes == 1 else Messages(f"{purpose} {next(_NUMBERS)}", process, num_processes)
 
 
@@ -132,5 +126,5 @@ _NUMBERS = itertools.count()
 
 
 def coordination_client() -> Any:
-    """JAX's client of the coordination service, which `jax.distributed.initialize` makes; it has no public name."""
+    """Returns JAX's client of the coordination service, which `jax.distributed.initialize` makes without a name."""
     return distributed.global_state.client

@@ -1,4 +1,4 @@
-"""Training by several processes: how a script starts, and what it passes to a step and takes from it.
+"""Training by several processes: how a script starts, and how it passes batches to a step and reads results.
 
     mesh = distributed.start()
     step = jaxferry.train_step(loss_fn, optimizer, mesh=mesh)
@@ -10,24 +10,27 @@ With one process, all of these leave arrays as they are.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxferry.errors import InputError
 from jaxferry.processes.all_processes import coordination_client
 from jaxferry.processes.global_arrays import has_rows, is_global, is_key, spread
-from jaxferry.processes.joining import joining_within
 from jaxferry.processes.meshes import are_virtual
 from jaxferry.processes.progress import watch
 
 JOIN_TIMEOUT_S = 300
-"""How long processes wait for each other at the start unless told otherwise."""
-
+"""How long processes wait for each other at the start by default."""
+_ANSWER_S = 5
+"""How much longer a process waits for the answer of the first one, which names the missing processes."""
 _NUMBERS = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
 
 
@@ -40,19 +43,20 @@ def start(
 ) -> Mesh:
     """Joins the processes of a job, and returns the mesh of all their devices with the axis `data`.
 
-    It is called before anything else uses JAX. `jax.distributed.initialize` finds the processes by itself under SLURM,
-    Open MPI and Kubernetes (GKE); elsewhere JAX_COORDINATOR_ADDRESS (`HOST:PORT` of the first process),
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID name them.
+    It is called before anything else uses JAX. `jax.distributed.initialize` finds the processes under SLURM, Open MPI
+    and Kubernetes (GKE); elsewhere JAX_COORDINATOR_ADDRESS (`HOST:PORT` of the first process), JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID name them.
 
     Args:
       num_cpu_devices: number of virtual CPU devices of each process, where there is no accelerator; None for one, or as
         many as XLA_FLAGS says.
-      join_timeout_s: how long the processes wait for each other here. Those that have come then end, with an error that
-        names the missing ones: JAX's own (`Some timed out task names`), or status 70 if the first process is missing.
-      heartbeat_timeout_s: a process that has not been heard of for so long counts as dead. JAX then ends the others,
-        with an error that names it.
+      join_timeout_s: how long the processes wait for each other here. Then JAX ends those that have come, and names the
+        missing ones (`Some timed out task names`); if the first process is missing, JAX ends them a few seconds later
+        without a name (`DEADLINE_EXCEEDED`, `RegisterTask`).
+      heartbeat_timeout_s: a process that sends no heartbeat for so long counts as dead. JAX then ends the others, with
+        an error that names it.
       hang_timeout_s: how long a step or an evaluation waits for a process that is alive but has not begun it. The
-        waiting ones then end with status 70 and an error that names it.
+        waiting processes then end with status 70 and an error that names it.
 
     Raises:
       InputError: if `join_timeout_s` is below 1, the processes cannot be found, or JAX is in use already.
@@ -63,10 +67,12 @@ def start(
         with contextlib.suppress(RuntimeError):  # the backends have started; JAX says so below
             jax.config.update("jax_num_cpu_devices", num_cpu_devices or 1)
     try:
-        given: dict[str, Any] = {name: int(os.environ[key]) for name, key in _NUMBERS.items() if key in os.environ}
-        with joining_within(join_timeout_s) as jax_timeout_s:
+        numbers: dict[str, Any] = {name: int(os.environ[key]) for name, key in _NUMBERS.items() if key in os.environ}
+        with _naming_the_missing(join_timeout_s):
             jax.distributed.initialize(
-                **given, heartbeat_timeout_seconds=heartbeat_timeout_s, initialization_timeout=jax_timeout_s
+                **numbers,
+                heartbeat_timeout_seconds=heartbeat_timeout_s,
+                initialization_timeout=join_timeout_s + _ANSWER_S,
             )
     except (RuntimeError, ValueError) as error:
         raise InputError(
@@ -77,13 +83,25 @@ def start(
     return jax.make_mesh((jax.device_count(),), ("data",))
 
 
+@contextlib.contextmanager
+def _naming_the_missing(timeout_s: int) -> Iterator[None]:
+    """Makes JAX's coordination service give up before its clients do, which name nobody; it has no public option."""
+    library: Any = distributed._jax
+    made = library.get_distributed_runtime_service
+    library.get_distributed_runtime_service = functools.partial(made, cluster_register_timeout=timeout_s)
+    try:
+        yield
+    finally:
+        library.get_distributed_runtime_service = made
+
+
 def is_first() -> bool:
-    """Whether this is the first process, which prints and writes files."""
+    """Returns whether this is the first process, which prints and writes files."""
     return jax.process_index() == 0
 
 
 def own_rows(batch: Any) -> Any:
-    """This process's rows of a batch that all processes have: a part of the first axis of each array.
+    """Returns this process's rows, a part of the first axis, of each array of a batch that all processes have.
 
     Raises:
       InputError: if the processes do not divide an array's rows.
@@ -102,7 +120,7 @@ def own_rows(batch: Any) -> Any:
 
 
 def alike(tree: Any) -> Any:
-    """Arrays that are the same in all processes, such as running statistics, for a step to take them as they are."""
+    """Marks arrays that are the same in all processes, such as running statistics, as whole for a step."""
     if jax.process_count() == 1:
         return tree
     where = NamedSharding(jax.make_mesh((jax.device_count(),), ("data",)), PartitionSpec())
@@ -110,7 +128,7 @@ def alike(tree: Any) -> Any:
 
 
 def whole(tree: Any) -> Any:
-    """Results of a step as NumPy arrays, with the rows of all processes; each process must call this.
+    """Returns results of a step as NumPy arrays, with the rows of all processes; each process must call this.
 
     PRNG keys become keys of this process's first device.
     """

@@ -1,7 +1,7 @@
 """Arrays over devices of several processes, each of which reaches only its own devices.
 
-JAX's own `device_put` compares what all processes give to such an array, so it exchanges values between them. What is
-here does not, so any thread may call it.
+JAX's own `device_put` to such an array compares the values of all processes, and so exchanges them. These functions
+exchange nothing, apart from `merged`, so any thread may call them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 
 def spread(array: Any, where: NamedSharding) -> jax.Array:
-    """An array of which this process knows all, such as one that all processes have alike.
+    """Puts an array that is the same in all processes on their devices.
 
     Args:
       array: a NumPy array or scalar, or an array of this process's devices.
-      where: its sharding.
+      where: the sharding of the result.
     """
     if is_key(array) and not where.is_fully_addressable:  # JAX puts no keys on other processes' devices
         keys = spread(jax.random.key_data(array), where)
@@ -32,7 +32,7 @@ def spread(array: Any, where: NamedSharding) -> jax.Array:
 
 
 def joined_rows(array: Any, where: NamedSharding, by_process: NamedSharding) -> jax.Array:
-    """An array of which each process has its own rows.
+    """Joins the rows of all processes in one array.
 
     Args:
       array: this process's rows.
@@ -45,7 +45,7 @@ def joined_rows(array: Any, where: NamedSharding, by_process: NamedSharding) -> 
 
 
 def moved(arrays: Sequence[jax.Array], where: Sequence[NamedSharding]) -> list[jax.Array]:
-    """Copies in other memories of the same devices, split as the arrays are."""
+    """Copies arrays to other memories of the same devices, with the same shards."""
     if all(there.is_fully_addressable for there in where):
         copies: list[jax.Array] = jax.device_put(list(arrays), list(where))
         return copies
@@ -59,13 +59,13 @@ def _moved_parts(array: jax.Array, where: NamedSharding) -> jax.Array:
 
 
 def rows_of(vector: jax.Array) -> np.ndarray:
-    """The parts of a vector that this process's devices have, one in each row; waits for them."""
+    """Waits for the shards of a vector on this process's devices; returns one in each row."""
     parts = {shard.index[0].start or 0: shard.data for shard in vector.addressable_shards}
     return np.stack([np.asarray(parts[start]) for start in sorted(parts)])
 
 
 def from_rows(rows: np.ndarray, size: int, where: NamedSharding) -> jax.Array:
-    """A vector of this many elements, of which this process's devices have these parts."""
+    """Makes a vector of `size` elements; the rows are the shards of this process's devices."""
     places = where.addressable_devices_indices_map((size,))
     starts = sorted({_start(index) for index in places.values()})
     parts = [
@@ -76,7 +76,7 @@ def from_rows(rows: np.ndarray, size: int, where: NamedSharding) -> jax.Array:
 
 
 def empty(size: int, dtype: Any, where: NamedSharding) -> jax.Array:
-    """A vector of zeros of this many elements, of which only this process's parts are made."""
+    """Makes a vector of `size` zeros; only this process's shards exist here."""
     if where.is_fully_addressable:
         return jax.device_put(np.zeros(size, dtype), where)
     num = len(where.addressable_devices_indices_map((size,)))
@@ -90,7 +90,7 @@ def _start(index: Any) -> int:
 def merged(array: np.ndarray, where: NamedSharding) -> np.ndarray:
     """Joins arrays of which each process has some elements, and zeros elsewhere; each process must call this.
 
-    It moves as many bytes as the array has, a piece at a time through each device.
+    Each device exchanges all bytes of the array, a piece at a time.
 
     Args:
       array: of one shape in all processes. Two processes must not have values for one byte.
@@ -120,16 +120,16 @@ def _total(where: NamedSharding) -> Any:
 
 
 def is_global(array: Any) -> bool:
-    """Whether an array has parts on devices of other processes."""
+    """Returns whether an array has shards on devices of other processes."""
     return isinstance(array, jax.Array) and not array.is_fully_addressable
 
 
 def global_shape(leaf: Any, num_processes: int) -> Any:
-    """The shape and dtype of an argument of a step in all processes.
+    """Returns the shape and dtype that an argument of a step has over all processes.
 
     Args:
-      leaf: an argument, or its shape and dtype. Arrays of all processes and PRNG keys have their own shape, as has a
-        struct with a sharding; of others each process has its own rows.
+      leaf: an argument, or its shape and dtype. Arrays of all processes, PRNG keys and structs with a sharding keep
+        their shape; of others each process has its own rows.
       num_processes: the number of processes.
     """
     is_whole = is_global(leaf) or (
@@ -142,16 +142,16 @@ def global_shape(leaf: Any, num_processes: int) -> Any:
 
 
 def has_rows(leaf: Any) -> bool:
-    """Whether an argument has a first axis of which each process has its own part."""
+    """Returns whether an argument has a first axis of which each process has its own part."""
     shape, dtype = getattr(leaf, "shape", ()), getattr(leaf, "dtype", None)
     return bool(shape) and not is_key(leaf) and not is_raw_key(shape, dtype)
 
 
 def is_key(array: Any) -> bool:
-    """Whether an array consists of PRNG keys."""
+    """Returns whether an array consists of PRNG keys."""
     return bool(jax.dtypes.issubdtype(getattr(array, "dtype", np.float32), jax.dtypes.prng_key))
 
 
 def is_raw_key(shape: Sequence[int], dtype: Any) -> bool:
-    """Whether an array may be a PRNG key of JAX's older form."""
+    """Returns whether an array may be a PRNG key of JAX's older form."""
     return bool(dtype == np.uint32 and tuple(shape) in ((2,), (4,)))

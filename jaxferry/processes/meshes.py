@@ -16,8 +16,8 @@ _VIRTUAL = "xla_force_host_platform_device_count"
 def mesh_of(num_devices: int) -> Mesh | None:
     """Returns a mesh of this process's first devices with the axis `data`; None for one device.
 
-    If it is called before JAX starts its backends, a machine without accelerator has as many virtual CPU devices. A
-    script of one's own calls `jax.make_mesh`.
+    If it is called before JAX starts its backends, a machine without accelerator has as many virtual CPU devices.
+    Scripts of users call `jax.make_mesh`.
 
     Raises:
       InputError: if there are fewer devices.
@@ -34,5 +34,5 @@ def mesh_of(num_devices: int) -> Mesh | None:
 
 
 def are_virtual() -> bool:
-    """Whether XLA_FLAGS sets the number of virtual CPU devices."""
+    """Returns whether XLA_FLAGS sets the number of virtual CPU devices."""
     return _VIRTUAL in os.environ.get("XLA_FLAGS", "")

@@ -1,9 +1,10 @@
-"""Whether a process waits for another one that has stopped going on.
+"""Detects a process that hangs.
 
 JAX's coordination service ends all processes once one is dead, that is, sends no heartbeats. A process that is alive
-but stuck, in a data loader say, still sends them, and the others would wait for it in a collective for ever. So a
-thread tells how many steps and evaluations its process has begun. If it waits too long for one that has begun fewer, it
-says which, and ends its own process, as JAX does: a collective cannot be given up.
+but stuck, in a data loader for instance, still sends them, and the others would wait for it in a collective for ever.
+So a thread of each process publishes how many steps and evaluations its process has begun. If a call waits too long for
+a process that has begun fewer, the thread names that process and ends its own, as JAX does: no collective can be
+cancelled.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-PREFIX = "jaxferry/progress"
-EXIT_STATUS = 70
-_MOST_S = 10.0
-"""How often a process tells its progress, unless the timeout is short."""
+_PREFIX = "jaxferry/progress"
+_EXIT_STATUS = 70
+_MAX_INTERVAL_S = 10.0
+"""The longest time between two publications."""
 
 
 class Progress:
@@ -52,35 +53,34 @@ class Progress:
 PROGRESS = Progress()
 
 
-def watch(client: Any, process: int, timeout_s: float, end: Callable[[str], None] | None = None) -> None:
-    """Starts the thread that tells this process's progress, and ends the process if another one is stuck.
+def watch(client: Any, process: int, timeout_s: float) -> None:
+    """Starts the thread that publishes this process's progress, and ends the process if another one hangs.
 
     Args:
       client: JAX's client of the coordination service.
       process: the number of this process.
       timeout_s: how long a call may wait for a process that has not begun it.
-      end: told the message; None prints it and ends the process.
     """
-    ended = end or end_process
 
     def run() -> None:
         while True:
-            client.key_value_set(f"{PREFIX}/{process}", str(PROGRESS.num_begun), allow_overwrite=True)
+            client.key_value_set(f"{_PREFIX}/{process}", str(PROGRESS.num_begun), allow_overwrite=True)
             if (message := _stuck(client, timeout_s)) is not None:
-                ended(message)
-                return
-            time.sleep(min(timeout_s / 10, _MOST_S))
+                print(f"error: {message}", file=sys.stderr, flush=True)
+                # Other threads wait in collectives, so Python's own end would wait for them.
+                os._exit(_EXIT_STATUS)
+            time.sleep(min(timeout_s / 10, _MAX_INTERVAL_S))
 
     threading.Thread(target=run, name="jaxferry progress", daemon=True).start()
 
 
 def _stuck(client: Any, timeout_s: float) -> str | None:
-    """Which processes this one has waited for too long; None if there are none."""
+    """Returns a message that names the processes for which this one has waited too long; None if there are none."""
     begun, since_s = PROGRESS.num_begun, PROGRESS.since_s
     if since_s is None or time.monotonic() - since_s < timeout_s:
         return None
-    told = {int(key.rpartition("/")[2]): int(value) for key, value in client.key_value_dir_get(PREFIX)}
-    behind = {process: num for process, num in sorted(told.items()) if num < begun}
+    published = {int(key.rpartition("/")[2]): int(value) for key, value in client.key_value_dir_get(_PREFIX)}
+    behind = {process: num for process, num in sorted(published.items()) if num < begun}
     if not behind or PROGRESS.num_begun != begun:
         return None
     which = ", ".join(f"process {process}, which has begun {num}" for process, num in behind.items())
@@ -88,10 +88,3 @@ def _stuck(client: Any, timeout_s: float) -> str | None:
         f"step or evaluation {begun} has waited {timeout_s:.0f} s for {which}: this process ends; start all again from "
         "the last checkpoint (hang_timeout_s= of jaxferry.distributed.start sets the time)"
     )
-
-
-def end_process(message: str) -> None:
-    """Ends this process with an error, whatever its threads wait for."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    # Other threads wait in collectives, so Python's own end would wait for them.
-    os._exit(EXIT_STATUS)

@@ -469,8 +469,8 @@ class TrainStep:
         """Saves parameters, optimizer state and step number as an Orbax checkpoint; waits for updates in flight.
 
         An existing checkpoint is replaced atomically once the new one is on the disk: however the process ends, the
-        path holds the old or the new one. Other files in its folder are kept. With `accumulate`, this is the state
-        after the last update; later micro-batches are neither saved nor counted.
+        path holds the old or the new one, as a numbered save. Other files in its folder are kept. With `accumulate`,
+        this is the state after the last update; later micro-batches are neither saved nor counted.
 
         Args:
           state: the training state.
@@ -574,8 +574,7 @@ class TrainStep:
           HostMemoryError: if host memory cannot hold the model; nothing is allocated then.
 
         Warns:
-          UserWarning: if the checkpoint is of an older version, without digests, or if an interrupted save left it
-            beside the path.
+          UserWarning: if the checkpoint is of an older version, without digests.
         """
         with self.owner.using("TrainStep.restore"):
             self._saves.settle()

@@ -38,7 +38,7 @@ from jaxferry.step.records import LayerPlan, Plan
 from jaxferry.weights.instance import Instance
 from profiles import transformer
 
-ABOUT = "about/metadata"
+ABOUT = "save_0/about/metadata"
 LOSS_RTOL = 2e-5
 BATCH = np.linspace(-1, 1, 16, dtype=np.float32).reshape(2, 8)
 
@@ -142,7 +142,7 @@ def kill(rng, shared):
         kill = {"kill_after_s": rng.uniform(0, 0.3)}
         if shared.num_calls is not None and rng.random() < 0.5:
             kill = {"kill_at_call": rng.randint(1, shared.num_calls)}
-        shared.saves.ask(path=path, seeds=[seed], no_exchange=rng.random() < 0.5, **kill)
+        shared.saves.ask(path=path, seeds=[seed], **kill)
         before, found = found, loaded(path)
         assert found in (before, plain(content(seed))), kill
     checkpoint_of_others_is_swept(path)
@@ -161,7 +161,7 @@ def race(rng, shared):
     path = shared.fresh() / "saved"
     checkpoint.save(content(0), path)
     allowed = [plain(content(seed)) for seed in range(3)]
-    shared.saves.start(path=path, seeds=[1, 2], no_exchange=rng.random() < 0.5, repeat=rng.randint(1, 4))
+    shared.saves.start(path=path, seeds=[1, 2], repeat=rng.randint(1, 4))
     reads = [loaded(path) for _ in range(rng.randint(2, 12))]
     assert [answer.get("error") for answer in shared.saves.answer()] == [None, None]
     assert all(read in allowed for read in reads)

@@ -16,7 +16,7 @@ import jaxferry
 from checkpoints import content, plain
 from jaxferry import checkpoint
 
-ABOUT = "about/metadata"
+SAVE, ABOUT = "save_0", "about/metadata"
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,8 @@ def overwrite(file, position, data):
 
 def change_about(folder, change):
     about = json.loads((folder / ABOUT).read_text())
-    changed = change(about)
-    (folder / ABOUT).write_text(json.dumps(about if changed is None else changed))
+    change(about)
+    (folder / ABOUT).write_text(json.dumps(about))
 
 
 def test_what_is_saved_is_read_bit_by_bit(saved):
@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_never_restored_as_other_numbers(saved, num_flips):
 def test_damage_names_the_leaf_and_the_file(saved, suffix):
     saved = saved.rename(saved.with_name(f"saved{suffix}"))
     (file,) = [file for file in files_of(saved) if file.stat().st_size > 3000]
-    name = str(file.relative_to(saved))
+    name = str(file.relative_to(saved / SAVE))
     # This file has the parts of one leaf.
     overwrite(file, 1000, bytes(40))
     with pytest.raises(jaxferry.CheckpointError) as caught:
@@ -84,15 +84,15 @@ def test_damage_names_the_leaf_and_the_file(saved, suffix):
 def test_numbers_that_decompress_but_differ_name_the_leaf_and_the_file(saved):
     # Another state's arrays beside this state's `about`: every file is sound, and the numbers are others.
     checkpoint.save(content(1), saved.with_name("other"))
-    (saved / "arrays").rename(saved.with_name("arrays"))
-    (saved.with_name("other") / "arrays").rename(saved / "arrays")
+    (saved / SAVE / "arrays").rename(saved.with_name("arrays"))
+    (saved.with_name("other") / SAVE / "arrays").rename(saved / SAVE / "arrays")
     with pytest.raises(jaxferry.CheckpointError, match=r"params \['a'\]\['v'\] in arrays/d/\w+ is damaged: its digest"):
         checkpoint.load(saved)
 
 
 def exchange_names(about):
-    a, b = about["params"][1], about["params"][2]
-    a["path"], b["path"] = b["path"], a["path"]
+    first, second = about["params"][1:3]
+    first["path"], second["path"] = second["path"], first["path"]
 
 
 def exchange_leaves(about):
@@ -105,7 +105,7 @@ def declare_other_dtype(about):
 
 @pytest.mark.parametrize("change", [exchange_names, exchange_leaves, declare_other_dtype])
 def test_another_declaration_of_the_arrays_is_found(saved, change):
-    change_about(saved, change)
+    change_about(saved / SAVE, change)
     with pytest.raises(jaxferry.CheckpointError, match=f"{ABOUT} is damaged"):
         checkpoint.load(saved)
 
@@ -164,78 +164,51 @@ def test_an_older_checkpoint_is_restored_with_a_warning_and_replaced_by_one_with
 def test_a_checkpoint_can_still_be_read_by_orbax_alone(saved):
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         items = ocp.args.Composite(about=ocp.args.JsonRestore(), arrays=ocp.args.StandardRestore())
-        read = checkpointer.restore(saved, items)
+        read = checkpointer.restore(saved / SAVE, items)
     assert read["about"]["step"] == 0
     np.testing.assert_array_equal(read["arrays"]["params"]["1"], content().params["['a']['v']"])
 
 
-def set_field(name, value):
-    def change(about):
-        about[name] = value
-
-    change.__name__ = f"{name}={ascii(value)[:20]}"
-    return change
-
-
-def set_leaf(key, value):
-    def change(about):
-        about["params"][1][key] = value
-
-    change.__name__ = f"leaf_{key}={ascii(value)[:20]}"
-    return change
-
-
-FIELDS = [
-    ("step", -1),
-    ("step", 1.5),
-    ("step", True),
-    ("step", float("nan")),
-    ("step", 2**70),
-    ("step", "3"),
-    ("params", "none"),
-    ("params", {}),
-    ("dtypes", ["float32"]),
-    ("dtypes", ["float32", "O", "float32", "bfloat16"]),
-    ("dictionary_paths", [["a"], ["a", "w"]]),
-    ("dictionary_paths", 3),
-    ("loss_scale", [float("inf"), 0]),
-    ("loss_scale", [0, 0]),
-    ("loss_scale", ["1", 0]),
-    ("loss_scale", [1.0, -1]),
-    ("optimizer_keys", {"nothing": "fry"}),
-    ("optimizer_keys", []),
-    ("surplus", 1),
-]
-LEAVES = [
-    ("shape", [10**9, 10**9, 10**9]),
-    ("shape", [-4, 4]),
-    ("shape", [4.0, 4]),
-    ("shape", [1] * 70),
-    ("shape", [0, 2**62, 2**62]),
-    ("shape", [2, 8]),
-    ("shape", [3, 4]),
-    ("shape", [5, 4]),
-    ("shape", None),
-    ("dtype", "object"),
-    ("dtype", "S4"),
-    ("dtype", "no such"),
-    ("dtype", 4),
-    ("path", "['a']['none']"),
-    ("path", "\ud800"),
-    ("axis", 2),
-    ("axis", True),
-    ("other", 0),
-]
+NAN, INF = float("nan"), float("inf")
+FIELDS: dict[str, list[object]] = {
+    "step": [-1, 1.5, True, NAN, 2**70, "3"],
+    "params": ["none", {}],
+    "dtypes": [["float32"], ["float32", "O", "float32", "bfloat16"]],
+    "dictionary_paths": [[["a"], ["a", "w"]], 3],
+    "loss_scale": [[INF, 0], [0, 0], ["1", 0], [1.0, -1]],
+    "optimizer_keys": [{"nothing": "fry"}, []],
+    "surplus": [1],
+}
+OF_LEAF: dict[str, list[object]] = {
+    "shape": [[10**9] * 3, [-4, 4], [4.0, 4], [1] * 70, [0, 2**62, 2**62], [2, 8], [3, 4], [5, 4], None],
+    "dtype": ["object", "S4", "no such", 4],
+    "path": ["['a']['none']", "\ud800"],
+    "axis": [2, True],
+    "other": [0],
+}
+CHANGES = [("", key, value) for key, values in FIELDS.items() for value in values]
+CHANGES += [("leaf", key, value) for key, values in OF_LEAF.items() for value in values]
 
 
-@pytest.mark.parametrize("change", [*(set_field(*f) for f in FIELDS), *(set_leaf(*f) for f in LEAVES)])
-def test_fields_of_a_checkpoint_without_digests_are_checked_one_by_one(old, change):
+@pytest.mark.parametrize(("of", "key", "value"), CHANGES, ids=lambda value: ascii(value)[:20])
+def test_fields_of_a_checkpoint_without_digests_are_checked_one_by_one(old, of, key, value):
     path, _ = old
-    change_about(path, change)
+    change_about(path, lambda about: (about["params"][1] if of else about).__setitem__(key, value))
     with warnings.catch_warnings(), pytest.raises(jaxferry.CheckpointError, match="cannot be read: ") as caught:
         warnings.simplefilter("ignore")
         checkpoint.load(path)
     assert str(path) in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_a_leaf_within_a_leaf_is_refused(old):
+    path, _ = old
+
+    def nest(about):
+        about["params"][1]["path"], about["dictionary_paths"][1] = "['a']", ["a"]
+
+    change_about(path, nest)
+    with pytest.raises(jaxferry.CheckpointError, match="dictionary_paths must be"):
+        checkpoint.load(path)
 
 
 @pytest.mark.parametrize(
@@ -248,23 +221,18 @@ def test_fields_of_a_checkpoint_without_digests_are_checked_one_by_one(old, chan
         ("[]", "must be a JSON object"),
         ("", "malformed JSON"),
         ("\xff", "malformed JSON"),
+        (b"\xff\xfe", "is not UTF-8 text"),
         ("9" * 10_000, "malformed JSON"),
     ],
 )
 def test_a_file_about_a_checkpoint_that_is_not_one_is_refused(saved, text, message):
-    (saved / ABOUT).write_text(text)
+    (saved / SAVE / ABOUT).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(jaxferry.CheckpointError, match=message):
         checkpoint.load(saved)
 
 
-def test_a_file_about_a_checkpoint_that_is_not_text_is_refused(saved):
-    (saved / ABOUT).write_bytes(b"\xff\xfe")
-    with pytest.raises(jaxferry.CheckpointError, match="is not UTF-8 text"):
-        checkpoint.load(saved)
-
-
 def test_a_missing_array_is_named(saved):
-    for file in files_of(saved / "arrays"):
+    for file in files_of(saved / SAVE / "arrays"):
         if file.parent.name == "d" and file.stat().st_size > 3000:
             file.unlink()
     with pytest.raises(jaxferry.CheckpointError, match=r"params \['b'\]\['layers'\] in arrays/\S*"):

@@ -8,11 +8,8 @@ import pytest
 
 import jaxferry
 import killed_saves
-from checkpoints import content, plain
+from checkpoints import content, earlier, plain
 from jaxferry import checkpoint
-
-# With an exchange of two folders, and as on file systems that have none.
-WAYS = pytest.mark.parametrize("no_exchange", [False, True], ids=["exchange", "two_renames"])
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +59,10 @@ class Campaign:
         assert load_quietly(self.path) == plain(content(99))
 
 
-@WAYS
 @pytest.mark.parametrize("num_kills", [pytest.param(1, id="few"), pytest.param(130, marks=pytest.mark.slow, id="many")])
-def test_a_save_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint(saves, tmp_path, no_exchange, num_kills):
+def test_a_save_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint(saves, tmp_path, num_kills):
     rng = random.Random(num_kills)
-    campaign = Campaign(saves, tmp_path, no_exchange=no_exchange)
+    campaign = Campaign(saves, tmp_path)
     save_s = campaign.save()["save_s"]
     for _ in range(num_kills):
         campaign.save(kill_after_s=rng.uniform(0, save_s))
@@ -74,13 +70,10 @@ def test_a_save_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint(saves,
     campaign.finish()
 
 
-@WAYS
 @NEEDS_COMPILER
 @pytest.mark.parametrize("num_kills", [pytest.param(3, id="few"), pytest.param(999, marks=pytest.mark.slow, id="each")])
-def test_a_save_killed_at_a_call_that_touches_a_file_leaves_the_old_or_the_new_checkpoint(
-    saves, tmp_path, no_exchange, num_kills
-):
-    campaign = Campaign(saves, tmp_path, no_exchange=no_exchange)
+def test_a_save_killed_at_a_call_that_touches_a_file_leaves_the_old_or_the_new_checkpoint(saves, tmp_path, num_kills):
+    campaign = Campaign(saves, tmp_path)
     num_calls = campaign.save(kill_at_call=10**9)["calls"]
     # The last calls are those after the switch.
     calls = {*range(1, num_calls, max(1, num_calls // num_kills)), num_calls - 1}
@@ -91,38 +84,33 @@ def test_a_save_killed_at_a_call_that_touches_a_file_leaves_the_old_or_the_new_c
     campaign.finish()
 
 
-def test_of_a_save_killed_between_the_two_renames_the_new_checkpoint_is_found_and_the_replacement_completed(
-    saves, tmp_path
-):
-    saved = tmp_path / "saved"
-    checkpoint.save(content(0), saved)
-    (saved / "NOTES.txt").write_text("mine")
-    assert saves.ask(path=saved, seeds=[1], no_exchange=True, kill_between_renames=True) == [None]
-    assert not saved.exists()
-    with pytest.warns(
-        UserWarning, match=r"saved is missing; an interrupted save left .*/fresh, which was read instead"
-    ):
-        assert plain(checkpoint.load(saved)) == plain(content(1))
-    # The next one dies too, and then one that has only the old checkpoint of the first.
-    assert saves.ask(path=saved, seeds=[2], no_exchange=True, kill_between_renames=True) == [None]
-    for fresh in tmp_path.glob(".*/fresh"):
-        shutil.rmtree(fresh)
-    found = load_quietly(saved)
-    assert found in (plain(content(0)), plain(content(1)))
-    with pytest.warns(UserWarning, match="removed what interrupted saves"):
-        checkpoint.save(content(3), saved)
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-    assert (saved / "NOTES.txt").read_text() == "mine"
-    assert load_quietly(saved) == plain(content(3))
-
-
-@WAYS
 @NEEDS_COMPILER
-def test_a_first_save_killed_leaves_nothing_or_a_whole_checkpoint(saves, tmp_path, no_exchange):
+@pytest.mark.parametrize("num_kills", [pytest.param(2, id="few"), pytest.param(60, marks=pytest.mark.slow, id="many")])
+def test_a_killed_save_over_a_checkpoint_of_an_earlier_version_is_continued_by_the_next(saves, tmp_path, num_kills):
+    first = shutil.copytree(earlier(tmp_path) / "processes", tmp_path / "first")
+    num_calls = saves.ask(path=first, seeds=[1], kill_at_call=10**9)[0]["calls"]
+    outcomes = set()
+    for number in range(num_kills):
+        path = shutil.copytree(tmp_path / "earlier" / "processes", tmp_path / str(number) / "saved")
+        # The last calls move what the earlier version has written.
+        saves.ask(path=path, seeds=[1], kill_at_call=num_calls - 1 - 7 * number)
+        found = load_quietly(path)
+        assert found in (plain(content(0)), plain(content(1)))
+        outcomes.add(found["step"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            checkpoint.save(content(2), path)
+        assert load_quietly(path) == plain(content(2))
+        assert len(list(path.iterdir())) == 1 and [other.name for other in path.parent.iterdir()] == ["saved"]
+    assert 1 in outcomes
+
+
+@NEEDS_COMPILER
+def test_a_first_save_killed_leaves_nothing_or_a_whole_checkpoint(saves, tmp_path):
     path = tmp_path / "saved"
-    (answer,) = saves.ask(path=tmp_path / "other", seeds=[1], no_exchange=no_exchange, kill_at_call=10**9)
+    (answer,) = saves.ask(path=tmp_path / "other", seeds=[1], kill_at_call=10**9)
     for call in range(1, answer["calls"], answer["calls"] // 2):
-        saves.ask(path=path, seeds=[1], no_exchange=no_exchange, kill_at_call=call)
+        saves.ask(path=path, seeds=[1], kill_at_call=call)
         try:
             assert load_quietly(path) == plain(content(1))
         except jaxferry.CheckpointError:
@@ -134,13 +122,12 @@ def test_a_first_save_killed_leaves_nothing_or_a_whole_checkpoint(saves, tmp_pat
         shutil.rmtree(path)
 
 
-@WAYS
 @pytest.mark.parametrize("repeat", [pytest.param(2, id="few"), pytest.param(60, marks=pytest.mark.slow, id="many")])
-def test_a_checkpoint_that_two_processes_replace_is_read_as_that_of_one_of_them(saves, tmp_path, no_exchange, repeat):
+def test_a_checkpoint_that_two_processes_replace_is_read_as_that_of_one_of_them(saves, tmp_path, repeat):
     path = tmp_path / "saved"
     checkpoint.save(content(0), path)
     allowed = [plain(content(seed)) for seed in range(3)]
-    saves.start(path=path, seeds=[1, 2], no_exchange=no_exchange, repeat=repeat)
+    saves.start(path=path, seeds=[1, 2], repeat=repeat)
     num_reads, is_new = 0, False
     while not is_new or num_reads < 4 * repeat:
         found = load_quietly(path)
@@ -160,9 +147,3 @@ def test_a_limit_of_the_size_of_files_is_told_and_leaves_the_old_checkpoint(save
         assert answer["error"].startswith(f"CheckpointError: cannot write to {path}: "), answer["trace"]
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert load_quietly(saved) == plain(content(0))
-
-
-def test_a_save_copies_no_arrays(saves, tmp_path):
-    num_bytes = 256 * 2**20
-    (answer,) = saves.ask(path=tmp_path / "saved", seeds=[1], num_bytes=num_bytes)
-    assert answer["more_bytes"] < num_bytes // 2, answer

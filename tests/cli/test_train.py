@@ -180,7 +180,7 @@ def test_one_of_several_saved_states_is_resumed_with_its_run_s_options(jaxferry,
     assert jaxferry("train", "--model", model, "--steps", 4, *own).status == 0
     told = [
         jaxferry("train", "--model", model, "--steps", 4, "--resume", saved).err
-        for saved in (folder, folder / "00000004")
+        for saved in (folder, folder / "00000004", folder / "00000004" / "save_0")
     ]
     assert all("--learning-rate 0.05" in text for text in told), told
 

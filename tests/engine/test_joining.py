@@ -48,10 +48,10 @@ def test_processes_name_those_that_do_not_come(present, missing):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [START, TRAIN], ids=["start", "train"])
-def test_processes_say_so_if_the_first_one_does_not_come(arguments):
+def test_jax_ends_processes_if_the_first_one_does_not_come(arguments):
     for status, error in ended(arguments, 1, 2):
-        assert status == 70
-        assert re.search(r"error: this process has waited 7 s .* process 0 has not answered at localhost:\d+", error)
+        assert status != 0
+        assert "DEADLINE_EXCEEDED" in error and "RegisterTask" in error
 
 
 def test_they_wait_for_a_second_at_least():

@@ -1,6 +1,8 @@
 """Small checkpoints, without a model, and what they hold compared bit by bit."""
 
 import dataclasses
+import pathlib
+import tarfile
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,14 @@ def content(seed=0, step=None):
         loss_scale=[1024.0, seed],
         extra={"memory": rng.standard_normal((2, 3), dtype=np.float32)},
     )
+
+
+def earlier(folder):
+    """Unpacks checkpoints that were written before saves were numbered: `processes` (two), `series/00000001`."""
+    data = pathlib.Path(__file__).parents[1] / "checkpoints" / "written_before_numbered_saves.tar.xz"
+    with tarfile.open(data) as opened:
+        opened.extractall(folder / "earlier", filter="data")
+    return folder / "earlier"
 
 
 def plain(saved):

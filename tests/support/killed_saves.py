@@ -8,7 +8,6 @@ Also a program: it reads a job a line from standard input, and answers each with
 
 import contextlib
 import ctypes
-import dataclasses
 import json
 import os
 import pathlib
@@ -19,8 +18,6 @@ import subprocess
 import sys
 import time
 import traceback
-
-import numpy as np
 
 HERE = pathlib.Path(__file__).resolve()
 
@@ -129,11 +126,10 @@ def main():
     sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
     import checkpoints
     from jaxferry import checkpoint
-    from jaxferry.checkpoint import renames
 
     for line in sys.stdin:
         job = json.loads(line)
-        children = [_fork(job, seed, checkpoints, checkpoint, renames) for seed in job["seeds"]]
+        children = [_fork(job, seed, checkpoints, checkpoint) for seed in job["seeds"]]
         answers = []
         for child, pipe in children:
             begin = pipe.readline()
@@ -146,7 +142,7 @@ def main():
         print(json.dumps(answers), flush=True)
 
 
-def _fork(job, seed, checkpoints, checkpoint, renames):
+def _fork(job, seed, checkpoints, checkpoint):
     """Starts a process that saves the content of a seed, `repeat` times; it answers through a pipe."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -158,26 +154,15 @@ def _fork(job, seed, checkpoints, checkpoint, renames):
         os.close(reader)
         content = checkpoints.content(seed)
         checkpoints.plain(content)
-        if job.get("kill_between_renames"):
-            renames.rename_new = lambda source, target: os.kill(os.getpid(), signal.SIGKILL)
-        if job.get("no_exchange"):
-            renames.exchange = lambda first, second: False
         if "max_file_bytes" in job:
             resource.setrlimit(resource.RLIMIT_FSIZE, (job["max_file_bytes"], resource.RLIM_INFINITY))
         os.write(writer, b"begin\n")
         if "kill_at_call" in job:
             ctypes.CDLL(None).kill_at(ctypes.c_long(job["kill_at_call"]))
-        if "num_bytes" in job:
-            content = dataclasses.replace(content, extra={"big": np.ones(job["num_bytes"] // 8)})
-            # From here on, VmHWM is the peak.
-            pathlib.Path("/proc/self/clear_refs").write_text("5")
-            before_bytes = _memory_bytes("VmRSS")
         start_s = time.perf_counter()
         for _ in range(job.get("repeat", 1)):
             checkpoint.save(content, job["path"])
         answer["save_s"] = time.perf_counter() - start_s
-        if "num_bytes" in job:
-            answer["more_bytes"] = _memory_bytes("VmHWM") - before_bytes
         if "kill_at_call" in job:
             answer["calls"] = job["kill_at_call"] - ctypes.CDLL(None).calls_left()
     except BaseException as error:  # noqa: BLE001 - the answer tells it
@@ -185,11 +170,6 @@ def _fork(job, seed, checkpoints, checkpoint, renames):
     finally:
         os.write(writer, json.dumps(answer).encode())
         os._exit(0)
-
-
-def _memory_bytes(key):
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ class Member(Starts):
         step.save(state, self.folder / "later", wait=False)
         found["later"] = step.restore(self.folder / "later").step
         found["errors"] = {"unwritable": _error(lambda: step.save(state, "/proc/nowhere/state"))}
-        (self.folder / "state" / "arrays").rename(self.folder / "gone") if self.number == 0 else None
+        (self.folder / "state" / "save_0").rename(self.folder / "gone") if self.number == 0 else None
 
         def twice(*given):
             loss, aux = self.model.loss_fn(*given)
@@ -375,14 +375,13 @@ def main(member=Member):
     address, num_processes, number, num_devices, folder, scenario = sys.argv[1:]
     sys.path[:0] = [str(TESTS), str(TESTS / "support")]
     faulthandler.dump_traceback_later(float(os.environ.get("HANGS_AFTER_S", "400")), exit=True)
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    os.environ.update(zip(names, (address, num_processes, number), strict=True))
     import jax
 
-    from jaxferry.processes.joining import joining_within
+    from jaxferry.processes import distributed
 
-    given = (address, int(num_processes), int(number))
-    with joining_within(JOIN_TIMEOUT_S) as timeout_s:
-        timeouts = {"heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_S, "initialization_timeout": timeout_s}
-        jax.distributed.initialize(*given, **timeouts)
+    distributed.start(join_timeout_s=JOIN_TIMEOUT_S, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S)
     assert jax.local_device_count() == int(num_devices)
     print(json.dumps(getattr(member(Path(folder)), scenario)()))
 
