@@ -8,8 +8,7 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.cli.record_steps import make_recording
-from jaxferry.cli.recording import Recording
+from jaxferry.cli.recording import Recording, make_recording
 from jaxferry.errors import InputError, StateError
 from jaxferry.step.records import Plan
 from jaxferry.step.schedule import Kind, Lane

@@ -9,27 +9,27 @@ from typing import Annotated, Any
 import optax
 import typer
 
-from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, naming, print_json, print_report, read_budget
-from jaxferry.cli.compare import Comparison, compare_policies
-from jaxferry.cli.dry_run import DryRun, dry_run
-from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype
-from jaxferry.cli.record_steps import make_recording
-from jaxferry.cli.reports.bench_tables import bench_lines, bench_table, dry_run_table
-from jaxferry.cli.reports.plots import plot_format
-from jaxferry.cli.reports.timelines import plot_timelines
-from jaxferry.cli.step_options import (
+from jaxferry.cli.compare import Comparison, DryRun, bench_lines, bench_table, compare_policies, dry_run, dry_run_table
+from jaxferry.cli.figures import plot_format, plot_timelines
+from jaxferry.cli.recording import make_recording
+from jaxferry.cli.workload import (
     ComputeDtype,
     FixedGranularity,
     MemoryBudget,
+    ModelName,
     OffloadActivations,
     Optimizer,
     Remat,
     ReserveFactor,
     Seed,
+    UserModel,
+    call_model,
     check_fixed_granularity,
+    make_optimizer,
+    read_dtype,
+    user_code,
 )
-from jaxferry.cli.user_code import user_code
 from jaxferry.costs.progress import progress_bar
 from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
@@ -39,11 +39,6 @@ from jaxferry.records import write_json
 from jaxferry.training.train_step import TrainStep, train_step
 
 _DEFAULT_POLICIES = ("zero-offload", "native-overlapped", "memferry", "exact", "auto")
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("bench", help=COMMANDS["bench"])(bench)
 
 
 def bench(

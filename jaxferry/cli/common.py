@@ -2,18 +2,22 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import rich.markup
 import typer
 from rich.console import Console, RenderableType
+from rich.table import Table
 
 from jaxferry.costs.machines import JAX_SHARE, default_budget_bytes
 from jaxferry.costs.progress import Lines, shown
 from jaxferry.errors import BudgetError, InputError
+from jaxferry.step.records import Plan
 from jaxferry.units import format_bytes, parse_bytes
 
 ProfilePath = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="The profile of the model on the machine.")]
@@ -108,3 +112,31 @@ def read_budget(size: str | None) -> int | None:
       InputError: if it is not a size.
     """
     return None if size is None else parse_bytes(size, "memory budget")
+
+
+def make_table(first: str, *rest: str, title: str) -> Table:
+    """Returns a table whose columns after the first are numbers."""
+    table = Table(title=title)
+    table.add_column(first)
+    for name in rest:
+        table.add_column(name, justify="right")
+    return table
+
+
+def plan_table(plan: Plan) -> Table:
+    """Returns modes and gradient places, also remat and update if any layer has them; a row per run of equal layers."""
+    shown = ["mode", "gradient"]
+    shown += ["remat"] if any(plan.recomputes) else []
+    shown += ["update"] if any(plan.updates_on_device) or any(plan.updates_streamed) else []
+    table = make_table("layers", "", *shown, title=f"{plan.policy}, reserve factor {plan.reserve_factor:g}")
+    for values, equal in itertools.groupby(plan.layers, key=lambda layer: [getattr(layer, key).value for key in shown]):
+        names = [layer.name for layer in equal]
+        span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        table.add_row(rich.markup.escape(span), str(len(names)), *values)
+    return table
+
+
+def plan_counts(plan: Plan) -> dict[str, int]:
+    """Returns the number of layers in each mode."""
+    modes = [mode.value for mode in plan.modes]
+    return {mode: modes.count(mode) for mode in dict.fromkeys(modes)}

@@ -8,21 +8,25 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
+from jaxferry.cli.common import make_table, plan_counts
 from jaxferry.cli.recording import Recording
 from jaxferry.costs.progress import Report
 from jaxferry.costs.records import Profile
-from jaxferry.errors import InputError
+from jaxferry.errors import BudgetError, InputError
 from jaxferry.records import check_bytes, check_format, check_list, check_seconds, check_text, required
 from jaxferry.step.records import Plan
 from jaxferry.step.schedule import Lane, Run, Schedule
 from jaxferry.step.simulate import machine
+from jaxferry.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from jaxferry.engine import TrainState
     from jaxferry.training.prepared import Prepared
     from jaxferry.training.train_step import TrainStep
 
-FORMAT = "jaxferry.bench/1"
+BENCH_FORMAT = "jaxferry.bench/1"
 _SHOWN_STEPS = 2
 
 Bars = Mapping[Lane, Sequence[tuple[float, float]]]
@@ -106,7 +110,7 @@ class Comparison(SideBySide):
     def to_json(self) -> dict[str, Any]:
         """Returns the comparison as JSON values."""
         rows = [row.to_json(self.bound_s) for row in self.rows]
-        return {"format": FORMAT, "work_s": dict(self.work_s), "bound_s": self.bound_s, "rows": rows}
+        return {"format": BENCH_FORMAT, "work_s": dict(self.work_s), "bound_s": self.bound_s, "rows": rows}
 
     @classmethod
     def from_json(cls, document: Any) -> Comparison:
@@ -115,7 +119,7 @@ class Comparison(SideBySide):
         Raises:
           InputError: if the document is something else.
         """
-        fields = check_format(document, FORMAT)
+        fields = check_format(document, BENCH_FORMAT)
         try:
             rows = tuple(_row_from_json(row) for row in required(fields, "rows", "bench"))
             works = required(fields, "work_s", "bench").items()
@@ -267,12 +271,6 @@ def ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator > 0 else None
 
 
-def plan_counts(plan: Plan) -> dict[str, int]:
-    """Returns the number of layers in each mode."""
-    modes = [mode.value for mode in plan.modes]
-    return {mode: modes.count(mode) for mode in dict.fromkeys(modes)}
-
-
 def steps_in_the_middle(of: Run) -> Bars:
     """Returns the bars of the two steps before the last one, in seconds from the end of the program before them."""
     ends = ends_of_steps(of)
@@ -304,3 +302,158 @@ def _row_from_json(fields: Mapping[str, Any]) -> PolicyRun:
         predicted=_bars_from_json(fields["predicted"]),
         recording=Recording.from_json(fields["recording"]) if "recording" in fields else None,
     )
+
+
+DRY_RUN_FORMAT = "jaxferry.dry-run/1"
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyForecast:
+    """The step that a policy would run.
+
+    Attributes:
+      policy: its name.
+      plan: the plan that would run, with its prediction, or None if no plan fits into the memory budget.
+      own_bound_s: the work of the busiest lane under this plan.
+      peak_device_bytes: device memory that a step needs, with the temporaries of its compiled programs.
+      is_changed: whether the memory budget has changed the modes that the policy chose.
+      smallest_bytes: the smallest feasible budget, if no plan fits.
+    """
+
+    policy: str
+    plan: Plan | None
+    own_bound_s: float = 0.0
+    peak_device_bytes: int = 0
+    is_changed: bool = False
+    smallest_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The forecast as JSON values."""
+        if self.plan is None:
+            return {"policy": self.policy, "fits": False, "smallest_budget_bytes": self.smallest_bytes}
+        return {
+            "policy": self.policy,
+            "fits": True,
+            "own_bound_s": self.own_bound_s,
+            "peak_device_bytes": self.peak_device_bytes,
+            "changed_by_budget": self.is_changed,
+            "modes": plan_counts(self.plan),
+            "plan": self.plan.to_json(),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun(SideBySide):
+    """The steps that several policies would run; `rows` has one for each."""
+
+    rows: tuple[PolicyForecast, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The dry run as JSON values."""
+        rows = [row.to_json() for row in self.rows]
+        return {"format": DRY_RUN_FORMAT, "work_s": dict(self.work_s), "bound_s": self.bound_s, "rows": rows}
+
+
+def dry_run(
+    policies: Sequence[str],
+    profile: Profile,
+    make_step: Callable[[str], TrainStep],
+    params: Any,
+    batch: Any,
+    *,
+    report: Report | None = None,
+) -> DryRun:
+    """Partitions, plans, lowers and compiles a step under each policy, as training would; runs and allocates nothing.
+
+    Args:
+      policies: the policies' names.
+      profile: the profile for plans and predictions.
+      make_step: makes a policy's training step, which plans with the profile.
+      params: the model's tree of parameters; shapes are enough.
+      batch: the batch; shapes are enough.
+      report: called before each policy.
+    """
+    rows = []
+    for number, policy in enumerate(policies):
+        if report is not None:
+            report(policy, number, len(policies))
+        rows.append(_forecast(policy, make_step(policy), params, batch))
+    return DryRun(works_s(profile), tuple(rows))
+
+
+def _forecast(policy: str, step: TrainStep, params: Any, batch: Any) -> PolicyForecast:
+    step.declare(params)
+    try:
+        prepared = step.prepare(batch)
+    except BudgetError as error:
+        return PolicyForecast(policy, None, smallest_bytes=error.smallest_bytes)
+    bound_s, peak_bytes = own_bound_s(prepared.schedule), prepared.peak.total
+    return PolicyForecast(policy, prepared.plan, bound_s, peak_bytes, prepared.is_changed)
+
+
+def bench_table(compared: Comparison) -> Table:
+    """Returns the measured step of each policy beside its prediction and its bounds."""
+    heads, rows = bench_cells(compared)
+    table = make_table(*heads, title="policies, trained")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def bench_cells(compared: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Returns the heads and the rows of `bench_table`."""
+    rows = []
+    for row in compared.rows:
+        ratios = [ratio(row.measured_s, by) for by in (row.predicted_s, row.own_bound_s, compared.bound_s)]
+        shown = ["-" if value is None else f"{value:.3f}" for value in ratios]
+        measured, predicted, own = map(format_seconds, (row.measured_s, row.predicted_s, row.own_bound_s))
+        size = format_bytes(row.peak_device_bytes)
+        rows.append([row.policy, measured, predicted, shown[0], own, shown[1], shown[2], size])
+    heads = ["measured", "predicted", "/ predicted", "own bound", "/ own bound", "/ bound", "peak device"]
+    return ["policy", *heads], rows
+
+
+def dry_run_table(dry: DryRun) -> Table:
+    """Returns the step that each policy would run."""
+    heads = ("forward", "step", "steady step", "own bound", "peak device", "modes")
+    table = make_table("policy", *heads, title="policies, not trained")
+    for row in dry.rows:
+        if row.plan is None or row.plan.predicted is None:
+            table.add_row(row.policy, "-", "-", "-", "-", f"needs {format_bytes(row.smallest_bytes)}", "-")
+            continue
+        predicted = row.plan.predicted
+        times_s = (predicted.forward_s, predicted.step_s, predicted.steady_step_s, row.own_bound_s)
+        modes = ", ".join(f"{count} {mode}" for mode, count in plan_counts(row.plan).items())
+        modes += " (changed to fit)" if row.is_changed else ""
+        table.add_row(row.policy, *map(format_seconds, times_s), format_bytes(row.peak_device_bytes), modes)
+    return table
+
+
+def bench_lines(compared: Comparison | DryRun) -> list[str]:
+    """Explains the bounds."""
+    works = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in compared.work_s.items())
+    impossible = _below_bounds(compared) if isinstance(compared, Comparison) else []
+    return [
+        f"work per step: {works}; the longest is the bound",
+        "own bound: the busiest lane under the policy's own plan, which may load twice or read host memory in place",
+        *impossible,
+    ]
+
+
+def _below_bounds(compared: Comparison) -> list[str]:
+    """Says what a measured step below a bound means; bounds are made of the profile's times."""
+    shares = {
+        row.policy: (ratio(row.measured_s, row.own_bound_s), ratio(row.measured_s, compared.bound_s))
+        for row in compared.rows
+    }
+    impossible = [f"{policy} {own:.3f}" for policy, (own, _) in shares.items() if own is not None and own < 1]
+    lighter = [policy for policy, (own, shared) in shares.items() if own is not None and own >= 1 > (shared or 1)]
+    lines = []
+    if impossible:
+        lines.append(
+            f"below the own bound: {', '.join(impossible)}. No step can be: the machine was busier while the profile "
+            "was measured than during the bench; on an idle machine, measure again (JAXFERRY_CACHE_DIR=off)"
+        )
+    if lighter:
+        lines.append(f"below the bound: {', '.join(lighter)}, whose plan does not move every layer both ways")
+    return lines

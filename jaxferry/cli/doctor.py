@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import typer
 
-from jaxferry.cli import COMMANDS
-from jaxferry.cli.common import AsJson, print_json, print_report
+from jaxferry.cli.common import AsJson, print_json, print_report, progress
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native import cpus, run_self_test, status
+from jaxferry.native.build import Build, build_library
 from jaxferry.native.control_groups import read_lines
 from jaxferry.native.library import ffi_version
 from jaxferry.native.self_test import shortest_s
@@ -27,11 +27,6 @@ _XLA_THREADS = "tf_XLAEigen"
 _BLAS_FUNCTIONS = ("scipy_openblas_get_num_threads", "scipy_openblas_get_num_threads64_", "openblas_get_num_threads")
 _BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _PACKAGES = ("jaxferry", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy")
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("doctor", help=COMMANDS["doctor"])(doctor)
 
 
 def doctor(
@@ -246,3 +241,49 @@ def _check_line(check: dict[str, Any], self_test: dict[str, Any]) -> str:
 
 def _speed(bytes_per_s: float | None) -> str:
     return "not measured: no pinned host memory" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
+_PLATFORMS = {"cpu": ("cpu",), "cuda": ("cuda",), "all": ("cpu", "cuda")}
+
+
+def build_native(
+    platform: Annotated[
+        str, typer.Option(metavar="|".join(_PLATFORMS), help="Platform to build for; all builds what it can.")
+    ] = "all",
+    as_json: AsJson = False,
+) -> None:
+    """Builds the libraries and prints the tools used; fails if no library can be built."""
+    if platform not in _PLATFORMS:
+        raise InputError(f"--platform must be one of {', '.join(_PLATFORMS)}, got {platform!r}")
+    builds: list[Build] = []
+    failures: dict[str, NativeError] = {}
+    with progress("building") as report:
+        for name in _PLATFORMS[platform]:
+            report(name)
+            try:
+                builds.append(build_library(name))
+            except NativeError as error:
+                failures[name] = error
+    if not builds:
+        raise NativeError("; ".join(str(failure) for failure in failures.values()))
+    if as_json:
+        failed = [{"platform": name, "message": str(failure)} for name, failure in failures.items()]
+        print_json({"built": [_to_json(build) for build in builds], "failed": failed})
+    else:
+        print_report(
+            *(line for build in builds for line in _build_lines(build)), *(str(error) for error in failures.values())
+        )
+
+
+def _to_json(build: Build) -> dict[str, Any]:
+    return dataclasses.asdict(build) | {"path": str(build.path)}
+
+
+def _build_lines(build: Build) -> list[str]:
+    nvcc = [] if build.nvcc is None else [f"  nvcc      {build.nvcc}"]
+    return [
+        f"{build.platform}: {build.path}",
+        f"  compiler  {build.compiler}",
+        *nvcc,
+        f"  headers   {build.headers} (jaxlib {build.jaxlib})",
+    ]

@@ -9,11 +9,17 @@ import rich.markup
 import rich.table
 import typer
 
-from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report
-from jaxferry.cli.model import OPTIMIZERS, ModelName, call_model, make_optimizer, read_dtype
-from jaxferry.cli.step_options import ComputeDtype, check_fixed_granularity
-from jaxferry.cli.user_code import user_code
+from jaxferry.cli.workload import (
+    OPTIMIZERS,
+    ComputeDtype,
+    ModelName,
+    call_model,
+    check_fixed_granularity,
+    make_optimizer,
+    read_dtype,
+    user_code,
+)
 from jaxferry.costs.estimate import estimate_profile
 from jaxferry.costs.machines import MACHINES, find_machine
 from jaxferry.costs.records import Profile
@@ -29,11 +35,6 @@ from jaxferry.settings import for_planned_gpu
 from jaxferry.training.model import Model
 from jaxferry.training.options import Options
 from jaxferry.training.train_step import train_step
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command to the application."""
-    app.command("profile", short_help=COMMANDS["profile"])(profile)
 
 
 def profile(

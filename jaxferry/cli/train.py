@@ -1,11 +1,13 @@
 """`jaxferry train`: trains a user's model."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,32 +17,33 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 
 from jaxferry.checkpoint import Keep, check_target
-from jaxferry.cli import COMMANDS
-from jaxferry.cli.common import AsJson, print_json, print_report, read_budget
-from jaxferry.cli.compare import plan_counts
-from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype
-from jaxferry.cli.record_steps import make_recording
-from jaxferry.cli.reports.tables import plan_table
-from jaxferry.cli.resumed import as_arguments, resumed_options, save_options
-from jaxferry.cli.step_options import (
+from jaxferry.cli.common import AsJson, plan_counts, plan_table, print_json, print_report, read_budget
+from jaxferry.cli.recording import make_recording
+from jaxferry.cli.workload import (
     ComputeDtype,
     Devices,
     MemoryBudget,
+    ModelName,
     OffloadActivations,
     Optimizer,
     Remat,
     ReserveFactor,
     Seed,
+    UserModel,
+    call_model,
+    make_optimizer,
+    read_dtype,
+    user_code,
 )
-from jaxferry.cli.user_code import user_code
 from jaxferry.engine import TrainState
 from jaxferry.errors import CheckpointError, InputError
 from jaxferry.modes import BLOCK
 from jaxferry.planner.registry import policies
 from jaxferry.processes.distributed import JOIN_TIMEOUT_S, is_first, own_rows, start
 from jaxferry.processes.meshes import mesh_of
-from jaxferry.records import write_json
+from jaxferry.records import check_format, load_record, write_json
 from jaxferry.step.simulate.trace import chrome_trace
+from jaxferry.training.options import ESTIMATE, MEASURE
 from jaxferry.training.train_step import TrainStep, train_step
 from jaxferry.transport.interrupts import Terminated, raising_terminated
 from jaxferry.units import format_bytes, format_seconds
@@ -48,11 +51,6 @@ from jaxferry.units import format_bytes, format_seconds
 _INTERRUPTED, _TERMINATED = 130, Terminated.status
 _LINES = 10
 _STEPS_IN_TRACE = 8
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("train", help=COMMANDS["train"])(train)
 
 
 _KEPT = (
@@ -330,3 +328,78 @@ class _Run:
             f"{len(self._losses)} steps: loss {first:.4f} -> {last:.4f}, fastest step {fastest}",
             f"at most {format_bytes(self._peak)} of parameters on the device at once",
         )
+
+
+FORMAT = "jaxferry.train/1"
+_FILE = "train.json"
+_EXCLUDING = {"policy": "plan", "plan": "policy"}
+"""Options that exclude each other: one that is given replaces the other of the saved run."""
+_TYPES: Mapping[str, tuple[str, Any]] = {
+    **dict.fromkeys(("learning_rate", "reserve_factor", "clip_norm"), ("a number", (int, float))),
+    **dict.fromkeys(("accumulate", "devices"), ("a whole number", int)),
+    "offload_activations": ("true or false", bool),
+}
+"""What the value of an option is, if it is not a string."""
+
+
+def save_options(folder: Path, options: Mapping[str, Any]) -> None:
+    """Writes options that are not at their defaults into a saved state's folder.
+
+    Args:
+      folder: the saved state.
+      options: JSON values and paths, by the names of the command's arguments.
+    """
+    document = {"format": FORMAT, "options": {name: _absolute(name, value) for name, value in options.items()}}
+    fresh = folder / f"{_FILE}.new"
+    write_json(fresh, document)
+    os.replace(fresh, folder / _FILE)
+
+
+def resumed_options(folder: Path, known: Collection[str], given: Collection[str]) -> dict[str, Any]:
+    """The saved run's options that this command line does not give.
+
+    Args:
+      folder: the saved state; without a file of options (a state that a program saved) there are none.
+      known: names of the options that are kept.
+      given: names of the options on this command line.
+
+    Raises:
+      InputError: if the file is damaged.
+    """
+    # One of several saved states, named by its step, has its options beside it.
+    file = folder.parent / _FILE if folder.name.isdigit() and not (folder / _FILE).is_file() else folder / _FILE
+    if not file.is_file():
+        return {}
+    options = load_record(file, _read)
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise InputError(f"{file}: unknown option {unknown[0]!r}; known are {', '.join(known)}")
+    for name, value in options.items():
+        _check_type(name, value, file)
+    replaced = {*given, *(_EXCLUDING[name] for name in given if name in _EXCLUDING)}
+    return {name: value for name, value in options.items() if name not in replaced}
+
+
+def as_arguments(options: Mapping[str, Any]) -> str:
+    """The options as the command line would give them."""
+    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in options.items()]
+    return " ".join(flags)
+
+
+def _read(document: Any) -> dict[str, Any]:
+    options = check_format(document, FORMAT).get("options")
+    if not isinstance(options, dict):
+        raise InputError(f"options must be a JSON object, got {options!r}")
+    return options
+
+
+def _check_type(name: str, value: Any, file: Path) -> None:
+    what, types = _TYPES.get(name, ("a string", str))
+    if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
+        raise InputError(f"{file}: option {name} must be {what}, got {value!r}")
+
+
+def _absolute(name: str, value: Any) -> Any:
+    """The run may be resumed in another folder, so files are named by absolute paths."""
+    is_file = name == "plan" or (name == "profile" and value not in (MEASURE, ESTIMATE))
+    return str(Path(value).absolute()) if is_file else value

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import rich.table
 import typer
 
-from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, naming, print_json, print_report, progress, read_budget
 from jaxferry.costs.records import PROFILE_FORMAT, Profile
 from jaxferry.errors import InputError
@@ -22,11 +21,6 @@ from jaxferry.weights.records import Event, Outcome
 
 _MAX_ROWS = 60
 """The table of a schedule shows at most this many events; `--json` prints longer schedules."""
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command to the application."""
-    app.command("weights", short_help=COMMANDS["weights"])(weights)
 
 
 def weights(

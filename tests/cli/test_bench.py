@@ -9,9 +9,8 @@ import optax
 import pytest
 
 import jaxferry as package
-from jaxferry.cli.compare import Comparison, PolicyRun, compare_policies, works_s
-from jaxferry.cli.model import call_model
-from jaxferry.cli.reports.bench_tables import bench_lines
+from jaxferry.cli.compare import Comparison, PolicyRun, bench_lines, compare_policies, works_s
+from jaxferry.cli.workload import call_model
 from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
 from jaxferry.records import read_json

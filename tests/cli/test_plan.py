@@ -167,7 +167,7 @@ def test_help_of_every_command(jaxferry):
         assert "Usage" in result.out
 
 
-@pytest.mark.parametrize("module", ["jaxferry", pytest.param("jaxferry.cli", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("module", ["jaxferry"])
 def test_modules_run_as_programs(module, profile):
     command = [sys.executable, "-m", module, "plan", str(profile), "--policy", "memferry", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

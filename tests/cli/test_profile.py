@@ -47,7 +47,7 @@ def model(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def run(*arguments: object) -> str:
     app = typer.Typer()
-    profile.register(app)
+    app.command()(profile.profile)
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxferry.cli.reports.reasons import layer_reasons
+from jaxferry.cli.reasons import layer_reasons
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.planner.evaluate import PlanEvaluator
 from jaxferry.planner.planning import make_plan

@@ -10,9 +10,7 @@ import pytest
 import browser
 from jaxferry.cli.compare import Comparison, PolicyRun
 from jaxferry.cli.recording import RecordedTask, Recording
-from jaxferry.cli.reports.page import bench_page, report_page
-from jaxferry.cli.reports.sections import bottleneck_sentence
-from jaxferry.cli.reports.summaries import Summary, bytes_by_link, seconds_by_stage
+from jaxferry.cli.report import Summary, bench_page, bottleneck_sentence, bytes_by_link, report_page, seconds_by_stage
 from jaxferry.costs.layer_records import LayerProfile
 from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError

@@ -11,9 +11,9 @@ import pytest
 
 import jaxferry as package
 from faults import first_save_fails
-from jaxferry.cli.model import call_model
 from jaxferry.cli.recording import Recording
-from jaxferry.cli.resumed import as_arguments, resumed_options, save_options
+from jaxferry.cli.train import as_arguments, resumed_options, save_options
+from jaxferry.cli.workload import call_model
 from jaxferry.errors import InputError
 from jaxferry.training.train_step import TrainStep
 

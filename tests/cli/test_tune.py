@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from jaxferry.cli.reports.plots import sweep_figure
-from jaxferry.cli.tune import read_range
+from jaxferry.cli.figures import sweep_figure
+from jaxferry.cli.plan import read_range
 from jaxferry.costs.records import Profile
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.planner.base import Request

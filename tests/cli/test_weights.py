@@ -53,7 +53,7 @@ def profile_file(tmp_path: pathlib.Path) -> pathlib.Path:
 def run(*arguments: object) -> str:
     """Runs the command within an application; errors propagate."""
     app = typer.Typer()
-    weights.register(app)
+    app.command()(weights.weights)
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout

@@ -8,8 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxferry.cli.model import call_model
-from jaxferry.cli.user_code import EXAMPLES, find_function
+from jaxferry.cli.workload import EXAMPLES, call_model, find_function
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,7 +77,7 @@ def test_an_error_in_a_file_names_its_line(refused, tmp_path):
 
 def test_a_users_own_module_with_an_examples_name_is_found(tmp_path):
     (tmp_path / "vit.py").write_text("def make():\n    return 6.0\n")
-    code = "from jaxferry.cli.user_code import find_function; print(find_function('vit:make')())"
+    code = "from jaxferry.cli.workload import find_function; print(find_function('vit:make')())"
     found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert found.stdout == "6.0\n"
 
@@ -88,7 +87,7 @@ def test_examples_in_the_package_are_found_as_beside_it(tmp_path):
     bundled.mkdir(parents=True)
     (bundled / "examples").symlink_to(ROOT / "examples")
     code = (
-        "import pathlib, jaxferry.cli.user_code as c\n"
+        "import pathlib, jaxferry.cli.workload as c\n"
         f"c._PACKAGE = pathlib.Path({str(bundled.parent)!r})\n"
         "print(c.find_function('gpt2:tiny').func.__code__.co_filename)"
     )
