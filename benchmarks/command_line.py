@@ -26,8 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import facts
 from benchmarks.planner_gap import transformer
-from jaxferry.cli.recording import Recording
-from jaxferry.cli.report import Summary
+from jaxferry.cli.recording import Recording, Summary
 from jaxferry.planner.planning import make_plan
 from jaxferry.records import write_json
 

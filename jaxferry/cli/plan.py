@@ -1,4 +1,4 @@
-"""`jaxferry plan`: chooses the mode of each layer."""
+"""`jaxferry plan`, `simulate` and `tune`: one plan for a profile, the step that it makes, and many plans."""
 
 import dataclasses
 import decimal
@@ -12,12 +12,12 @@ from rich.table import Table
 from jaxferry.cli.common import (
     AsJson,
     Granularity,
+    PlanOutput,
     ProfilePath,
     make_table,
     naming,
     plan_table,
-    print_json,
-    print_report,
+    print_result,
     progress,
     read_budget_on,
 )
@@ -41,6 +41,12 @@ from jaxferry.step.simulate.report import simulate as simulate_plan
 from jaxferry.step.simulate.trace import chrome_trace
 from jaxferry.units import format_bytes, format_seconds, parse_bytes
 
+_MAX_POINTS = 1000
+_MOST_OF_PATH = 12
+"""Tasks of the critical path that are printed."""
+
+Number = TypeVar("Number", int, decimal.Decimal)
+
 
 def plan(
     profile: ProfilePath,
@@ -61,15 +67,20 @@ def plan(
     ] = None,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, help="Devices that share each batch, of the profile of one. [default: the profile's]"),
+        typer.Option(min=1, help="Devices that share each batch, for a profile of one. [default: the profile's]"),
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Processes, a machine each, that these devices belong to.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Processes that these devices belong to, a machine for each.")
+    ] = 1,
     granularity: Granularity = MODULE,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the plan.")] = None,
+    output: PlanOutput = None,
     compare_all: Annotated[bool, typer.Option("--compare", help="Print all policies side by side.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Makes and prints one plan, or those of all policies."""
+    """Make a plan for a profile: the mode of each layer.
+
+    With --compare, print the plans of all policies; -o then writes the plan of --policy.
+    """
     make_policy(policy)
     check_granularity(granularity)
     known = Profile.load(profile)
@@ -84,31 +95,15 @@ def plan(
         if compare_all:
             compared = compare_finest(known, request, granularity)
             made = None if output is None else compared.plan_of(policy)
+            result: tuple[Any, ...] = compared.to_json(), comparison_table(compared), *_comparison_lines(compared)
         else:
             known, made = plan_finest(known, policy, request, granularity)
+            host_lines = host_memory_lines(known.machine, copies_bytes(known, made), known.saved_bytes)
+            lines = _prediction_lines(made, needed_bytes(known, made))
+            result = made.to_json(), plan_table(made), *lines, *host_lines
     if made is not None and output is not None:
         made.save(output)
-    budget.tell(as_json)
-    if compare_all:
-        _print_comparison(compared, as_json)
-    elif made is not None:
-        _print_plan(made, known, as_json)
-
-
-def _print_comparison(compared: Compared, as_json: bool) -> None:
-    if as_json:
-        print_json(compared.to_json())
-    else:
-        print_report(comparison_table(compared), *comparison_lines(compared))
-
-
-def _print_plan(made: Plan, profile: Profile, as_json: bool) -> None:
-    if as_json:
-        print_json(made.to_json())
-    else:
-        lines = prediction_lines(made, needed_bytes(profile, made))
-        host_lines = host_memory_lines(profile.machine, copies_bytes(profile, made), profile.saved_bytes)
-        print_report(plan_table(made), *lines, *host_lines)
+    print_result(as_json, *result, note=budget.note)
 
 
 def simulate(
@@ -120,26 +115,17 @@ def simulate(
     steps: Annotated[int, typer.Option(min=1, help="Steps in the trace.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Runs a plan on the machine model and prints its times and memory."""
-    known = Profile.load(profile)
-    given = Plan.load(plan)
-    known = profile_of_plan(known, given)
+    """Run a plan on the machine model: its times, its memory and its critical path."""
+    known, made = Profile.load(profile), Plan.load(plan)
+    known = profile_of_plan(known, made)
     with naming(plan, profile):
-        given.check_profile(known)
-        check_updates(known, given)
+        made.check_profile(known)
+        check_updates(known, made)
     with progress("simulating"):
-        simulation = simulate_plan(known, given)
+        simulation = simulate_plan(known, made)
         if trace is not None:
-            write_json(trace, chrome_trace(run(schedule_chain(known, given, steps))))
-    if as_json:
-        print_json(simulation.to_json())
-    else:
-        print_report(simulation_table(simulation), *simulation_lines(simulation))
-
-
-_MAX_POINTS = 1000
-
-Number = TypeVar("Number", int, decimal.Decimal)
+            write_json(trace, chrome_trace(run(schedule_chain(known, made, steps))))
+    print_result(as_json, simulation.to_json(), _lane_table(simulation), *_simulation_lines(simulation))
 
 
 def tune(
@@ -155,7 +141,7 @@ def tune(
         ),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="The policy; default: auto with given budgets, else exact.")
+        str | None, typer.Option(help="The policy. [default: auto with given budgets, else exact]")
     ] = None,
     granularity: Granularity = MODULE,
     plot: Annotated[
@@ -166,9 +152,14 @@ def tune(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sweeps, prints step time against device memory, and marks the knee."""
+    """Sweep reserve factors and memory budgets; find the knee.
+
+    Prints step time against device memory. The knee is where more memory stops paying.
+    """
     factors = [check_share(float(factor), "reserve factor") for factor in read_range(reserve_factor, _decimal)]
-    budgets = _read_budgets(memory_budget)
+    budgets = None
+    if memory_budget not in (None, "none"):
+        budgets = read_range(memory_budget, lambda size: parse_bytes(size, "budget"))
     if plot is not None:
         plot_format(plot)
     chosen = policy or ("exact" if budgets is None else Auto.name)
@@ -181,27 +172,16 @@ def tune(
     with progress("tuning") as report, naming(profile):
         points = sweep_finest(known, chosen, factors, budgets, Request(progress=report), granularity)
     best = knee(points)
+    assert best is not None and best.plan is not None and best.plan.predicted is not None
     if plot is not None:
         plot_sweep(points, best, plot)
-    assert best is not None and best.plan is not None and best.plan.predicted is not None
     if output is not None:
         best.plan.save(output)
-    default.tell(as_json)
-    if as_json:
-        document = [point.to_json() for point in points]
-        print_json({"policy": chosen, "points": document, "knee": best.to_json()})
-        return
     predicted = best.plan.predicted
     size, time = format_bytes(predicted.peak_device_bytes), format_seconds(predicted.steady_step_s)
     knee_line = f"knee: reserve factor {best.reserve_factor:g}, {time} per step in {size} of device memory"
-    print_report(sweep_table(points, best), knee_line)
-
-
-def _read_budgets(text: str | None) -> list[int] | None:
-    """The given budgets in bytes; None without any."""
-    if text is None or text == "none":
-        return None
-    return read_range(text, lambda size: parse_bytes(size, "budget"))
+    document = {"policy": chosen, "points": [point.to_json() for point in points], "knee": best.to_json()}
+    print_result(as_json, document, _sweep_table(points, best), knee_line, note=default.note)
 
 
 def read_range(text: str, read: Callable[[str], Number]) -> list[Number]:
@@ -228,13 +208,13 @@ def _decimal(text: str) -> decimal.Decimal:
     try:
         value = decimal.Decimal(text)
     except decimal.InvalidOperation:
-        raise InputError(f"reserve factor must be a number in [0, 1], got {text!r}") from None
+        value = decimal.Decimal("nan")
     if not value.is_finite():
         raise InputError(f"reserve factor must be a number in [0, 1], got {text!r}")
     return value
 
 
-def prediction_lines(plan: Plan, needed_bytes: int) -> list[str]:
+def _prediction_lines(plan: Plan, needed_bytes: int) -> list[str]:
     """Returns the plan's prediction, the least memory budget that accepts it, its gap and its binding constraint."""
     lines = []
     if plan.predicted is not None:
@@ -246,8 +226,8 @@ def prediction_lines(plan: Plan, needed_bytes: int) -> list[str]:
         )
         if needed_bytes > predicted.peak_device_bytes:
             lines.append(
-                f"needs a memory budget of {format_bytes(needed_bytes)} ({needed_bytes} bytes): so much may be held at "
-                "once if transfers take longer than predicted"
+                f"needs a memory budget of {format_bytes(needed_bytes)} ({needed_bytes} bytes), which the step holds "
+                "if transfers take longer than predicted"
             )
     if "gap" in plan.details:
         gap, objective = plan.details["gap"], plan.details["objective"]
@@ -263,7 +243,7 @@ def host_memory_lines(machine: Mapping[str, Any], copies_bytes: int = 0, saved_b
 
     Args:
       machine: the facts of the machine.
-      copies_bytes: what each of several processes needs beside that under a plan; see `planning.copies_bytes`.
+      copies_bytes: what each of several processes needs in addition under a plan; see `planning.copies_bytes`.
       saved_bytes: activations that wait there for their backward; see `Profile.saved_bytes`.
     """
     parts = machine.get("host_bytes")
@@ -277,14 +257,14 @@ def host_memory_lines(machine: Mapping[str, Any], copies_bytes: int = 0, saved_b
 
 def comparison_table(compared: Compared) -> Table:
     """Returns all policies side by side."""
+    updates = {row.policy: _updates_on_gpu(row.plan) for row in compared.rows}
     heads = ["reserve factor", "forward", "step", "steady step", "peak device", "link bytes", "gap"]
-    places = any(row.plan is not None and _updates_on_gpu(row.plan) for row in compared.rows)
-    heads += ["updates on device", "streamed"] if places else []
-    table = make_table("policy", *heads, title="policies")
+    more = ["updates on device", "streamed"] if any(updates.values()) else []
+    table = make_table("policy", *heads, *more, title="policies")
     for row in compared.rows:
         if row.plan is None or row.plan.predicted is None:
             need = f"needs {format_bytes(row.smallest_bytes)}"
-            table.add_row(row.policy, "-", "-", "-", "-", need, "-", "-", *["-"] * 2 * places)
+            table.add_row(row.policy, "-", "-", "-", "-", need, "-", "-", *("-" for _ in more))
             continue
         predicted = row.plan.predicted
         table.add_row(
@@ -296,26 +276,27 @@ def comparison_table(compared: Compared) -> Table:
             format_bytes(predicted.peak_device_bytes),
             format_bytes(row.link_bytes),
             f"{row.gap:.2%}",
-            *(_updates_on_gpu(row.plan) or ["-", "-"] if places else ()),
+            *(updates[row.policy] or ("-" for _ in more)),
         )
     return table
 
 
-def _updates_on_gpu(plan: Plan) -> list[str]:
-    """How many layers are updated on the device, and of how many the update streams through it; empty if none is."""
+def _updates_on_gpu(plan: Plan | None) -> list[str]:
+    """Returns how many layers are updated on the device, and how many updates stream through it; empty for none."""
+    if plan is None:
+        return []
     counts = sum(plan.updates_on_device), sum(plan.updates_streamed)
     return [f"{count} of {len(plan.layers)}" for count in counts] if any(counts) else []
 
 
-def comparison_lines(compared: Compared) -> list[str]:
-    """Explains the column of gaps."""
+def _comparison_lines(compared: Compared) -> list[str]:
     return [
         f"gap: steady step over {format_seconds(compared.lower_bound_s)}, a lower bound for all modes and gradient "
         "places; exact also proves its gap to the best plan of GFGB, DHA and DFGB"
     ]
 
 
-def sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
+def _sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
     """Returns step time against device memory, with the knee marked."""
     table = make_table("reserve factor", "budget", "steady step", "step", "peak device", "", title="sweep")
     for point in points:
@@ -329,11 +310,9 @@ def sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
     return table
 
 
-def simulation_table(simulation: Simulation) -> Table:
+def _lane_table(simulation: Simulation) -> Table:
     """Returns the use of the lanes in one step."""
-    table = Table("lane", title="lanes, one step")
-    for column in ("busy", "idle", "used"):
-        table.add_column(column, justify="right")
+    table = make_table("lane", "busy", "idle", "used", title="lanes, one step")
     for lane, use in simulation.lanes.items():
         total_s = use.busy_s + use.idle_s
         share = use.busy_s / total_s if total_s > 0 else 0.0
@@ -341,24 +320,20 @@ def simulation_table(simulation: Simulation) -> Table:
     return table
 
 
-def simulation_lines(simulation: Simulation) -> list[str]:
+def _simulation_lines(simulation: Simulation) -> list[str]:
     """Returns times, memory and the critical path."""
-    shown = list(simulation.critical_path)
-    if len(shown) > 12:
-        shown = [*shown[:6], f"... {len(shown) - 12} more ...", *shown[-6:]]
+    path, half = list(simulation.critical_path), _MOST_OF_PATH // 2
+    if len(path) > _MOST_OF_PATH:
+        path = [*path[:half], f"... {len(path) - _MOST_OF_PATH} more ...", *path[-half:]]
     one_step = max(held for _, held in simulation.device_bytes)
+    streamed = simulation.streamed_state_bytes
+    where = "of masters and optimizer state in pinned host memory, streamed through the GPU"
     return [
         f"forward {format_seconds(simulation.forward_s)}, step {format_seconds(simulation.step_s)}, "
         f"steady step {format_seconds(simulation.steady_step_s)}",
         f"peak device memory {format_bytes(simulation.peak_device_bytes)} over a chain of {CHAIN_STEPS} steps, where "
         f"loads start during the previous step; {format_bytes(one_step)} in a single step",
         f"host link {format_bytes(simulation.link_bytes)} per step",
-        *_streaming_lines(simulation),
-        f"critical path: {' > '.join(shown)}",
+        *([f"{format_bytes(streamed)} {where}"] if streamed else []),
+        f"critical path: {' > '.join(path)}",
     ]
-
-
-def _streaming_lines(simulation: Simulation) -> list[str]:
-    num_bytes = simulation.streamed_state_bytes
-    where = "of masters and optimizer state in pinned host memory, streamed through the GPU"
-    return [f"{format_bytes(num_bytes)} {where}"] if num_bytes else []

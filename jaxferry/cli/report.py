@@ -1,35 +1,90 @@
-"""`jaxferry report`: shows the results of `jaxferry bench`, or makes a page of a recorded run."""
+"""`jaxferry report`: shows the results of `jaxferry bench` or of a recorded run, and makes their page.
+
+The page is one HTML file that needs nothing else: `page.html.jinja` filled with figures as SVG. It says why the plan
+treats each layer as it does: what each choice costs by the profile, and what the best other choice would, tried alone
+with the rest of the plan as it is under the machine model.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import jinja2
+import numpy as np
 import typer
 
-from jaxferry.cli import svg
-from jaxferry.cli.common import AsJson, print_json, print_report
-from jaxferry.cli.compare import BENCH_FORMAT, Comparison, bench_cells, bench_lines, bench_table
-from jaxferry.cli.figures import plot_format, plot_timelines
-from jaxferry.cli.reasons import layer_reasons
-from jaxferry.cli.recording import FORMAT as RECORDING_FORMAT
-from jaxferry.cli.recording import RecordedTask, Recording
+from jaxferry.cli.common import AsJson, print_result
+from jaxferry.cli.compare import BENCH_FORMAT, Comparison
+from jaxferry.cli.figures import (
+    COLOURS,
+    Span,
+    areas_figure,
+    counts_figure,
+    lanes_figure,
+    lines_figure,
+    plot_format,
+    plot_timelines,
+    to_svg,
+)
+from jaxferry.cli.recording import (
+    RECORDING_FORMAT,
+    STAGE_OF,
+    STAGES,
+    RecordedTask,
+    Recording,
+    Summary,
+    Window,
+    bytes_by_link,
+    bytes_over_time,
+    seconds_by_stage,
+    speed,
+    window,
+)
+from jaxferry.costs.layer_records import LayerProfile
+from jaxferry.costs.records import Profile
+from jaxferry.costs.tables import flags_of
 from jaxferry.errors import InputError
+from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
+from jaxferry.planner.evaluate import PlanEvaluator
 from jaxferry.records import load_record, read_json
-from jaxferry.step.bottleneck import Bottleneck, find_bottleneck
-from jaxferry.step.schedule import Kind, Lane, repeat, schedule_step
-from jaxferry.step.simulate.machine import run, steady_step_s
+from jaxferry.step.holdings import gradient_flags, mode_codes
+from jaxferry.step.records import LayerPlan, Loads, Plan, UpdateOrder, Updates
+from jaxferry.step.schedule import Lane
 from jaxferry.step.simulate.memory_kinds import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, TEMPORARIES
-from jaxferry.step.simulate.report import link_bytes
 from jaxferry.units import format_bytes, format_seconds
+
+_KINDS = {
+    PARAMETERS: COLOURS["load"],
+    STATE: COLOURS["state"],
+    ACTIVATIONS: COLOURS["activations"],
+    GRADIENTS: COLOURS["offload"],
+    TEMPORARIES: COLOURS["temporaries"],
+}
+"""Kinds of device memory with their colours."""
+
+_LINKS = {
+    Lane.H2D: ("to the device", COLOURS["load"]),
+    Lane.D2H: ("from the device", COLOURS["offload"]),
+    Lane.GPU: ("by programs, in host memory", COLOURS["forward"]),
+}
+"""Directions of the host link, with their colours."""
+
+_BINS = 120
+_MOST_LAYERS = 200
+"""Longer plans are explained by costs alone: other choices of all layers are about six plans a layer.
+
+So are plans that stream updates, which `PlanEvaluator` does not evaluate.
+"""
+
+_SAME = 5e-3
+"""Step times that differ by less count as the same."""
 
 
 def report(
@@ -44,346 +99,99 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prints what limits a recorded run, or the table of a bench; makes one page of either."""
+    """Show the results of a bench or of a recorded run, or make one page of them.
+
+    Prints what limits a recorded run, or the table of a bench.
+    """
     document = read_json(results)
-    found = document.get("format") if isinstance(document, Mapping) else None
-    if found not in (BENCH_FORMAT, RECORDING_FORMAT):
-        raise InputError(f'{results}: format must be "{BENCH_FORMAT}" or "{RECORDING_FORMAT}", got {found!r}')
-    if found == RECORDING_FORMAT:
-        if plot is not None:
-            raise InputError("--plot draws a bench; for a recording give -o REPORT.html")
-        _report_recording(load_record(results, Recording.from_json), output, as_json)
-        return
-    _report_bench(results, plot, output, as_json)
-
-
-def _report_recording(recording: Recording, output: Path | None, as_json: bool) -> None:
-    if output is not None:
-        _write(output, report_page(recording))
-    if as_json:
-        print_json(recording.to_json())
-    else:
-        print_report(bottleneck_sentence(recording))
-
-
-def _report_bench(results: Path, plot: Path | None, output: Path | None, as_json: bool) -> None:
+    kind = document.get("format") if isinstance(document, Mapping) else None
+    if kind not in (BENCH_FORMAT, RECORDING_FORMAT):
+        raise InputError(f'{results}: format must be "{BENCH_FORMAT}" or "{RECORDING_FORMAT}", got {kind!r}')
+    if kind == RECORDING_FORMAT and plot is not None:
+        raise InputError("--plot draws a bench; for a recording give -o REPORT.html")
     if plot is not None:
         plot_format(plot)
-    compared = load_record(results, Comparison.from_json)
-    if output is not None:
-        _write(output, bench_page(compared))
-    if plot is not None:
-        plot_timelines(compared, plot)
-    if as_json:
-        print_json(compared.to_json())
+    found: Recording | Comparison
+    if kind == RECORDING_FORMAT:
+        found = load_record(results, Recording.from_json)
     else:
-        print_report(bench_table(compared), *bench_lines(compared))
-
-
-def _write(output: Path, page: str) -> None:
-    try:
-        output.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {output}: {error.strerror or error}") from error
-
-
-COLOURS = {
-    "forward": "#2a9d5c",
-    "backward": "#1c6b8c",
-    "load": "#4a7fd4",
-    "offload": "#e08a1e",
-    "activations": "#8a62b3",
-    "update": "#c8443c",
-    "parameters": "#4a7fd4",
-    "gradients": "#e08a1e",
-    "temporaries": "#9aa0a6",
-    "state": "#c8443c",
-}
-_CSS = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 1100px; margin: 2em auto;
-  padding: 0 1em; }
-h1 { font-size: 1.5em; overflow-wrap: anywhere; } h2 { font-size: 1.25em; margin-top: 2em; } h3 { font-size: 1.05em; }
-h2, h3 { break-after: avoid; }
-table { border-collapse: collapse; display: block; overflow-x: auto; }
-td, th { padding: .2em .8em; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
-td { vertical-align: top; }
-td:first-child, th:first-child { text-align: left; padding-left: 0; }
-td.text, th:last-child { text-align: left; } td.text { white-space: normal; min-width: 22em; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .2em 1em; } dd { margin: 0; } dt { color: #555; }
-.figure { overflow-x: auto; }
-svg { width: 100%; min-width: 720px; height: auto; font-size: 12px; display: block; } svg line { stroke: #888; }
-polyline { fill: none; stroke: #333; stroke-width: 1.5; }
-.entry { white-space: nowrap; margin-right: 1em; }
-.key { display: inline-block; width: .9em; height: .9em; margin-right: .3em; }
-@media (max-width: 640px) {
-  svg { min-width: 560px; font-size: 15px; } td, th { padding: .2em .4em; }
-  .wide { display: block; font-size: 12.5px; } .wide thead, .wide tbody { display: block; }
-  .wide tr { display: grid; grid-template-columns: 1.4fr repeat(4, 1.4fr); border-bottom: 1px solid #ddd; }
-  .wide td, .wide th { border: none; white-space: normal; overflow-wrap: anywhere; min-width: 0; }
-  .wide td.text, .wide th:last-child { grid-column: 1 / -1; min-width: 0; padding-left: 0; color: #555; }
-}
-@media print {
-  @page { margin: 12mm; }
-  body { margin: 0; max-width: none; font-size: 10pt; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-  table { display: table; font-size: 8.5pt; } td, th { padding: .15em .5em; } td.text { min-width: 0; }
-  svg { min-width: 0; } tr, .figure { break-inside: avoid; } section > p { break-inside: avoid; break-after: avoid; }
-}
-""" + "".join(
-    f"rect.{name}, polygon.{name} {{ fill: {it}; }} polyline.{name} {{ stroke: {it}; }} "
-    f".key.{name} {{ background: {it}; }}\n"
-    for name, it in COLOURS.items()
-)
+        found = load_record(results, Comparison.from_json)
+    if plot is not None and isinstance(found, Comparison):
+        plot_timelines(found, plot)
+    if output is not None:
+        page = report_page(found) if isinstance(found, Recording) else bench_page(found)
+        try:
+            output.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write {output}: {error.strerror or error}") from error
+    parts = [Summary(found).sentence] if isinstance(found, Recording) else [found.table(), *found.lines()]
+    print_result(as_json, found.to_json(), *parts)
 
 
 def report_page(recording: Recording) -> str:
     """Returns the page of a recording, as HTML."""
-    return _page(_title(recording), "".join(_sections(sections(recording), "h2")))
+    return _render(title=_title(recording), runs=[_page_run(recording)])
 
 
 def bench_page(compared: Comparison) -> str:
-    """Returns the page of a bench: the policies side by side, then each one's recording."""
-    title, parts = (
-        "bench",
-        [table(*bench_cells(compared)), *(f"<p>{escape(line)}</p>" for line in bench_lines(compared))],
+    """Returns the page of a bench, as HTML: the policies side by side, then each one's recording."""
+    runs = [_page_run(row.recording, row.policy) for row in compared.rows if row.recording is not None]
+    title = f"bench: {_title(runs[-1]['recording'])}" if runs else "bench"
+    return _render(title=title, runs=runs, bench=compared.cells(), lines=compared.lines())
+
+
+def _render(**values: Any) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    for row in compared.rows:
-        if row.recording is not None:
-            title = f"bench: {_title(row.recording)}"
-            parts += [f"<h2>{escape(row.policy)}</h2>", *_sections(sections(row.recording), "h3")]
-    return _page(title, "".join(parts))
+    environment.filters |= {"seconds": format_seconds, "bytes": format_bytes}
+    return environment.get_template("page.html.jinja").render({"bench": None, **values}) + "\n"
 
 
 def _title(recording: Recording) -> str:
     return f"{recording.model} on {recording.machine.get('name', 'an unknown machine')}"
 
 
-def _sections(parts: Iterable[tuple[str, str]], heading: str) -> list[str]:
-    return [
-        f"<section>{f'<{heading}>{escape(name)}</{heading}>' if name else ''}{html}</section>" for name, html in parts
-    ]
-
-
-def _page(title: str, body: str) -> str:
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head += f"<title>{escape(title)}</title><style>{_CSS}</style>"
-    return f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{escape(title)}</h1>{body}</body></html>\n'
-
-
-_KINDS = {
-    PARAMETERS: "parameters",
-    STATE: "state",
-    ACTIVATIONS: "activations",
-    GRADIENTS: "gradients",
-    TEMPORARIES: "temporaries",
-}
-"""Kinds of device memory, with the classes of their colours."""
-
-_LINKS = {Lane.H2D: "to the device", Lane.D2H: "from the device", Lane.GPU: "by programs, in host memory"}
-_LINK_COLOURS = {Lane.H2D: "load", Lane.D2H: "offload", Lane.GPU: "forward"}
-_BINS = 120
-
-
-def sections(recording: Recording) -> list[tuple[str, str]]:
-    """Returns the heading and the HTML of each section; the first has no heading."""
+def _page_run(recording: Recording, policy: str = "") -> dict[str, Any]:
+    """Returns what the template states of a recording: tables as heads and rows, figures as SVG."""
     summary = Summary(recording)
-    return [
-        ("", _overview(summary)),
-        ("Time by stage and micro-batch", _stages(recording)),
-        ("Lanes of one step", _lanes(summary)),
-        ("Bytes on the host link, by step", _links(recording)),
-        ("Speed of the links over time", _speeds(recording)),
-        ("Sizes of transfers", _sizes(recording)),
-        ("Device memory over the step, as counted", _memory(recording)),
-        ("Host memory", _host_memory(recording)),
-        ("Plan", _plan(recording)),
-    ]
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], wide: bool = False) -> str:
-    """Returns a table; the last column of a `wide` one is text that wraps."""
-    head = "".join(f"<th>{escape(head)}</th>" for head in heads)
-    body = ""
-    for row in rows:
-        cells = [f"<td>{escape(cell)}</td>" for cell in row]
-        if wide:
-            cells[-1] = f'<td class="text">{escape(row[-1])}</td>'
-        body += f"<tr>{''.join(cells)}</tr>"
-    kind = ' class="wide"' if wide else ""
-    return f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def bottleneck_sentence(recording: Recording) -> str:
-    """Names what limits the recorded steps."""
-    found = Summary(recording).bottleneck
-    return f"The bottleneck is the {found.noun}: {found.reason}."
-
-
-def _overview(summary: Summary) -> str:
-    recording = summary.recording
-    numbers = sorted({task.step for task in recording.tasks})
-    facts = ", ".join(_fact(key, value) for key, value in recording.machine.items() if isinstance(value, str | int))
-    policy = f"policy {recording.plan.policy}, reserve factor {recording.plan.reserve_factor:g}"
-    about = f"Steps {numbers[0]} to {numbers[-1]}, as recorded; {policy}."
-    measured = format_seconds(summary.measured_s)
-    times = f"a step takes {measured} (median; {_range(summary.step_s)})"
-    if summary.predicted_s is None:
-        times += "; none is predicted, as the plan was made without times (a policy, or profile measure, has them)"
-    else:
-        times += f"; predicted {format_seconds(summary.predicted_s)}"
-    budget = "no memory budget"
-    if recording.memory_budget_bytes is not None:
-        budget = f"memory budget {format_bytes(recording.memory_budget_bytes)}"
-    rows = [["model", recording.model], ["machine", facts], ["step", times], ["device memory", budget]]
-    sentence = f"<p><strong>{escape(bottleneck_sentence(recording))}</strong></p>"
-    return f"<p>{escape(about)}</p>{sentence}{_facts(rows)}"
-
-
-def _facts(rows: Iterable[Sequence[str]]) -> str:
-    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(told)}</dd>' for name, told in rows)}</dl>"
-
-
-def _range(seconds: Sequence[float]) -> str:
-    return f"{format_seconds(min(seconds))} to {format_seconds(max(seconds))} over {len(seconds)}"
-
-
-def _keys(names: Iterable[tuple[str, str]]) -> str:
-    """A legend of (CSS class, text)."""
-    shown = (f'<span class="entry"><span class="key {kind}"></span>{escape(told)}</span>' for kind, told in names)
-    return f'<p class="keys">{" ".join(shown)}</p>'
-
-
-def _stages(recording: Recording) -> str:
-    seconds = seconds_by_stage(recording)
-    batches = sorted({batch for _, batch in seconds})
-    names = {batch: _batch_name(recording, batch) for batch in batches}
-    shown = [stage for stage in STAGES if any((stage, batch) in seconds for batch in batches)]
-    rows = []
-    for batch in batches:
-        done, spans = 0.0, []
-        for stage in shown:
-            took = seconds.get((stage, batch), 0.0)
-            told = f"{stage}: {format_seconds(took)}"
-            spans.append((done, done + took, stage, told))
-            done += took
-        rows.append((f"batch {batch}", spans))
-    longest = max((spans[-1][1] for _, spans in rows), default=0.0)
-    told = "Seconds of work; lanes work at once, so a step is shorter than the sum."
-    if recording.accumulate > 1:
-        told += " The update follows the last micro-batch, whose backward is the one at the gradient boundary."
-    cells = [[stage, *(format_seconds(seconds.get((stage, batch), 0.0)) for batch in batches)] for stage in shown]
-    legend = _keys((stage, stage) for stage in shown)
-    return f"<p>{told}</p>{table(['work', *names.values()], cells)}{legend}{svg.lanes(rows, 0.0, longest)}"
-
-
-def _batch_name(recording: Recording, batch: int) -> str:
-    is_last = recording.accumulate > 1 and batch == recording.accumulate - 1
-    return f"micro-batch {batch}{' (gradient boundary)' * is_last}"
-
-
-def _lanes(summary: Summary) -> str:
-    shown = window(summary.recording.tasks)
-    rows = _rows("measured", shown)
-    length = shown.end_s - shown.begin_s
-    told = f"Measured: {format_seconds(summary.measured_s)} a step. "
-    if summary.predicted_s is not None:
-        below = window(summary.predicted)
-        rows += _rows("predicted", below)
-        length = max(length, below.end_s - below.begin_s)
-        told += f"Predicted, by the machine model and the profile's times: {format_seconds(summary.predicted_s)}. "
-    told += "From the end of one step's last program to the end of the next one's, tasks of the neighbours included."
-    stages = {kind for _, spans in rows for _, _, kind, _ in spans}
-    legend = _keys((stage, stage) for stage in STAGES if stage in stages)
-    return f"<p>{told}</p>{legend}{svg.lanes(rows, 0.0, length)}"
-
-
-def _rows(title: str, of: Window) -> list[tuple[str, list[svg.Span]]]:
-    rows: list[tuple[str, list[svg.Span]]] = [(title, [])]
-    for lane in Lane:
-        rows.append((lane.value, [_span(task, of.begin_s) for task in of.tasks if task.lane is lane]))
-    return rows
-
-
-def _span(task: RecordedTask, begin: float) -> svg.Span:
-    told = f"{task.name}: {format_seconds(task.end_s - task.start_s)}"
-    told += f", {format_bytes(task.num_bytes)}" if task.num_bytes else ""
-    return task.start_s - begin, task.end_s - begin, STAGE_OF[task.kind], told
-
-
-def _links(recording: Recording) -> str:
-    moved = bytes_by_link(recording)
-    stages = [stage for stage in STAGES if any(each == stage for _, each in moved)]
-    rows = []
-    for lane, where in _LINKS.items():
-        achieved = speed(recording, lane)
-        shown = "-" if achieved is None else f"{achieved / 1e9:,.3g} GB/s"
-        rows.append([where, *(format_bytes(moved.get((lane, stage), 0.0)) for stage in stages), shown])
-    return table(["", *stages, "while busy"], rows)
-
-
-def _speeds(recording: Recording) -> str:
-    end = max(task.end_s for task in recording.tasks)
-    width = end / _BINS or 1.0
-    moved = {lane: bytes_over_time(recording, lane, _BINS) for lane in _LINKS}
-    most = max(itertools.chain(*moved.values()), default=0.0) / width
-    unit, scale = ("GB/s", 1e9) if most >= 1e8 else ("MB/s", 1e6)
-    series = [
-        (_LINK_COLOURS[lane], [(number * width, each / width / scale) for number, each in enumerate(by_time)])
-        for lane, by_time in moved.items()
-        if any(by_time)
-    ]
-    legend = _keys((_LINK_COLOURS[lane], where) for lane, where in _LINKS.items())
-    return legend + svg.lines(series, 0.0, end, unit)
-
-
-def _sizes(recording: Recording) -> str:
-    charts = []
-    for lane in (Lane.H2D, Lane.D2H):
-        sizes = [task.num_bytes for task in recording.tasks if task.num_bytes and task.lane is lane]
-        if sizes:
-            powers = collections.Counter(math.floor(math.log2(size)) for size in sizes)
-            values = [(format_bytes(2**n), float(powers[n])) for n in range(min(powers), max(powers) + 1)]
-            told = f"{len(sizes)} transfers {_LINKS[lane]}, median {format_bytes(statistics.median(sizes))}"
-            charts.append(f"<p>{told}</p>{svg.bars(values, '', _LINK_COLOURS[lane])}")
-    about = "<p>Number of transfers from each size on, up to twice the size.</p>"
-    return about + "".join(charts) if charts else "<p>There are no transfers.</p>"
-
-
-def _memory(recording: Recording) -> str:
-    shown = window(recording.tasks)
-    series, told = [], []
-    for kind, colour in _KINDS.items():
-        if kind in recording.device_bytes:
-            points = [(time - shown.begin_s, held / 2**20) for time, held in recording.device_bytes[kind]]
-            series.append((colour, points))
-            most = max(held for _, held in recording.device_bytes[kind])
-            told.append((colour, f"{kind}, at most {format_bytes(most)}"))
-    return _keys(told) + svg.areas(series, 0.0, shown.end_s - shown.begin_s, "MiB")
-
-
-def _host_memory(recording: Recording) -> str:
+    facts = (_fact(key, value) for key, value in recording.machine.items() if isinstance(value, str | int))
     total = sum(recording.host_bytes.values())
-    rows = [[kind, format_bytes(size)] for kind, size in recording.host_bytes.items()]
-    return table(["kept for", "size"], [*rows, ["total", format_bytes(total)]])
-
-
-def _plan(recording: Recording) -> str:
     reasons = layer_reasons(recording.profile, recording.plan, recording.memory_budget_bytes)
-    rows = [
+    layers = [
         [each.name, each.mode.value, each.gradient.value, each.remat.value, each.update.value, reason]
         for each, reason in zip(recording.plan.layers, reasons, strict=True)
     ]
-    heads = ["layer", "mode", "gradient", "remat", "update", "reason"]
-    return _details(recording.plan.details) + table(heads, rows, wide=True)
-
-
-def _details(details: Mapping[str, object]) -> str:
-    told = ", ".join(_fact(name, value) for name, value in details.items())
-    return f"<p>{escape(told)}</p>" if told else ""
+    figures = {
+        "stages_figure": stages_figure(recording),
+        "lanes_figure": steps_figure(summary),
+        "speeds_figure": speeds_figure(recording),
+        "sizes_figure": sizes_figure(recording),
+        "memory_figure": memory_figure(recording),
+    }
+    return {
+        "policy": policy,
+        "recording": recording,
+        "summary": summary,
+        "steps": sorted({task.step for task in recording.tasks}),
+        "machine": ", ".join(facts),
+        "stages": _stages(recording),
+        "links": _links(recording),
+        "host_memory": (
+            ["kept for", "size"],
+            [
+                *([kind, format_bytes(size)] for kind, size in recording.host_bytes.items()),
+                ["total", format_bytes(total)],
+            ],
+        ),
+        "details": ", ".join(_fact(name, value) for name, value in recording.plan.details.items()),
+        "layers": (["layer", "mode", "gradient", "remat", "update", "reason"], layers),
+        **{name: figure and to_svg(figure) for name, figure in figures.items()},
+    }
 
 
 def _fact(name: str, value: object) -> str:
-    """A fact in words; the suffix of its name tells its unit."""
+    """Returns a fact in words; the suffix of its name is its unit."""
     if name == "name":
         return str(value)
     for suffix, shown in (("_s", format_seconds), ("_bytes", format_bytes)):
@@ -392,167 +200,237 @@ def _fact(name: str, value: object) -> str:
     return f"{name.replace('_', ' ')} {value}"
 
 
-STAGES = {
-    "forward": (Kind.FORWARD, Kind.INTER_FORWARD),
-    "backward": (Kind.BACKWARD, Kind.INTER_BACKWARD),
-    "load": (Kind.LOAD, Kind.RELOAD, Kind.REFRESH, Kind.READ),
-    "offload": (Kind.OFFLOAD, Kind.WRITE),
-    "activations": (Kind.SAVE, Kind.FETCH),
-    "update": (Kind.UPDATE,),
-    "state": (Kind.STATE_UP, Kind.STATE_DOWN),
-}
-"""Kinds of tasks by what they are for; also the classes of their colours. Predictions alone have reads and writes."""
+def _batches(recording: Recording) -> dict[int, str]:
+    """Returns the micro-batches with their names."""
+    last = recording.accumulate - 1 if recording.accumulate > 1 else None
+    batches = sorted({task.micro_batch for task in recording.tasks})
+    return {batch: f"micro-batch {batch}{' (gradient boundary)' * (batch == last)}" for batch in batches}
 
-STAGE_OF = {kind: stage for stage, kinds in STAGES.items() for kind in kinds}
-_PREDICTED_STEPS = 4
+
+def _stages(recording: Recording) -> tuple[list[str], list[list[str]]]:
+    seconds, batches = seconds_by_stage(recording), _batches(recording)
+    shown = [stage for stage in STAGES if any((stage, batch) in seconds for batch in batches)]
+    rows = [[stage, *(format_seconds(seconds.get((stage, batch), 0.0)) for batch in batches)] for stage in shown]
+    return ["work", *batches.values()], rows
+
+
+def stages_figure(recording: Recording) -> Any:
+    """Draws the seconds of work of each micro-batch, by stage."""
+    seconds, rows = seconds_by_stage(recording), dict[str, list[Span]]()
+    for batch in _batches(recording):
+        end = 0.0
+        spans = rows.setdefault(f"batch {batch}", [])
+        for stage in STAGES:
+            if took := seconds.get((stage, batch), 0.0):
+                spans.append((end, end + took, COLOURS[stage], f"{stage}: {format_seconds(took)}"))
+                end += took
+    return lanes_figure({"": rows}, max((spans[-1][1] for spans in rows.values() if spans), default=0.0))
+
+
+def steps_figure(summary: Summary) -> Any:
+    """Draws the lanes of one step, measured above predicted."""
+    windows = {"measured": window(summary.recording.tasks)}
+    if summary.predicted:
+        windows["predicted"] = window(summary.predicted)
+    charts = {title: _lanes(shown) for title, shown in windows.items()}
+    return lanes_figure(charts, max(shown.end_s - shown.begin_s for shown in windows.values()))
+
+
+def _lanes(shown: Window) -> dict[str, list[Span]]:
+    return {lane.value: [_span(task, shown.begin_s) for task in shown.tasks if task.lane is lane] for lane in Lane}
+
+
+def _span(task: RecordedTask, begin_s: float) -> Span:
+    text = f"{task.name}: {format_seconds(task.end_s - task.start_s)}"
+    text += f", {format_bytes(task.num_bytes)}" if task.num_bytes else ""
+    return task.start_s - begin_s, task.end_s - begin_s, COLOURS[STAGE_OF[task.kind]], text
+
+
+def _links(recording: Recording) -> tuple[list[str], list[list[str]]]:
+    moved = bytes_by_link(recording)
+    stages = [stage for stage in STAGES if any(each == stage for _, each in moved)]
+    rows = []
+    for lane, (where, _) in _LINKS.items():
+        achieved = speed(recording, lane)
+        shown = "-" if achieved is None else f"{achieved / 1e9:,.3g} GB/s"
+        rows.append([where, *(format_bytes(moved.get((lane, stage), 0.0)) for stage in stages), shown])
+    return ["", *stages, "while busy"], rows
+
+
+def speeds_figure(recording: Recording) -> Any:
+    """Draws the speed of each direction of the host link over the recorded time."""
+    end_s = max(task.end_s for task in recording.tasks)
+    width = end_s / _BINS or 1.0
+    moved = {lane: bytes_over_time(recording, lane, _BINS) for lane in _LINKS}
+    most = max(itertools.chain(*moved.values())) / width
+    unit, scale = ("GB/s", 1e9) if most >= 1e8 else ("MB/s", 1e6)
+    series = [
+        (name, colour, [(number * width, each / width / scale) for number, each in enumerate(moved[lane])])
+        for lane, (name, colour) in _LINKS.items()
+        if any(moved[lane])
+    ]
+    return lines_figure(series, end_s, unit)
+
+
+def sizes_figure(recording: Recording) -> Any:
+    """Draws how many transfers have which size, for each direction; None without transfers."""
+    charts = []
+    for lane in (Lane.H2D, Lane.D2H):
+        (where, colour), tasks = _LINKS[lane], [task for task in recording.tasks if task.lane is lane]
+        if sizes := [task.num_bytes for task in tasks if task.num_bytes]:
+            powers = collections.Counter(math.floor(math.log2(size)) for size in sizes)
+            counts = {2**power: powers[power] for power in range(min(powers), max(powers) + 1)}
+            title = f"{len(sizes)} transfers {where}, median {format_bytes(statistics.median(sizes))}"
+            charts.append((title, colour, counts))
+    return counts_figure(charts) if charts else None
+
+
+def memory_figure(recording: Recording) -> Any:
+    """Draws the device memory over one step, kinds on top of each other."""
+    shown = window(recording.tasks)
+    series = []
+    for kind, colour in _KINDS.items():
+        if changes := recording.device_bytes.get(kind):
+            name = f"{kind}, at most {format_bytes(max(held for _, held in changes))}"
+            series.append((name, colour, [(time_s - shown.begin_s, held / 2**20) for time_s, held in changes]))
+    return areas_figure(series, shown.end_s - shown.begin_s, "MiB")
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
-    """The tasks that run in one step, those of its neighbours included.
+class _Outcome:
+    """Seconds a step in the steady state, and the least budget in bytes, of a plan with another choice."""
 
-    Attributes:
-      begin_s: the end of the last program of the step before; the first task's start if no step surrounds it.
-      end_s: the end of its own last program; the last task's end if no step follows.
-      tasks: what runs meanwhile.
-    """
-
-    begin_s: float
-    end_s: float
-    tasks: tuple[RecordedTask, ...]
+    choice: str
+    step_s: float
+    needed_bytes: int
 
 
-class Summary:
-    """A recording, and the prediction for the same plan under the machine model.
+def layer_reasons(profile: Profile, plan: Plan, budget_bytes: int | None = None) -> list[str]:
+    """Returns a sentence for each layer of a plan.
 
     Args:
-      recording: at least one step.
+      profile: what the plan was made from.
+      plan: the plan.
+      budget_bytes: the memory budget; None for no limit.
     """
+    if not profile.has_times:
+        return [f"{plan.policy} decides without times" for _ in plan.layers]
+    costs = [_costs(layer, chosen) for layer, chosen in zip(profile.layers, plan.layers, strict=True)]
+    if len(plan.layers) > _MOST_LAYERS or any(plan.updates_streamed):
+        return costs
+    choices = [list(_others(profile, plan, number)) for number in range(len(plan.layers))]
+    plans = [_with(profile, plan, number, other) for number, own in enumerate(choices) for _, other in own]
+    outcomes = iter(_evaluate(profile, [plan, *plans]))
+    own = _Outcome("", *next(outcomes))
+    tried = [[_Outcome(name, *next(outcomes)) for name, _ in each] for each in choices]
+    return ["; ".join([cost, *_best_others(each, own, budget_bytes)]) for cost, each in zip(costs, tried, strict=True)]
 
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
 
-    @functools.cached_property
-    def step_s(self) -> tuple[float, ...]:
-        """Seconds from each step's last program to the next one's; of a single step, of its programs."""
-        ends = [end for _, end in _program_spans(self.recording.tasks)]
-        if len(ends) > 1:
-            return tuple(after - before for before, after in itertools.pairwise(ends))
-        [(begin, end)] = _program_spans(self.recording.tasks)
-        return (end - begin,)
-
-    @property
-    def measured_s(self) -> float:
-        """The median step."""
-        return statistics.median(self.step_s)
-
-    @functools.cached_property
-    def predicted(self) -> tuple[RecordedTask, ...]:
-        """The tasks of some predicted steps; none if the profile has no times."""
-        profile, plan = self.recording.profile, self.recording.plan
-        if not profile.has_times:
-            return ()
-        of = run(repeat(schedule_step(profile, plan), _PREDICTED_STEPS))
-        return tuple(
-            RecordedTask(
-                name=task.name,
-                kind=task.kind,
-                layer=profile.layers[task.segment].name,
-                lane=task.lane,
-                step=task.step,
-                micro_batch=0,
-                num_bytes=link_bytes(profile.layers[task.segment], task),
-                start_s=start_s,
-                end_s=end_s,
-            )
-            for task, start_s, end_s in zip(of.schedule.tasks, of.starts_s, of.ends_s, strict=True)
+def _costs(layer: LayerProfile, chosen: LayerPlan) -> str:
+    """What the layer's mode, gradient, recomputation and update cost, and what they save."""
+    backward_s = max(layer.backward_dha_s - layer.backward_s, 0.0) * layer.backward_reads
+    forward_s = max(layer.forward_dha_s - layer.forward_s, 0.0)
+    load, in_place = format_seconds(layer.load_s), format_seconds(forward_s + backward_s)
+    parts = [
+        {
+            Mode.GFGB: f"one load of {load}; reading host memory in place would add {in_place} of compute",
+            Mode.DHA: f"reading host memory in place adds {in_place} of compute and saves a load of {load}",
+            Mode.DFGB: f"the forward reads host memory in place (+{format_seconds(forward_s)}), so the load of {load} "
+            "may come later",
+            Mode.RELOAD: f"two loads of {load}; between forward and backward its {format_bytes(layer.param_bytes)} are "
+            "free",
+            Mode.RESIDENT: f"its {format_bytes(layer.param_bytes)} stay, so no forward waits for a load of {load}",
+        }[chosen.mode]
+    ]
+    if chosen.gradient is GradientPlace.HOST and layer.has_gradient:
+        added = format_seconds(max(layer.backward_go_s - layer.backward_s, 0.0))
+        parts.append(
+            f"the backward writes the gradient to host memory (+{added}), which saves an offload of "
+            f"{format_seconds(layer.offload_s)} and {format_bytes(layer.device_gradient_bytes)}"
         )
-
-    @functools.cached_property
-    def predicted_s(self) -> float | None:
-        """The predicted seconds a step in the steady state; None if the profile has no times."""
-        profile, plan = self.recording.profile, self.recording.plan
-        return steady_step_s(schedule_step(profile, plan)) if profile.has_times else None
-
-    @functools.cached_property
-    def busy_share(self) -> dict[Lane, float]:
-        """The share of the recorded time in which each lane works."""
-        tasks = self.recording.tasks
-        span_s = max(task.end_s for task in tasks) - min(task.start_s for task in tasks)
-        busy_s = dict.fromkeys(Lane, 0.0)
-        for task in tasks:
-            busy_s[task.lane] += task.end_s - task.start_s
-        return {lane: min(seconds / span_s, 1.0) if span_s > 0 else 0.0 for lane, seconds in busy_s.items()}
-
-    @functools.cached_property
-    def bottleneck(self) -> Bottleneck:
-        """What limits the recorded steps."""
-        return find_bottleneck(self.busy_share, self.recording.plan.details, self.predicted_s or self.measured_s)
+    if chosen.remat is Remat.FULL:
+        freed = format_bytes(layer.kept_bytes(False) - layer.kept_bytes(True))
+        parts.append(f"recomputing takes {format_seconds(layer.recompute_s or 0.0)} and frees {freed}")
+    if chosen.update is UpdatePlace.RESIDENT:
+        parts.append(
+            f"updated on the device in {format_seconds(layer.update_gpu_s or 0.0)}, on the host in "
+            f"{format_seconds(layer.update_s)}; its gradient does not leave"
+        )
+    if chosen.update is UpdatePlace.GPU:
+        on_device, on_host = format_seconds(layer.streamed_update_s), format_seconds(layer.update_s)
+        parts.append(
+            f"updated on the device in {on_device}, while {format_bytes(layer.state_bytes)} of masters and state pass "
+            f"each way, on the host in {on_host}; its gradient does not leave"
+            + (", nor does its compute copy" if chosen.mode is Mode.RESIDENT else "")
+        )
+    return "; ".join(parts)
 
 
-def window(tasks: Sequence[RecordedTask]) -> Window:
-    """The last step that has one before and one after it; of fewer than three steps, the last one by itself."""
-    spans, last = _program_spans(tasks), max(task.step for task in tasks)
-    if len(spans) >= 3:
-        begin_s, end_s = spans[-3][1], spans[-2][1]
-        inside = tuple(task for task in tasks if task.start_s < end_s and task.end_s > begin_s)
-    else:
-        inside = tuple(task for task in tasks if task.step == last)
-        begin_s, end_s = min(task.start_s for task in inside), max(task.end_s for task in inside)
-    return Window(begin_s, end_s, inside)
+def _best_others(tried: Sequence[_Outcome], own: _Outcome, budget_bytes: int | None) -> list[str]:
+    """What the fastest other choice for a layer within the budget would take, and a faster one beyond it."""
+    fits = [each for each in tried if budget_bytes is None or each.needed_bytes <= budget_bytes]
+    parts = [_compared(min(fits, key=_seconds), own)] if fits else []
+    beyond = min((each for each in tried if each not in fits), key=_seconds, default=None)
+    if beyond is not None and beyond.step_s < (1 - _SAME) * own.step_s:
+        parts.append(f"{_compared(beyond, own)}, but needs {format_bytes(beyond.needed_bytes)}")
+    return parts
 
 
-def _program_spans(tasks: Sequence[RecordedTask]) -> list[tuple[float, float]]:
-    """Start of the first and end of the last program of each step, in order."""
-    spans: dict[int, tuple[float, float]] = {}
-    for task in tasks:
-        if task.lane is Lane.GPU:
-            start_s, end_s = spans.get(task.step, (task.start_s, task.end_s))
-            spans[task.step] = min(start_s, task.start_s), max(end_s, task.end_s)
-    return [spans[step] for step in sorted(spans)]
+def _seconds(outcome: _Outcome) -> float:
+    return outcome.step_s
 
 
-def seconds_by_stage(recording: Recording) -> dict[tuple[str, int], float]:
-    """Mean seconds of work a step, by stage and micro-batch."""
-    found: dict[tuple[str, int], float] = collections.defaultdict(float)
-    steps: dict[int, set[int]] = collections.defaultdict(set)
-    for task in recording.tasks:
-        found[STAGE_OF[task.kind], task.micro_batch] += task.end_s - task.start_s
-        steps[task.micro_batch].add(task.step)
-    return {key: seconds / len(steps[key[1]]) for key, seconds in found.items()}
+def _compared(other: _Outcome, own: _Outcome) -> str:
+    change_s = other.step_s - own.step_s
+    if abs(change_s) < _SAME * own.step_s:
+        freed = own.needed_bytes - other.needed_bytes
+        less = f", and {format_bytes(abs(freed))} {'less' if freed > 0 else 'more'} device memory" if freed else ""
+        return f"with {other.choice} a step takes as long{less}"
+    return f"with {other.choice} a step takes {format_seconds(abs(change_s))} {'longer' if change_s > 0 else 'less'}"
 
 
-def bytes_by_link(recording: Recording) -> dict[tuple[Lane, str], float]:
-    """Mean bytes a step over the host link, by lane and stage."""
-    found: dict[tuple[Lane, str], float] = collections.defaultdict(float)
-    num_steps = len({task.step for task in recording.tasks})
-    for task in recording.tasks:
-        if task.num_bytes:
-            found[task.lane, STAGE_OF[task.kind]] += task.num_bytes / num_steps
-    return dict(found)
+def _others(profile: Profile, plan: Plan, number: int) -> Iterator[tuple[str, LayerPlan]]:
+    """The other choices for a layer, each with its name."""
+    chosen, layer = plan.layers[number], profile.layers[number]
+    for mode in Mode:
+        may_reload = plan.loads is not Loads.BULK or mode is not Mode.RELOAD
+        is_last = number == len(plan.layers) - 1
+        is_possible = may_reload and (mode is not Mode.DFGB or (layer.backward_reads and not is_last))
+        if mode is not chosen.mode and is_possible:
+            yield mode.value, chosen.with_mode(mode)
+    is_alone = len(profile.groups[profile.group_of[number]]) == 1 and not profile.updates_together
+    if layer.update_gpu_s is not None and layer.has_gradient and is_alone and chosen.update is UpdatePlace.HOST:
+        moved = dataclasses.replace(chosen, mode=Mode.RESIDENT, gradient=GradientPlace.DEVICE)
+        yield "its update on the device", dataclasses.replace(moved, update=UpdatePlace.RESIDENT)
+    if layer.has_gradient and not layer.gradient_rows and chosen.update is UpdatePlace.HOST:
+        place = GradientPlace.HOST if chosen.gradient is GradientPlace.DEVICE else GradientPlace.DEVICE
+        yield f"its gradient written on the {place.value}", dataclasses.replace(chosen, gradient=place)
+    if layer.can_recompute:
+        remat = Remat.FULL if chosen.remat is Remat.NONE else Remat.NONE
+        yield "recomputation" if remat is Remat.FULL else "no recomputation", dataclasses.replace(chosen, remat=remat)
 
 
-def bytes_over_time(recording: Recording, lane: Lane, num_bins: int) -> list[float]:
-    """The bytes that a lane's tasks move in each of equal parts of the recorded time; a task moves them evenly."""
-    end = max(task.end_s for task in recording.tasks)
-    moved = [0.0] * num_bins
-    for task in (task for task in recording.tasks if task.lane is lane and task.num_bytes):
-        _spread(moved, task, end)
-    return moved
+def _with(profile: Profile, plan: Plan, number: int, other: LayerPlan) -> Plan:
+    """The plan with another choice for a layer; layers that share its parameters keep the same update place."""
+    members = profile.groups[profile.group_of[number]]
+    layers = list(plan.layers)
+    for member in members:
+        layers[member] = dataclasses.replace(layers[member], update=other.update)
+    layers[number] = other
+    return dataclasses.replace(plan, layers=tuple(layers))
 
 
-def _spread(moved: list[float], task: RecordedTask, end: float) -> None:
-    """Adds a transfer's bytes to the bins of time that it covers, evenly."""
-    width = end / len(moved) or 1.0
-    first, last = (min(max(int(time / width), 0), len(moved) - 1) for time in (task.start_s, task.end_s))
-    for number in range(first, last + 1):
-        covered = min(task.end_s, (number + 1) * width) - max(task.start_s, number * width)
-        share = covered / (task.end_s - task.start_s) if task.end_s > task.start_s else 1.0 / (last - first + 1)
-        moved[number] += task.num_bytes * max(share, 0.0)
-
-
-def speed(recording: Recording, lane: Lane) -> float | None:
-    """Bytes a second while tasks of a lane move any; None if none of them takes time."""
-    tasks = [task for task in recording.tasks if task.lane is lane and task.num_bytes]
-    seconds = sum(task.end_s - task.start_s for task in tasks)
-    return sum(task.num_bytes for task in tasks) / seconds if seconds > 0 else None
+def _evaluate(profile: Profile, plans: Sequence[Plan]) -> list[tuple[float, int]]:
+    """Seconds a step in the steady state, and the least budget, of plans that differ in their layers alone."""
+    trained = flags_of(profile, "has_gradient")[:, 0]
+    outcomes = PlanEvaluator(profile)(
+        np.stack([mode_codes(plan) for plan in plans]),
+        np.stack([gradient_flags(plan) for plan in plans]),
+        np.array([plan.recomputes for plan in plans]),
+        np.array([plan.updates_on_device for plan in plans]) & trained,
+        bulk=plans[0].loads is Loads.BULK,
+        after_all=plans[0].updates is Updates.AFTER_ALL,
+        by_need=plans[0].update_order is UpdateOrder.NEED,
+        memory_bytes=plans[0].memory_bytes,
+    )
+    return list(zip(outcomes.steady_step_s.tolist(), outcomes.needed_bytes.tolist(), strict=True))

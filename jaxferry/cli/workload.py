@@ -1,4 +1,4 @@
-"""Loads the model that the command line names, and its optimizer."""
+"""What a command line trains: the workload that it names, the optimizer, and the options of a training step."""
 
 from __future__ import annotations
 
@@ -34,16 +34,6 @@ EXAMPLES = ("gpt2", "llama", "bert", "roberta", "transformer_xl", "vit", "resnet
 
 FORMS = "module:function, file.py:function, or an example's name and size such as gpt2:6.7b"
 
-ModelName = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        metavar="WORKLOAD",
-        help=f"A function that returns (loss_fn, params, batch): {FORMS}.",
-        show_default=False,
-    ),
-]
-
 OPTIMIZERS: Mapping[str, Callable[[float], optax.GradientTransformation]] = {
     "adamw": optax.adamw,
     "adam": optax.adam,
@@ -53,6 +43,35 @@ OPTIMIZERS: Mapping[str, Callable[[float], optax.GradientTransformation]] = {
     "sgd": optax.sgd,
 }
 """Optimizers by name, as functions of the learning rate."""
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+
+ModelName = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="WORKLOAD",
+        help=f"A function that returns (loss_fn, params, batch): {FORMS}.",
+        show_default=False,
+    ),
+]
+Optimizer = Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")]
+MemoryBudget = Annotated[str | None, typer.Option(metavar="SIZE", help='Device memory, such as "8GiB".')]
+ReserveFactor = Annotated[
+    float | None, typer.Option(help="Share of all gradient bytes, in [0, 1], that may stay on the device.")
+]
+ComputeDtype = Annotated[str | None, typer.Option(help="Dtype of the parameters on the device.")]
+Remat = Annotated[str, typer.Option(help="What is recomputed in the backward.")]
+OffloadActivations = Annotated[
+    bool, typer.Option("--offload-activations", help="Offload values that cross segments to host memory.")
+]
+FixedGranularity = Annotated[
+    str, typer.Option("--granularity", help="Layers that plans move: block, or module (finer).")
+]
+Devices = Annotated[
+    int, typer.Option(min=1, help="Devices that share each batch; without an accelerator, virtual CPU devices.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the initial parameters, if a function makes them.")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,31 +112,19 @@ class UserModel:
 
 
 def call_model(name: str) -> UserModel:
-    """Calls the function of that name, see `find_function`.
-
-    Raises:
-      InputError: if there is no such function, or it returns something else.
-    """
+    """Calls the function of that name (`find_function`) and checks what it returns."""
     return read_workload(name, find_function(name)())
 
 
 def read_workload(name: str, made: Any, option: str = "--model") -> UserModel:
-    """Checks what the user's function has returned; `option` gave the name.
-
-    Raises:
-      InputError: if it is not `(loss_fn, params, batch)`.
-    """
+    """Checks that the user's function has returned `(loss_fn, params, batch)`; `option` gave its name."""
     if not isinstance(made, tuple) or len(made) != 3 or not callable(made[0]):
         raise InputError(f"{option} {name} must return (loss_fn, params, batch), got {type(made).__name__}")
     return UserModel(name, *made)
 
 
 def make_optimizer(name: str, learning_rate: float = 1e-3) -> optax.GradientTransformation:
-    """Makes one of `OPTIMIZERS`.
-
-    Raises:
-      InputError: if the name is unknown, or the learning rate is no number above 0.
-    """
+    """Makes one of `OPTIMIZERS`; raises `InputError` for another name or a learning rate that is not above 0."""
     if not (math.isfinite(learning_rate) and learning_rate > 0):
         raise InputError(f"--learning-rate must be a number above 0, got {learning_rate:g}")
     if name not in OPTIMIZERS:
@@ -126,11 +133,7 @@ def make_optimizer(name: str, learning_rate: float = 1e-3) -> optax.GradientTran
 
 
 def read_dtype(name: str | None) -> Any:
-    """Reads a floating dtype by name; None stays None.
-
-    Raises:
-      InputError: if it is not a floating dtype.
-    """
+    """Reads a floating dtype by name; None stays None; raises `InputError` for anything else."""
     if name is None:
         return None
     try:
@@ -142,7 +145,10 @@ def read_dtype(name: str | None) -> Any:
     return dtype
 
 
-_PACKAGE = pathlib.Path(__file__).parents[1]
+def check_fixed_granularity(granularity: str) -> None:
+    """Raises `InputError` for a granularity other than block and module."""
+    if granularity not in (BLOCK, MODULE):
+        raise InputError(f"--granularity must be {BLOCK} or {MODULE}, got {granularity!r}")
 
 
 def find_function(name: str, option: str = "--model") -> Callable[..., Any]:
@@ -168,7 +174,13 @@ def find_function(name: str, option: str = "--model") -> Callable[..., Any]:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         with user_code(name, option):
-            module = _import(name, module_name, option)
+            try:
+                module = importlib.import_module(module_name)
+            except ModuleNotFoundError as error:
+                if not f"{module_name}.".startswith(f"{error.name}."):
+                    raise  # the module exists; one of its imports does not
+                where = "here or on the Python path"
+                raise InputError(f"{option} {name}: no module named {error.name!r} {where}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise InputError(f"{option} {name}: module {module_name} has no function {function_name!r}")
@@ -176,7 +188,7 @@ def find_function(name: str, option: str = "--model") -> Callable[..., Any]:
 
 
 def _of_example(name: str, example: str, size: str, option: str) -> Callable[..., Any] | None:
-    """The function that makes an example's model of a size; None if a module of the user's has the example's name."""
+    """Returns the function that makes an example's model; None if the user has a module of the example's name."""
     root = next((path for path in (_PACKAGE / "bundled", _PACKAGE.parent) if (path / "examples").is_dir()), None)
     own = pathlib.Path(example).is_dir() or pathlib.Path(f"{example}.py").exists()
     if root is None:
@@ -207,15 +219,6 @@ def _load(name: str, path: pathlib.Path, option: str) -> types.ModuleType:
     return module
 
 
-def _import(name: str, module_name: str, option: str) -> types.ModuleType:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists; one of its imports does not
-        raise InputError(f"{option} {name}: no module named {error.name!r} here or on the Python path") from error
-
-
 @contextlib.contextmanager
 def user_code(name: str, option: str = "--model") -> Iterator[None]:
     """Turns errors of the user's own code into one line with their location; this package's errors pass unchanged."""
@@ -236,30 +239,8 @@ def _location_in_user_code(error: BaseException) -> tuple[str, int] | None:
         return error.filename, error.lineno or 1
     installed = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
     others = (*installed, str(_PACKAGE), "<")
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
-    return (frames[-1].filename, frames[-1].lineno or 1) if frames else None
-
-
-Optimizer = Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")]
-MemoryBudget = Annotated[str | None, typer.Option(metavar="SIZE", help='Device memory, such as "8GiB".')]
-ReserveFactor = Annotated[
-    float | None, typer.Option(help="Share of all gradient bytes, in [0, 1], that may stay on the device.")
-]
-ComputeDtype = Annotated[str | None, typer.Option(help="Dtype of the parameters on the device.")]
-Remat = Annotated[str, typer.Option(help="What is recomputed in the backward.")]
-OffloadActivations = Annotated[
-    bool, typer.Option("--offload-activations", help="Offload values that cross segments to host memory.")
-]
-FixedGranularity = Annotated[
-    str, typer.Option("--granularity", help="Layers that plans move: block, or module (finer).")
-]
-Devices = Annotated[
-    int, typer.Option(min=1, help="Devices that share each batch; without an accelerator, virtual CPU devices.")
-]
-Seed = Annotated[int, typer.Option(help="Seed of the initial parameters, if a function makes them.")]
-
-
-def check_fixed_granularity(granularity: str) -> None:
-    """Raises InputError for a granularity that is not a fixed one."""
-    if granularity not in (BLOCK, MODULE):
-        raise InputError(f"--granularity must be {BLOCK} or {MODULE}, got {granularity!r}")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        # Packages of another environment may be on the path as well.
+        if not frame.filename.startswith(others) and "site-packages" not in pathlib.Path(frame.filename).parts:
+            return frame.filename, frame.lineno or 1
+    return None
