@@ -9,17 +9,9 @@ import pytest
 
 from jaxferry.errors import BudgetError
 from jaxferry.planner.planning import make_plan
-from profiles import smallest_peak_bytes, transformer
+from profiles import INSTANCE, smallest_peak_bytes, transformer
 
 NAME = "model_on_the_command_line"
-INSTANCE = {
-    "weights": [5, 5, 5, 5],
-    "activations": [0, 1, 1, 1, 1],
-    "forward_s": [4, 4, 4, 4],
-    "backward_s": [6, 6, 6, 6],
-    "memory_bytes": 19,
-    "bandwidth_bytes_per_s": 2,
-}
 MODULE = """
 import jax.numpy as jnp
 def scalar(): return (lambda p, x: p['w'] * x), {'w': jnp.ones(())}, jnp.ones(())
@@ -198,8 +190,8 @@ def test_a_bad_file_is_refused_by_its_name(refused, tmp_path, monkeypatch, comma
         ("def arrays():\n    return open('none.txt')\n", "line 2: FileNotFoundError: .*none.txt"),
         ("def helper():\n    raise KeyError\n\ndef arrays():\n    return helper()\n", "line 2: KeyError$"),
         ("import sys\nsys.exit('not now')\n", "line 2: SystemExit: not now"),
-        ('batch["y"]', "line 17: KeyError: 'z'"),
-        ("x @ params", "line 16: AttributeError: 'dict' object has no attribute 'T'"),
+        ('batch["y"]', "line 18: KeyError: 'z'"),
+        ("x @ params", "line 17: AttributeError: 'dict' object has no attribute 'T'"),
     ],
 )
 @pytest.mark.parametrize("more", ["--machine h100-pcie5", ""])

@@ -124,9 +124,5 @@ def test_without_a_library_the_report_says_why_there_is_no_self_test(jaxferry, m
     assert lines == ["not run: there is no libjaxferry_cpu.so"]
 
 
-def test_nothing_cannot_be_moved(refused):
-    assert "--link-size must be positive, got 0" in refused("doctor", "--link-size", "0")
-
-
 def test_the_version_is_printed(jaxferry):
     assert jaxferry("--version").out == f"jaxferry {importlib.metadata.version('jaxferry')}\n"

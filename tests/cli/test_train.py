@@ -128,15 +128,6 @@ def test_a_trace_shows_the_last_steps(jaxferry, user_model, tmp_path):
     assert {"load layer_0", "forward layer_5", "offload layer_0", "update layer_3"} <= names
 
 
-@pytest.mark.parametrize("option", ["--save", "--trace"])
-def test_where_nothing_can_be_written_is_told_before_anything_is_trained(option, jaxferry, user_model, tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    result = jaxferry("train", "--model", user_model("arrays"), "--steps", 2, option, tmp_path / "file" / "x")
-    assert result.status == 2
-    assert "cannot write" in result.err and "Traceback" not in result.err
-    assert "loss" not in result.err and not result.out
-
-
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_saves_what_there_is(jaxferry, user_model, tmp_path, monkeypatch, number, status):
     take, save = TrainStep.__call__, TrainStep.save
@@ -192,34 +183,3 @@ def test_a_save_that_fails_in_between_is_told_and_training_goes_on(jaxferry, use
     assert result.status == 0 and json.loads(result.out)["steps"] == 5
     assert "warning: cannot write to" in result.err and len(calls) == 3
     assert package.train_step(call_model(model).loss_fn, optax.adamw(1e-3)).restore(folder).step == 5
-
-
-@pytest.mark.parametrize(
-    ("function", "options", "message"),
-    [
-        ("shapes", (), "returns shapes for the parameters: return arrays, or a function that makes them"),
-        ("shaped_batch", (), "returns shapes for the batch: return arrays, or a function that makes them"),
-        ("broken", (), "ValueError: no such thing"),
-        ("missing", (), "has no function 'missing'"),
-        ("arrays", ("--optimizer", "best"), "--optimizer must be one of adamw, adam"),
-        ("arrays", ("--policy", "best"), "unknown policy 'best'"),
-        ("arrays", ("--plan", "none.json"), "cannot read none.json"),
-        ("arrays", ("--resume", "nowhere"), "nowhere is not a JaxFerry checkpoint"),
-        ("arrays", ("--save-every", 2), "--save-every needs --save"),
-        ("arrays", ("--keep-last", 2), "--keep-last needs --save"),
-        ("arrays", ("--save", "gs://bucket/run"), "is remote storage"),
-        ("arrays", ("--memory-budget", "1KiB"), "memory"),
-        ("arrays", ("--learning-rate", -1), "--learning-rate must be a number above 0, got -1"),
-        ("arrays", ("--learning-rate", "nan"), "--learning-rate must be a number above 0, got nan"),
-        ("arrays", ("--compute-dtype", "int8"), "--compute-dtype must be a floating dtype"),
-        ("arrays", ("--steps", 0, "--trace", "t.json"), "--trace needs at least one step"),
-    ],
-)
-def test_bad_input_is_one_line(refused, user_model, function, options, message):
-    assert message in refused("train", "--model", user_model(function), *options)
-
-
-def test_a_loss_that_is_not_finite_ends_it_with_a_line(jaxferry, user_model):
-    result = jaxferry("train", "--model", user_model("diverging"), "--steps", 2)
-    assert result.status == 2
-    assert "the loss of step 0 is" in result.err

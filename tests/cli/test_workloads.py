@@ -55,26 +55,6 @@ def test_a_module_in_a_package_names_a_workload(user_model, jaxferry, tmp_path):
     assert (result.status, len(json.loads(result.out)["losses"])) == (0, 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gpt2:7b", "--model gpt2:7b: sizes of gpt2 are tiny, 124m, medium, xl, 2.7b, 6.7b, got '7b'"),
-        ("none.py:make", "--model none.py:make: there is no file 'none.py'"),
-        ("gpt2", '"file.py:function"'),
-        ("setup.py:", '"file.py:function"'),
-    ],
-)
-def test_a_name_of_nothing_is_one_line(refused, tmp_path, monkeypatch, name, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused("train", "--model", name, "--steps", 1)
-
-
-def test_an_error_in_a_file_names_its_line(refused, tmp_path):
-    (tmp_path / "bad.py").write_text("x = 1\nraise KeyError('foot')\n")
-    path = tmp_path / "bad.py"
-    assert f"--model {path}:make: {path}, line 2: KeyError: 'foot'" in refused("train", "--model", f"{path}:make")
-
-
 def test_a_users_own_module_with_an_examples_name_is_found(tmp_path):
     (tmp_path / "vit.py").write_text("def make():\n    return 6.0\n")
     code = "from jaxferry.cli.workload import find_function; print(find_function('vit:make')())"
