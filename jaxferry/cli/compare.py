@@ -64,15 +64,7 @@ class PolicyRun:
 
     FORMAT: ClassVar[str] = BENCH_FORMAT
     TITLE: ClassVar[str] = "policies, trained"
-    HEADS: ClassVar[Sequence[str]] = (
-        "measured",
-        "predicted",
-        "/ predicted",
-        "own bound",
-        "/ own bound",
-        "/ bound",
-        "peak device",
-    )
+    HEADS: ClassVar[str] = "measured | predicted | / predicted | own bound | / own bound | / bound | peak device"
 
     @property
     def measured_s(self) -> float:
@@ -143,7 +135,7 @@ class PolicyForecast:
 
     FORMAT: ClassVar[str] = "jaxferry.dry-run/1"
     TITLE: ClassVar[str] = "policies, not trained"
-    HEADS: ClassVar[Sequence[str]] = ("forward", "step", "steady step", "own bound", "peak device", "modes")
+    HEADS: ClassVar[str] = "forward | step | steady step | own bound | peak device | modes"
 
     def to_json(self, bound_s: float) -> dict[str, Any]:
         """Returns the forecast as JSON values."""
@@ -208,7 +200,9 @@ class Comparison:
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Returns the heads and the rows of the table."""
-        return ["policy", *self.rows[0].HEADS], [[row.policy, *row.cells(self.bound_s)] for row in self.rows]
+        return ["policy", *self.rows[0].HEADS.split(" | ")], [
+            [row.policy, *row.cells(self.bound_s)] for row in self.rows
+        ]
 
     def table(self) -> Table:
         """Returns the policies as a table."""

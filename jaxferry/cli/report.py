@@ -14,7 +14,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -37,7 +37,6 @@ from jaxferry.cli.recording import (
     RECORDING_FORMAT,
     STAGE_OF,
     STAGES,
-    RecordedTask,
     Recording,
     Summary,
     Window,
@@ -237,13 +236,13 @@ def steps_figure(summary: Summary) -> Any:
 
 
 def _lanes(shown: Window) -> dict[str, list[Span]]:
-    return {lane.value: [_span(task, shown.begin_s) for task in shown.tasks if task.lane is lane] for lane in Lane}
-
-
-def _span(task: RecordedTask, begin_s: float) -> Span:
-    text = f"{task.name}: {format_seconds(task.end_s - task.start_s)}"
-    text += f", {format_bytes(task.num_bytes)}" if task.num_bytes else ""
-    return task.start_s - begin_s, task.end_s - begin_s, COLOURS[STAGE_OF[task.kind]], text
+    lanes: dict[str, list[Span]] = {lane.value: [] for lane in Lane}
+    for task in shown.tasks:
+        text = f"{task.name}: {format_seconds(task.end_s - task.start_s)}"
+        text += f", {format_bytes(task.num_bytes)}" if task.num_bytes else ""
+        start_s, end_s = task.start_s - shown.begin_s, task.end_s - shown.begin_s
+        lanes[task.lane.value].append((start_s, end_s, COLOURS[STAGE_OF[task.kind]], text))
+    return lanes
 
 
 def _links(recording: Recording) -> tuple[list[str], list[list[str]]]:
@@ -296,20 +295,19 @@ def memory_figure(recording: Recording) -> Any:
     return areas_figure(series, shown.end_s - shown.begin_s, "MiB")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     """Seconds a step in the steady state, and the least budget in bytes, of a plan with another choice."""
 
-    choice: str
     step_s: float
     needed_bytes: int
+    choice: str = ""
 
 
 def layer_reasons(profile: Profile, plan: Plan, budget_bytes: int | None = None) -> list[str]:
     """Returns a sentence for each layer of a plan.
 
     Args:
-      profile: what the plan was made from.
+      profile: the profile that the plan was made from.
       plan: the plan.
       budget_bytes: the memory budget; None for no limit.
     """
@@ -320,14 +318,21 @@ def layer_reasons(profile: Profile, plan: Plan, budget_bytes: int | None = None)
         return costs
     choices = [list(_others(profile, plan, number)) for number in range(len(plan.layers))]
     plans = [_with(profile, plan, number, other) for number, own in enumerate(choices) for _, other in own]
-    outcomes = iter(_evaluate(profile, [plan, *plans]))
-    own = _Outcome("", *next(outcomes))
-    tried = [[_Outcome(name, *next(outcomes)) for name, _ in each] for each in choices]
-    return ["; ".join([cost, *_best_others(each, own, budget_bytes)]) for cost, each in zip(costs, tried, strict=True)]
+    own, *outcomes = _evaluate(profile, [plan, *plans])
+    reasons = []
+    for cost, layer_choices in zip(costs, choices, strict=True):
+        tried = [outcomes.pop(0)._replace(choice=name) for name, _ in layer_choices]
+        fits = [each for each in tried if budget_bytes is None or each.needed_bytes <= budget_bytes]
+        parts = [cost, _compared(min(fits), own)] if fits else [cost]
+        beyond = min((each for each in tried if each not in fits), default=None)
+        if beyond is not None and beyond.step_s < (1 - _SAME) * own.step_s:
+            parts.append(f"{_compared(beyond, own)}, but needs {format_bytes(beyond.needed_bytes)}")
+        reasons.append("; ".join(parts))
+    return reasons
 
 
 def _costs(layer: LayerProfile, chosen: LayerPlan) -> str:
-    """What the layer's mode, gradient, recomputation and update cost, and what they save."""
+    """Returns what the layer's mode, gradient, recomputation and update cost, and what they save."""
     backward_s = max(layer.backward_dha_s - layer.backward_s, 0.0) * layer.backward_reads
     forward_s = max(layer.forward_dha_s - layer.forward_s, 0.0)
     load, in_place = format_seconds(layer.load_s), format_seconds(forward_s + backward_s)
@@ -366,20 +371,6 @@ def _costs(layer: LayerProfile, chosen: LayerPlan) -> str:
     return "; ".join(parts)
 
 
-def _best_others(tried: Sequence[_Outcome], own: _Outcome, budget_bytes: int | None) -> list[str]:
-    """What the fastest other choice for a layer within the budget would take, and a faster one beyond it."""
-    fits = [each for each in tried if budget_bytes is None or each.needed_bytes <= budget_bytes]
-    parts = [_compared(min(fits, key=_seconds), own)] if fits else []
-    beyond = min((each for each in tried if each not in fits), key=_seconds, default=None)
-    if beyond is not None and beyond.step_s < (1 - _SAME) * own.step_s:
-        parts.append(f"{_compared(beyond, own)}, but needs {format_bytes(beyond.needed_bytes)}")
-    return parts
-
-
-def _seconds(outcome: _Outcome) -> float:
-    return outcome.step_s
-
-
 def _compared(other: _Outcome, own: _Outcome) -> str:
     change_s = other.step_s - own.step_s
     if abs(change_s) < _SAME * own.step_s:
@@ -390,7 +381,7 @@ def _compared(other: _Outcome, own: _Outcome) -> str:
 
 
 def _others(profile: Profile, plan: Plan, number: int) -> Iterator[tuple[str, LayerPlan]]:
-    """The other choices for a layer, each with its name."""
+    """Yields the other choices for a layer, each with its name."""
     chosen, layer = plan.layers[number], profile.layers[number]
     for mode in Mode:
         may_reload = plan.loads is not Loads.BULK or mode is not Mode.RELOAD
@@ -411,7 +402,7 @@ def _others(profile: Profile, plan: Plan, number: int) -> Iterator[tuple[str, La
 
 
 def _with(profile: Profile, plan: Plan, number: int, other: LayerPlan) -> Plan:
-    """The plan with another choice for a layer; layers that share its parameters keep the same update place."""
+    """Returns the plan with another choice for a layer; layers that share its parameters keep one update place."""
     members = profile.groups[profile.group_of[number]]
     layers = list(plan.layers)
     for member in members:
@@ -420,8 +411,8 @@ def _with(profile: Profile, plan: Plan, number: int, other: LayerPlan) -> Plan:
     return dataclasses.replace(plan, layers=tuple(layers))
 
 
-def _evaluate(profile: Profile, plans: Sequence[Plan]) -> list[tuple[float, int]]:
-    """Seconds a step in the steady state, and the least budget, of plans that differ in their layers alone."""
+def _evaluate(profile: Profile, plans: Sequence[Plan]) -> list[_Outcome]:
+    """Evaluates plans that differ in their layers alone."""
     trained = flags_of(profile, "has_gradient")[:, 0]
     outcomes = PlanEvaluator(profile)(
         np.stack([mode_codes(plan) for plan in plans]),
@@ -433,4 +424,4 @@ def _evaluate(profile: Profile, plans: Sequence[Plan]) -> list[tuple[float, int]
         by_need=plans[0].update_order is UpdateOrder.NEED,
         memory_bytes=plans[0].memory_bytes,
     )
-    return list(zip(outcomes.steady_step_s.tolist(), outcomes.needed_bytes.tolist(), strict=True))
+    return list(map(_Outcome, outcomes.steady_step_s.tolist(), outcomes.needed_bytes.tolist()))

@@ -18,15 +18,6 @@ from jaxferry.errors import InputError
 from jaxferry.training.train_step import TrainStep
 
 
-def test_a_recording_has_the_tasks_of_the_last_steps(jaxferry, user_model, tmp_path):
-    path, model = tmp_path / "run.json", user_model("arrays")
-    assert jaxferry("train", "--model", model, "--steps", 3, "--record", path).status == 0
-    recording = Recording.load(path)
-    assert (recording.model, recording.accumulate) == (model, 1)
-    assert max(task.step for task in recording.tasks) == 2
-    assert {task.layer for task in recording.tasks} == {f"layer_{i}" for i in range(6)}
-
-
 def test_it_trains_as_a_loop_of_ones_own_does(jaxferry, user_model):
     result = jaxferry("train", "--model", user_model("functions"), "--steps", 5, "--seed", 3, "--json")
     assert result.status == 0, result.err
@@ -75,34 +66,6 @@ def test_a_resumed_run_has_the_options_of_the_saved_one_unless_given(jaxferry, u
     assert losses[0] + losses[1] + losses[2] == losses[3]
 
 
-def test_a_plan_given_again_replaces_the_saved_run_s_policy(tmp_path):
-    save_options(tmp_path, {"policy": "exact", "accumulate": 2, "offload_activations": True, "profile": "p.json"})
-    known = ("policy", "plan", "accumulate", "offload_activations", "profile")
-    kept = resumed_options(tmp_path, known, {"plan", "profile"})
-    assert kept == {"accumulate": 2, "offload_activations": True}
-    assert as_arguments(kept) == "--accumulate 2 --offload-activations"
-    assert resumed_options(tmp_path, known, ())["profile"] == str(Path("p.json").absolute())
-    assert resumed_options(tmp_path / "none", known, ()) == {}
-    with pytest.raises(InputError, match=r"train.json: unknown option 'accumulate'; known are policy, plan"):
-        resumed_options(tmp_path, known[:2], ())
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("devices", "two", "a whole number, got 'two'"),
-        ("accumulate", True, "a whole number, got True"),
-        ("learning_rate", "x", "a number, got 'x'"),
-        ("optimizer", {"a": 1}, "a string, got {'a': 1}"),
-        ("offload_activations", 1, "true or false, got 1"),
-    ],
-)
-def test_an_option_of_the_saved_run_of_another_type_is_named(tmp_path, name, value, message):
-    save_options(tmp_path, {name: value})
-    with pytest.raises(InputError, match=f"train.json: option {name} must be {message}"):
-        resumed_options(tmp_path, (name,), ())
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -119,13 +82,6 @@ def test_options_reach_the_step(jaxferry, user_model, options):
     result = jaxferry("train", "--model", user_model("arrays"), "--steps", 4, *options)
     assert result.status == 0, result.err
     assert "4 steps: loss" in result.out
-
-
-def test_a_trace_shows_the_last_steps(jaxferry, user_model, tmp_path):
-    trace = tmp_path / "trace.json"
-    assert jaxferry("train", "--model", user_model("arrays"), "--steps", 3, "--trace", trace).status == 0
-    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
-    assert {"load layer_0", "forward layer_5", "offload layer_0", "update layer_3"} <= names
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -183,3 +139,36 @@ def test_a_save_that_fails_in_between_is_told_and_training_goes_on(jaxferry, use
     assert result.status == 0 and json.loads(result.out)["steps"] == 5
     assert "warning: cannot write to" in result.err and len(calls) == 3
     assert package.train_step(call_model(model).loss_fn, optax.adamw(1e-3)).restore(folder).step == 5
+
+
+def test_the_last_steps_are_recorded_and_traced(jaxferry, user_model, tmp_path):
+    path, trace, model = tmp_path / "run.json", tmp_path / "trace.json", user_model("arrays")
+    assert jaxferry("train", "--model", model, "--steps", 3, "--record", path, "--trace", trace).status == 0
+    recording = Recording.load(path)
+    assert (recording.model, recording.accumulate) == (model, 1)
+    assert max(task.step for task in recording.tasks) == 2
+    assert {task.layer for task in recording.tasks} == {f"layer_{i}" for i in range(6)}
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"load layer_0", "forward layer_5", "offload layer_0", "update layer_3"} <= names
+
+
+def test_a_plan_given_again_replaces_the_saved_run_s_policy_and_wrong_types_are_named(tmp_path):
+    save_options(tmp_path, {"policy": "exact", "accumulate": 2, "offload_activations": True, "profile": "p.json"})
+    known = ("policy", "plan", "accumulate", "offload_activations", "profile")
+    kept = resumed_options(tmp_path, known, {"plan", "profile"})
+    assert kept == {"accumulate": 2, "offload_activations": True}
+    assert as_arguments(kept) == "--accumulate 2 --offload-activations"
+    assert resumed_options(tmp_path, known, ())["profile"] == str(Path("p.json").absolute())
+    assert resumed_options(tmp_path / "none", known, ()) == {}
+    with pytest.raises(InputError, match=r"train.json: unknown option 'accumulate'; known are policy, plan"):
+        resumed_options(tmp_path, known[:2], ())
+    for name, value, message in (
+        ("devices", "two", "a whole number, got 'two'"),
+        ("accumulate", True, "a whole number, got True"),
+        ("learning_rate", "x", "a number, got 'x'"),
+        ("optimizer", {"a": 1}, "a string, got {'a': 1}"),
+        ("offload_activations", 1, "true or false, got 1"),
+    ):
+        save_options(tmp_path, {name: value})
+        with pytest.raises(InputError, match=f"train.json: option {name} must be {message}"):
+            resumed_options(tmp_path, (name,), ())
