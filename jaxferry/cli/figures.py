@@ -27,6 +27,7 @@ COLOURS = {
     "activations": "#8a62b3",
     "update": "#c8443c",
     "state": "#8c564b",
+    "contention": "#d3d6d9",
     "temporaries": "#9aa0a6",
 }
 """Colours of stages of work and of kinds of memory."""

@@ -57,8 +57,9 @@ STAGES = {
     "activations": (Kind.SAVE, Kind.FETCH),
     "update": (Kind.UPDATE,),
     "state": (Kind.STATE_UP, Kind.STATE_DOWN),
+    "contention": (Kind.CONTENTION,),
 }
-"""Kinds of tasks by what they are for. Only predictions have reads and writes."""
+"""Kinds of tasks by what they are for. Only predictions have reads, writes and contention."""
 
 STAGE_OF = {kind: stage for stage, kinds in STAGES.items() for kind in kinds}
 _AFTER_UPDATES = (Kind.REFRESH, Kind.STATE_UP, Kind.STATE_DOWN)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import importlib
 import itertools
 import math
 import statistics
@@ -16,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import jinja2
 import numpy as np
 import typer
 
@@ -140,9 +140,9 @@ def bench_page(compared: Comparison) -> str:
 
 
 def _render(**values: Any) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
-    )
+    jinja2 = importlib.import_module("jinja2")  # only pages need it
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"seconds": format_seconds, "bytes": format_bytes}
     return environment.get_template("page.html.jinja").render({"bench": None, **values}) + "\n"
 

@@ -304,11 +304,12 @@ class _Run:
         plan = self._prepared().plan
         document |= {"device_param_bytes_peak": self._peak, "policy": plan.policy, "modes": plan_counts(plan)}
         first, last, fastest = self._losses[0], self._losses[-1], format_seconds(min(self._step_s))
+        count = len(self._losses)
         print_result(
             as_json,
             document,
             plan_table(plan),
-            f"{len(self._losses)} steps: loss {first:.4f} -> {last:.4f}, fastest step {fastest}",
+            f"{count} step{'s' * (count != 1)}: loss {first:.4f} -> {last:.4f}, fastest step {fastest}",
             f"at most {format_bytes(self._peak)} of parameters on the device at once",
         )
 

@@ -11,7 +11,7 @@ import pytest
 from jaxferry.cli import COMMANDS, main
 from profiles import transformer
 
-HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "scipy", "matplotlib")
+HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "scipy", "matplotlib", "jinja2")
 
 
 def imported(folder, code):

@@ -41,7 +41,7 @@ def test_an_estimate_is_marked_states_host_memory_and_round_trips(profiled, user
 
 def test_devices_and_processes_share_the_work(profiled):
     alone, shared = profiled(*H200), profiled(*H200, "--devices", 4, "--processes", 2)
-    assert shared["machine"]["num_devices"] == 4
+    assert (shared["num_devices"], shared["num_processes"]) == (4, 2)
     for name, size in alone["machine"]["host_bytes"].items():
         assert shared["machine"]["host_bytes"][name] == -(-size // 2)
 

@@ -9,8 +9,8 @@ import pytest
 
 import browser
 from jaxferry.cli.compare import Comparison, PolicyRun
-from jaxferry.cli.figures import areas_figure
-from jaxferry.cli.recording import RecordedTask, Recording, Summary, bytes_by_link, seconds_by_stage
+from jaxferry.cli.figures import COLOURS, areas_figure
+from jaxferry.cli.recording import STAGE_OF, STAGES, RecordedTask, Recording, Summary, bytes_by_link, seconds_by_stage
 from jaxferry.cli.report import bench_page, layer_reasons, memory_figure, report_page, speeds_figure, steps_figure
 from jaxferry.costs.layer_records import LayerProfile
 from jaxferry.costs.records import Profile
@@ -131,6 +131,11 @@ def test_the_prediction_shows_what_programs_read_and_write_over_the_links(record
     words = section(report_page(of_host), "Lanes of one step")
     assert "write &lt;h&gt;: 2.00 s" in words and all(stage in words for stage in ("load", "offload"))
     assert {Kind.READ, Kind.WRITE} < {task.kind for task in Summary(of_host).predicted}
+
+
+def test_every_kind_of_task_has_a_stage_with_a_colour():
+    assert set(STAGE_OF) == set(Kind)
+    assert set(STAGES) <= set(COLOURS) and len(set(COLOURS.values())) == len(COLOURS)
 
 
 def test_a_plan_without_times_has_no_prediction(recording):
