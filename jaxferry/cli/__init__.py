@@ -47,7 +47,7 @@ def make_app(*loaded: str | None) -> typer.Typer:
     """Makes the application; commands that are not `loaded` have a name and a summary only."""
     app = typer.Typer(
         name="jaxferry",
-        help="Trains Flax models too big for their GPU, with a provably good plan for what is where.",
+        help="Trains Flax models that do not fit in GPU memory, by plans with a proven bound.",
         add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,

@@ -66,7 +66,7 @@ def profile(
         int, typer.Option("--devices", min=1, help="Devices that share a batch; measured ones are of this machine.")
     ] = 1,
     processes: Annotated[
-        int, typer.Option("--processes", min=1, help="Processes, a machine each, that these devices belong to.")
+        int, typer.Option("--processes", min=1, help="Processes that these devices belong to, a machine for each.")
     ] = 1,
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", metavar="PROFILE.json", help="Where to write the profile.")
