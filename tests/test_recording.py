@@ -109,6 +109,7 @@ def test_a_recording_needs_recorded_steps():
         ({"lane": "DMA"}, "lane must be one of GPU"),
         ({"bytes": -1}, "bytes must be a whole number of bytes"),
         ({"end_s": -5.0}, "the end not before the start"),
+        ({"end_s": 1e308}, "must be seconds"),
         ({"byte": 3}, 'unknown key "byte"'),
     ],
 )

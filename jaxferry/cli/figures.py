@@ -150,7 +150,8 @@ def areas_figure(series: Sequence[tuple[str, str, Changes]], end_s: float, unit:
     inner = {time for _, _, changes in series for time, _ in changes if 0 < time < end_s}
     times = sorted({0.0, end_s} | inner)
     values = [_values_at(changes, times) for _, _, changes in series]
-    axes.stackplot(times, values, colors=[colour for _, colour, _ in series], step="post")
+    if series:
+        axes.stackplot(times, values, colors=[colour for _, colour, _ in series], step="post")
     axes.set_ylim(bottom=0)
     _add_legend(figure, [(name, colour) for name, colour, _ in series])
     return figure

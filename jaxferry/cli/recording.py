@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import itertools
-import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError, StateError
 from jaxferry.records import (
+    MAX_SECONDS,
     check_bytes,
     check_choice,
     check_format,
@@ -108,7 +108,7 @@ class RecordedTask:
         values["kind"] = Kind(check_choice(values["kind"], "kind", tuple(Kind), where))
         values["lane"] = Lane(check_choice(values["lane"], "lane", tuple(Lane), where))
         times = values["start_s"], values["end_s"]
-        if not all(isinstance(time, int | float) and math.isfinite(time) for time in times) or times[0] > times[1]:
+        if not all(isinstance(time, int | float) and abs(time) <= MAX_SECONDS for time in times) or times[0] > times[1]:
             raise InputError(f"{where}: start_s and end_s must be seconds, the end not before the start, got {times}")
         return cls(**values)
 
@@ -194,7 +194,7 @@ def _read_changes(document: Any) -> dict[str, Changes]:
         }
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise InputError(f"device_bytes must hold pairs of seconds and bytes by kind: {error}") from error
-    if not all(changes and all(math.isfinite(time_s) for time_s, _ in changes) for changes in found.values()):
+    if not all(changes and all(abs(time_s) <= MAX_SECONDS for time_s, _ in changes) for changes in found.values()):
         raise InputError("device_bytes must hold one or more pairs of seconds and bytes by kind")
     return found
 

@@ -176,6 +176,15 @@ def test_kinds_of_device_memory_are_drawn_on_top_of_each_other(recording):
     assert {tuple(point) for point in held.get_paths()[0].vertices} >= {(0.0, 7.0), (0.5, 7.0), (0.5, 3.0), (1.0, 3.0)}
 
 
+@pytest.mark.parametrize("part", ["times", "bytes", "memory"])
+def test_a_recording_without_times_bytes_or_memory_has_a_page(recording, part):
+    changes = {"times": {"start_s": 0.0, "end_s": 0.0}, "bytes": {"num_bytes": 0}, "memory": {}}[part]
+    tasks = tuple(dataclasses.replace(task, **changes) for task in recording.tasks)
+    memory = {} if part == "memory" else recording.device_bytes
+    page = report_page(dataclasses.replace(recording, tasks=tasks, device_bytes=memory))
+    assert page.count("<svg") == (4 if part == "bytes" else 5)
+
+
 def test_the_speed_of_a_link_is_its_bytes_by_its_time(recording):
     [axes] = speeds_figure(recording).axes
     assert axes.get_ylabel() == "MB/s"
@@ -217,6 +226,7 @@ def test_a_bench_becomes_one_page_with_all_policies(jaxferry, bench, tmp_path):
         ("device_bytes", {"parameters": []}),
         ("device_bytes", {"parameters": [[0.0, float("inf")]]}),
         ("device_bytes", {"parameters": [[float("nan"), 1]]}),
+        ("device_bytes", {"parameters": [[-1e13, 1]]}),
         ("host_bytes", {"gradients": "x"}),
         ("host_bytes", 3),
     ],
