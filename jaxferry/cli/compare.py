@@ -245,13 +245,7 @@ def dry_run(
 ) -> Comparison:
     """Partitions, plans, lowers and compiles a step under each policy, as training would; runs and allocates nothing.
 
-    Args:
-      policies: the policies' names.
-      profile: the profile for plans and predictions.
-      make_step: makes a policy's training step, which plans with the profile.
-      params: the model's tree of parameters; shapes are enough.
-      batch: the batch; shapes are enough.
-      report: called before each policy.
+    Arguments are as for `compare_policies`. Shapes are enough for `params` and `batch`.
     """
     rows = []
     for number, policy in enumerate(policies):

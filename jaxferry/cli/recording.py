@@ -219,7 +219,7 @@ def make_recording(
       step: the training step, made with `record_steps`.
       state: the state after the last step.
       prepared: the step that ran: `step.prepare(batch)`.
-      model: the model's name.
+      model: a name for the page.
       machine: facts about the machine; by default the device's name and JAX's version.
 
     Raises:

@@ -304,13 +304,7 @@ class _Outcome(NamedTuple):
 
 
 def layer_reasons(profile: Profile, plan: Plan, budget_bytes: int | None = None) -> list[str]:
-    """Returns a sentence for each layer of a plan.
-
-    Args:
-      profile: the profile that the plan was made from.
-      plan: the plan.
-      budget_bytes: the memory budget; None for no limit.
-    """
+    """Returns a sentence for each layer of a plan for a profile; without `budget_bytes`, memory has no limit."""
     if not profile.has_times:
         return [f"{plan.policy} decides without times" for _ in plan.layers]
     costs = [_costs(layer, chosen) for layer, chosen in zip(profile.layers, plan.layers, strict=True)]
