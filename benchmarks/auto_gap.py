@@ -28,7 +28,7 @@ from rich.table import Table
 
 import measure
 from benchmarks.machine import facts
-from jaxferry.cli.user_code import find_function
+from jaxferry.cli.workload import find_function
 from jaxferry.costs.estimate import estimate_profile
 from jaxferry.costs.machines import MACHINES, default_budget_bytes
 from jaxferry.costs.records import Profile

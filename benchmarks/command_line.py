@@ -26,8 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import facts
 from benchmarks.planner_gap import transformer
-from jaxferry.cli.recording import Recording
-from jaxferry.cli.reports.summaries import Summary
+from jaxferry.cli.recording import Recording, Summary
 from jaxferry.planner.planning import make_plan
 from jaxferry.records import write_json
 
@@ -64,7 +63,7 @@ def processor_s(command, folder, byte_code):
 
 def measured(arguments, runs, folder, byte_code):
     """The medians of one command."""
-    command = (sys.executable, "-m", "jaxferry.cli", *arguments.split())
+    command = (sys.executable, "-m", "jaxferry", *arguments.split())
     processor_s(command, folder, byte_code)
     pairs = [[processor_s(each, folder, byte_code) for each in (PASS, command)] for _ in range(runs)]
     return {

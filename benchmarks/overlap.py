@@ -58,7 +58,7 @@ import jaxferry
 import measure
 import model
 from jaxferry.cli.compare import compare_policies, ends_of_steps, own_bound_s, steps_in_the_middle, works_s
-from jaxferry.cli.reports.timelines import plot_timelines
+from jaxferry.cli.figures import plot_timelines
 from jaxferry.engine.lanes import Lanes
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.native.library import library

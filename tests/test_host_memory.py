@@ -18,8 +18,8 @@ import jaxferry
 from control_groups import real_group, write
 from jaxferry import checkpoint
 from jaxferry.checkpoint import leaves
-from jaxferry.cli.record_steps import make_recording
-from jaxferry.cli.reports.tables import host_memory_lines
+from jaxferry.cli.plan import host_memory_lines
+from jaxferry.cli.recording import make_recording
 from jaxferry.optimizer import host_memory
 from jaxferry.step.schedule import Kind
 from jaxferry.transport.allocator import Allocator

@@ -8,8 +8,7 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.cli.record_steps import make_recording
-from jaxferry.cli.recording import Recording
+from jaxferry.cli.recording import Recording, make_recording
 from jaxferry.errors import InputError, StateError
 from jaxferry.step.records import Plan
 from jaxferry.step.schedule import Kind, Lane
@@ -110,6 +109,7 @@ def test_a_recording_needs_recorded_steps():
         ({"lane": "DMA"}, "lane must be one of GPU"),
         ({"bytes": -1}, "bytes must be a whole number of bytes"),
         ({"end_s": -5.0}, "the end not before the start"),
+        ({"end_s": 1e308}, "must be seconds"),
         ({"byte": 3}, 'unknown key "byte"'),
     ],
 )

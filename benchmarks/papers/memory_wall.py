@@ -28,9 +28,7 @@ import jaxferry  # isort: skip
 import overlap
 from figures import RESULTS, Row, arguments, new_figure, save, write
 
-from jaxferry.cli.record_steps import make_recording
-from jaxferry.cli.recording import RecordedTask, Recording
-from jaxferry.cli.reports.summaries import bytes_over_time
+from jaxferry.cli.recording import RecordedTask, Recording, bytes_over_time, make_recording
 from jaxferry.records import read_json
 from jaxferry.step.schedule import Kind, Lane
 

@@ -1,6 +1,10 @@
-"""The command line: `jaxferry COMMAND`; each command is a module with `register(app)`.
+"""The command line: `jaxferry COMMAND`.
 
-Only the module of the command that runs is imported: most need JAX, which takes seconds.
+Each command is a function of its name in one of this room's modules. Only the module of the command that runs is
+imported: planning starts without JAX, and a list of the commands without NumPy.
+
+`main` runs a command and exits. `COMMANDS` names the commands. Programs of one's own use `compare` (bench), `recording`
+and `report` (recorded steps and their page) and `workload` (models by name).
 """
 
 import contextlib
@@ -30,27 +34,31 @@ COMMANDS = {
 }
 """The commands with their summaries."""
 
+_MODULES = {"simulate": "plan", "tune": "plan", "build-native": "doctor"}
+"""Modules of commands that have no module of their own."""
+
 _ON_DEVICE = ("profile", "train", "bench", "doctor")
-"""Commands that run on a device, where an array in a cycle of garbage holds memory."""
+"""Commands that run on a device, where an array in a garbage cycle holds device memory."""
 
 _COLLECTED_OBJECTS = 100_000
 
 
 def make_app(*loaded: str | None) -> typer.Typer:
-    """Makes the application; all commands but the given ones are a name and a summary."""
+    """Makes the application; commands that are not `loaded` have a name and a summary only."""
     app = typer.Typer(
         name="jaxferry",
-        help="Trains Flax models too big for their GPU, with a provably good plan for what is where.",
+        help="Trains Flax models that do not fit in GPU memory, by plans with a proven bound.",
         add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
     for name, summary in COMMANDS.items():
+        function = _not_loaded
         if name in loaded:
-            importlib.import_module(f"jaxferry.cli.{name.replace('-', '_')}").register(app)
-        else:
-            app.command(name, help=summary)(_not_loaded)
+            module = importlib.import_module(f"jaxferry.cli.{_MODULES.get(name, name)}")
+            function = getattr(module, name.replace("-", "_"))
+        app.command(name, short_help=summary)(function)
     return app
 
 
@@ -70,7 +78,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options of the command line as a whole."""
+    """Declares the options of the command line as a whole."""
 
 
 # Some versions of typer bundle click; others depend on the package.
@@ -106,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Lets Python look for garbage after more new objects than by default; imports and traces make many that stay."""
+    """Collects garbage less often: imports and traces make many objects that stay."""
     before = gc.get_threshold()
     gc.set_threshold(_COLLECTED_OBJECTS, *before[1:])
     try:

@@ -1,35 +1,31 @@
 """`jaxferry bench`: trains a model under several policies and compares measured with predicted steps."""
 
-import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import optax
 import typer
 
-from jaxferry.cli import COMMANDS
-from jaxferry.cli.common import AsJson, naming, print_json, print_report, read_budget
-from jaxferry.cli.compare import Comparison, compare_policies
-from jaxferry.cli.dry_run import DryRun, dry_run
-from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype
-from jaxferry.cli.record_steps import make_recording
-from jaxferry.cli.reports.bench_tables import bench_lines, bench_table, dry_run_table
-from jaxferry.cli.reports.plots import plot_format
-from jaxferry.cli.reports.timelines import plot_timelines
-from jaxferry.cli.step_options import (
+from jaxferry.cli.common import AsJson, naming, print_result, read_budget
+from jaxferry.cli.compare import compare_policies, dry_run
+from jaxferry.cli.figures import plot_format, plot_timelines
+from jaxferry.cli.recording import make_recording
+from jaxferry.cli.workload import (
     ComputeDtype,
     FixedGranularity,
     MemoryBudget,
+    ModelName,
     OffloadActivations,
     Optimizer,
     Remat,
     ReserveFactor,
     Seed,
+    call_model,
     check_fixed_granularity,
+    make_optimizer,
+    read_dtype,
+    user_code,
 )
-from jaxferry.cli.user_code import user_code
 from jaxferry.costs.progress import progress_bar
 from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
@@ -39,11 +35,6 @@ from jaxferry.records import write_json
 from jaxferry.training.train_step import TrainStep, train_step
 
 _DEFAULT_POLICIES = ("zero-offload", "native-overlapped", "memferry", "exact", "auto")
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("bench", help=COMMANDS["bench"])(bench)
 
 
 def bench(
@@ -79,8 +70,14 @@ def bench(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Trains the model on its first batch. With --dry, parameters and batch may be shapes."""
-    _check_plot(plot, dry)
+    """Train a model under several policies; compare measured and predicted steps.
+
+    Each step trains on the model's first batch. With --dry, parameters and batch may be shapes.
+    """
+    if plot is not None and dry:
+        raise InputError("--plot draws measured steps, and --dry measures none: give one of them")
+    if plot is not None:
+        plot_format(plot)
     check_fixed_granularity(granularity)
     names = policy or _DEFAULT_POLICIES
     for name in names:
@@ -96,80 +93,46 @@ def bench(
     }
     given = None if profile is None else _load(profile, remat)
     with user_code(model):
-        subject = _Subject(make_optimizer(optimizer), call_model(model), options)
+        update, user = make_optimizer(optimizer), call_model(model)
+
+        def make_step(policy: str | None, profile: Profile | str) -> TrainStep:
+            return train_step(user.loss_fn, update, policy=policy, profile=profile, **options)
+
         if not dry:
-            subject.user.check_is_whole()
-        planned = given or subject.measure()
-        with naming(*(() if profile is None else (profile,))):
+            user.check_is_whole()
+        params, batch = user.shapes(), user.batch_of(0)
+        planned = given or make_step(None, "measure").measure(params, batch)
+        of_policy = functools.partial(make_step, profile=planned)
+        with (
+            naming(*(() if profile is None else (profile,))),
+            progress_bar("preparing" if dry else "training") as report,
+        ):
             if dry:
-                result: Comparison | DryRun = subject.dry_run(names, planned)
+                result = dry_run(names, planned, of_policy, params, batch, report=report)
             else:
-                rules = {"num_steps": steps, "num_rounds": rounds, "one_at_a_time": one_at_a_time}
-                result = subject.train(names, planned, seed, rules)
-    if plot is not None and isinstance(result, Comparison):
-        plot_timelines(result, plot)
-    _tell(result, {**result.to_json(), "model": model, "optimizer": optimizer}, output, as_json)
-
-
-def _check_plot(plot: Path | None, dry: bool) -> None:
-    """Refuses plots of no measured steps and of unknown formats, before anything is measured."""
-    if plot is not None and dry:
-        raise InputError("--plot draws measured steps, and --dry measures none: give one of them")
+                result = compare_policies(
+                    names,
+                    planned,
+                    of_policy,
+                    functools.partial(user.new_state, seed=seed),
+                    batch,
+                    num_steps=steps,
+                    num_rounds=rounds,
+                    one_at_a_time=one_at_a_time,
+                    record=functools.partial(make_recording, model=model),
+                    report=report,
+                )
     if plot is not None:
-        plot_format(plot)
+        plot_timelines(result, plot)
+    document = {**result.to_json(), "model": model, "optimizer": optimizer}
+    if output is not None:
+        write_json(output, document)
+    print_result(as_json, document, result.table(), *result.lines())
 
 
 def _load(profile: Path, remat: str) -> Profile:
-    """The given profile; says if it is for another rematerialization."""
+    """Loads the given profile; warns if it is for another rematerialization."""
     given = Profile.load(profile)
     if (known := given.machine.get("remat", remat)) != remat:
         typer.echo(f"{profile} is for --remat {known}, and this bench has --remat {remat}: plans may differ", err=True)
     return given
-
-
-def _tell(result: Comparison | DryRun, document: dict[str, Any], output: Path | None, as_json: bool) -> None:
-    """Writes and prints the results."""
-    if output is not None:
-        write_json(output, document)
-    if as_json:
-        print_json(document)
-    else:
-        print_report(dry_run_table(result) if isinstance(result, DryRun) else bench_table(result), *bench_lines(result))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Subject:
-    """What the steps of all policies have in common.
-
-    Attributes:
-      optimizer: the optimizer.
-      user: the model.
-      options: those of `train_step`, without policy and profile.
-    """
-
-    optimizer: optax.GradientTransformation
-    user: UserModel
-    options: Mapping[str, Any]
-
-    def measure(self) -> Profile:
-        """Measures the profile to plan with."""
-        return self._step(None, "measure").measure(self.user.shapes(), self.user.batch_of(0))
-
-    def dry_run(self, policies: Sequence[str], profile: Profile) -> DryRun:
-        """Prepares a step under each policy."""
-        make_step = functools.partial(self._step, profile=profile)
-        with progress_bar("preparing") as report:
-            return dry_run(policies, profile, make_step, self.user.shapes(), self.user.batch_of(0), report=report)
-
-    def train(self, policies: Sequence[str], profile: Profile, seed: int, rules: Mapping[str, Any]) -> Comparison:
-        """Trains under each policy; `rules` are those of `compare_policies`."""
-        make_step = functools.partial(self._step, profile=profile)
-        new_state = functools.partial(self.user.new_state, seed=seed)
-        with progress_bar("training") as report:
-            batch, record = self.user.batch_of(0), functools.partial(make_recording, model=self.user.name)
-            return compare_policies(
-                policies, profile, make_step, new_state, batch, record=record, report=report, **rules
-            )
-
-    def _step(self, policy: str | None, profile: Profile | str) -> TrainStep:
-        return train_step(self.user.loss_fn, self.optimizer, policy=policy, profile=profile, **self.options)

@@ -1,19 +1,22 @@
 """Options, output and progress shared by the commands."""
 
 import contextlib
-import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import rich.markup
 import typer
 from rich.console import Console, RenderableType
+from rich.table import Table
 
 from jaxferry.costs.machines import JAX_SHARE, default_budget_bytes
 from jaxferry.costs.progress import Lines, shown
 from jaxferry.errors import BudgetError, InputError
+from jaxferry.step.records import Plan
 from jaxferry.units import format_bytes, parse_bytes
 
 ProfilePath = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="The profile of the model on the machine.")]
@@ -21,21 +24,29 @@ Granularity = Annotated[
     str,
     typer.Option(
         help="Layers of the plan, for a profile of modules: module as the profile has them, block for one layer a "
-        "program, auto for the faster of both, with the time that issuing takes."
+        "program, auto for the faster of both, including the time to issue copies."
     ),
 ]
+PlanOutput = Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the plan.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 _WIDTH_IN_FILES = 140
 
 
-def print_json(document: Any) -> None:
-    """Prints one JSON document on standard output."""
-    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+def print_result(as_json: bool, document: Any, *parts: RenderableType, note: str = "") -> None:
+    """Prints a result on standard output.
 
-
-def print_report(*parts: RenderableType) -> None:
-    """Prints tables and lines for human readers on standard output."""
+    Args:
+      as_json: whether to print the JSON document and nothing else; the note then goes to standard error.
+      document: JSON values.
+      parts: tables and lines for human readers.
+      note: a line before the others; empty for none.
+    """
+    if note:
+        print(note, file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        return
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH_IN_FILES)
@@ -43,9 +54,37 @@ def print_report(*parts: RenderableType) -> None:
         console.print(part, soft_wrap=isinstance(part, str))
 
 
+def make_table(first: str, *rest: str, title: str | None = None, is_plain: bool = False) -> Table:
+    """Returns a table whose columns after the first are numbers; a plain one has no lines."""
+    table = Table(title=title, box=None, pad_edge=False, padding=(0, 2, 0, 0)) if is_plain else Table(title=title)
+    table.add_column(first, no_wrap=is_plain)
+    for name in rest:
+        table.add_column(name, justify="right", no_wrap=is_plain)
+    return table
+
+
+def plan_table(plan: Plan) -> Table:
+    """Returns modes and gradient places, also remat and update if any layer has them; a row per run of equal layers."""
+    keys = ["mode", "gradient"]
+    keys += ["remat"] if any(plan.recomputes) else []
+    keys += ["update"] if any(plan.updates_on_device) or any(plan.updates_streamed) else []
+    table = make_table("layers", "", *keys, title=f"{plan.policy}, reserve factor {plan.reserve_factor:g}")
+    for values, equal in itertools.groupby(plan.layers, key=lambda layer: [getattr(layer, key).value for key in keys]):
+        names = [layer.name for layer in equal]
+        span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        table.add_row(rich.markup.escape(span), str(len(names)), *values)
+    return table
+
+
+def plan_counts(plan: Plan) -> dict[str, int]:
+    """Returns the number of layers in each mode."""
+    modes = [mode.value for mode in plan.modes]
+    return {mode: modes.count(mode) for mode in dict.fromkeys(modes)}
+
+
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows the state of a long search on standard error: at once on a terminal, elsewhere by a line now and then."""
+    """Shows the state of a long search on standard error: at once on a terminal, elsewhere every few seconds."""
     console = Console(stderr=True)
     if not console.is_terminal:
         lines = Lines()
@@ -57,35 +96,34 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def naming(*paths: Path) -> Iterator[None]:
-    """Prefixes errors about the content of files with the files' names."""
-    names = " and ".join(str(path) for path in paths)
+    """Prefixes errors about the content of files with the files' names, if there are any."""
+    prefix = " and ".join(str(path) for path in paths) + ": " * bool(paths)
     try:
         yield
     except BudgetError as error:
-        raise BudgetError(f"{names}: {error}", error.smallest_bytes) from error
+        raise BudgetError(f"{prefix}{error}", error.smallest_bytes) from error
     except InputError as error:
-        raise InputError(f"{names}: {error}") from error
+        raise InputError(f"{prefix}{error}") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """A memory budget: its bytes, or None for no limit, and a note on where it comes from unless it was given."""
+class Budget(NamedTuple):
+    """A memory budget.
+
+    Attributes:
+      num_bytes: the limit on device memory; None for no limit.
+      note: where a default comes from; empty if the budget was given.
+    """
 
     num_bytes: int | None
     note: str = ""
 
-    def tell(self, as_json: bool) -> None:
-        """Prints the note; on standard error where standard output holds JSON."""
-        if self.note:
-            print(self.note, file=sys.stderr if as_json else sys.stdout)
-
 
 def read_budget_on(machine: Mapping[str, Any], size: str | None) -> Budget:
-    """Reads a memory budget; by default it is what a machine's device has, see `default_budget_bytes`.
+    """Reads a memory budget.
 
     Args:
       machine: the machine's facts, as in a profile.
-      size: such as "8GiB", `none` for no limit, or None for the default.
+      size: such as "8GiB", `none` for no limit, or None for what the machine's device has (`default_budget_bytes`).
 
     Raises:
       InputError: if it is not a size.
@@ -102,9 +140,5 @@ def read_budget_on(machine: Mapping[str, Any], size: str | None) -> Budget:
 
 
 def read_budget(size: str | None) -> int | None:
-    """Reads a memory budget such as "8GiB" as bytes; None stays None.
-
-    Raises:
-      InputError: if it is not a size.
-    """
+    """Reads a memory budget such as "8GiB" as bytes; None stays None; raises `InputError` if it is not a size."""
     return None if size is None else parse_bytes(size, "memory budget")

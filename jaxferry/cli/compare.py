@@ -1,28 +1,33 @@
-"""Trains one model under several policies in turn and compares measured with predicted steps."""
+"""Policies side by side on one model: trained in turn and measured beside the prediction, or prepared and predicted."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from rich.table import Table
+
+from jaxferry.cli.common import make_table, plan_counts
 from jaxferry.cli.recording import Recording
 from jaxferry.costs.progress import Report
 from jaxferry.costs.records import Profile
-from jaxferry.errors import InputError
+from jaxferry.errors import BudgetError, InputError
 from jaxferry.records import check_bytes, check_format, check_list, check_seconds, check_text, required
 from jaxferry.step.records import Plan
 from jaxferry.step.schedule import Lane, Run, Schedule
 from jaxferry.step.simulate import machine
+from jaxferry.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from jaxferry.engine import TrainState
     from jaxferry.training.prepared import Prepared
     from jaxferry.training.train_step import TrainStep
 
-FORMAT = "jaxferry.bench/1"
+BENCH_FORMAT = "jaxferry.bench/1"
 _SHOWN_STEPS = 2
 
 Bars = Mapping[Lane, Sequence[tuple[float, float]]]
@@ -36,7 +41,7 @@ class PolicyRun:
     """The results of training under a policy.
 
     Attributes:
-      policy: its name.
+      policy: the policy's name.
       step_s: seconds of each step, from the end of the previous step's last program to the end of its own.
       predicted_s: the simulated steady step of the same tasks, with the profile's times.
       own_bound_s: the work of the busiest lane under this plan.
@@ -57,6 +62,10 @@ class PolicyRun:
     predicted: Bars
     recording: Recording | None = None
 
+    FORMAT: ClassVar[str] = BENCH_FORMAT
+    TITLE: ClassVar[str] = "policies, trained"
+    HEADS: ClassVar[str] = "measured | predicted | / predicted | own bound | / own bound | / bound | peak device"
+
     @property
     def measured_s(self) -> float:
         """The median step."""
@@ -75,49 +84,112 @@ class PolicyRun:
             "measured_over_own_bound": ratio(self.measured_s, self.own_bound_s),
             "peak_device_bytes": self.peak_device_bytes,
             "losses": list(self.losses),
-            "measured": _bars_to_json(self.measured),
-            "predicted": _bars_to_json(self.predicted),
+            "measured": {lane.value: [list(bar) for bar in bars] for lane, bars in self.measured.items()},
+            "predicted": {lane.value: [list(bar) for bar in bars] for lane, bars in self.predicted.items()},
             **({} if self.recording is None else {"recording": self.recording.to_json()}),
         }
 
+    def cells(self, bound_s: float) -> list[str]:
+        """Returns the measured step beside its prediction and its bounds."""
+        ratios = [ratio(self.measured_s, by) for by in (self.predicted_s, self.own_bound_s, bound_s)]
+        shown = ["-" if value is None else f"{value:.3f}" for value in ratios]
+        measured, predicted, own = map(format_seconds, (self.measured_s, self.predicted_s, self.own_bound_s))
+        return [measured, predicted, shown[0], own, shown[1], shown[2], format_bytes(self.peak_device_bytes)]
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> PolicyRun:
+        """Reads an element of `rows`; raises `InputError` or an error of the value's type."""
+        seconds = check_list(fields["step_s"], "step_s", "time")
+        return cls(
+            policy=check_text(fields["policy"], "policy", "bench"),
+            step_s=tuple(check_seconds(each, "step_s", "bench") for each in seconds),
+            predicted_s=check_seconds(fields["predicted_s"], "predicted_s", "bench"),
+            own_bound_s=check_seconds(fields["own_bound_s"], "own_bound_s", "bench"),
+            peak_device_bytes=check_bytes(fields["peak_device_bytes"], "peak_device_bytes", "bench"),
+            losses=tuple(map(float, fields["losses"])),
+            measured=_bars_from_json(fields["measured"]),
+            predicted=_bars_from_json(fields["predicted"]),
+            recording=Recording.from_json(fields["recording"]) if "recording" in fields else None,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
-class SideBySide:
-    """Policies side by side.
+class PolicyForecast:
+    """The step that a policy would run.
+
+    Attributes:
+      policy: the policy's name.
+      plan: the plan that would run, with its prediction, or None if no plan fits into the memory budget.
+      own_bound_s: the work of the busiest lane under this plan.
+      peak_device_bytes: device memory that a step needs, with the temporaries of its compiled programs.
+      is_changed: whether the memory budget has changed the modes that the policy chose.
+      smallest_bytes: the smallest feasible budget, if no plan fits.
+    """
+
+    policy: str
+    plan: Plan | None
+    own_bound_s: float = 0.0
+    peak_device_bytes: int = 0
+    is_changed: bool = False
+    smallest_bytes: int = 0
+
+    FORMAT: ClassVar[str] = "jaxferry.dry-run/1"
+    TITLE: ClassVar[str] = "policies, not trained"
+    HEADS: ClassVar[str] = "forward | step | steady step | own bound | peak device | modes"
+
+    def to_json(self, bound_s: float) -> dict[str, Any]:
+        """Returns the forecast as JSON values."""
+        if self.plan is None:
+            return {"policy": self.policy, "fits": False, "smallest_budget_bytes": self.smallest_bytes}
+        return {
+            "policy": self.policy,
+            "fits": True,
+            "own_bound_s": self.own_bound_s,
+            "peak_device_bytes": self.peak_device_bytes,
+            "changed_by_budget": self.is_changed,
+            "modes": plan_counts(self.plan),
+            "plan": self.plan.to_json(),
+        }
+
+    def cells(self, bound_s: float) -> list[str]:
+        """Returns the predicted step."""
+        if self.plan is None or self.plan.predicted is None:
+            return ["-", "-", "-", "-", f"needs {format_bytes(self.smallest_bytes)}", "-"]
+        predicted = self.plan.predicted
+        times_s = (predicted.forward_s, predicted.step_s, predicted.steady_step_s, self.own_bound_s)
+        modes = ", ".join(f"{count} {mode}" for mode, count in plan_counts(self.plan).items())
+        modes += " (changed to fit)" if self.is_changed else ""
+        return [*map(format_seconds, times_s), format_bytes(self.peak_device_bytes), modes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Policies side by side, all trained or all predicted.
 
     Attributes:
       work_s: seconds of compute, upload, download and host update per step, independent of the plan.
+      rows: a `PolicyRun` or a `PolicyForecast` for each policy.
     """
 
     work_s: Mapping[str, float]
+    rows: tuple[Any, ...]
 
     @property
     def bound_s(self) -> float:
         """The longest of `work_s`: a bound for plans that move and update every layer once."""
         return max(self.work_s.values())
 
-
-@dataclasses.dataclass(frozen=True)
-class Comparison(SideBySide):
-    """The results of training under several policies; `rows` has one for each."""
-
-    rows: tuple[PolicyRun, ...]
-
     def to_json(self) -> dict[str, Any]:
-        """Returns the comparison as JSON values."""
+        """Returns the policies as JSON values."""
         rows = [row.to_json(self.bound_s) for row in self.rows]
-        return {"format": FORMAT, "work_s": dict(self.work_s), "bound_s": self.bound_s, "rows": rows}
+        return {"format": self.rows[0].FORMAT, "work_s": dict(self.work_s), "bound_s": self.bound_s, "rows": rows}
 
     @classmethod
     def from_json(cls, document: Any) -> Comparison:
-        """Reads the output of `to_json`.
-
-        Raises:
-          InputError: if the document is something else.
-        """
-        fields = check_format(document, FORMAT)
+        """Reads `jaxferry.bench/1`; raises `InputError` if the document is something else."""
+        fields = check_format(document, BENCH_FORMAT)
         try:
-            rows = tuple(_row_from_json(row) for row in required(fields, "rows", "bench"))
+            rows = tuple(PolicyRun.from_json(row) for row in required(fields, "rows", "bench"))
             works = required(fields, "work_s", "bench").items()
             work_s = {name: check_seconds(seconds, name, "work_s") for name, seconds in works}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -125,6 +197,69 @@ class Comparison(SideBySide):
         if not rows or not work_s:
             raise InputError("a bench must have rows and work_s")
         return cls(work_s, rows)
+
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Returns the heads and the rows of the table."""
+        return ["policy", *self.rows[0].HEADS.split(" | ")], [
+            [row.policy, *row.cells(self.bound_s)] for row in self.rows
+        ]
+
+    def table(self) -> Table:
+        """Returns the policies as a table."""
+        heads, rows = self.cells()
+        table = make_table(*heads, title=self.rows[0].TITLE)
+        for row in rows:
+            table.add_row(*row)
+        return table
+
+    def lines(self) -> list[str]:
+        """Explains the bounds, which come from the profile's times, and what a measured step below a bound means."""
+        works = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.work_s.items())
+        own = "own bound: the busiest lane under the policy's plan, which may load twice or read host memory in place"
+        lines = [f"work per step: {works}; the longest is the bound", own]
+        impossible, lighter = [], []
+        for row in self.rows:
+            measured_s = row.measured_s if isinstance(row, PolicyRun) else math.inf
+            if measured_s < row.own_bound_s:
+                impossible.append(f"{row.policy} {measured_s / row.own_bound_s:.3f}")
+            elif row.own_bound_s and measured_s < self.bound_s:
+                lighter.append(row.policy)
+        if impossible:
+            lines.append(
+                f"below the own bound: {', '.join(impossible)}. No step can be: the machine was busier while the "
+                "profile was measured than during the bench; on an idle machine, measure again (JAXFERRY_CACHE_DIR=off)"
+            )
+        if lighter:
+            lines.append(f"below the bound: {', '.join(lighter)}, whose plan does not move every layer both ways")
+        return lines
+
+
+def dry_run(
+    policies: Sequence[str],
+    profile: Profile,
+    make_step: Callable[[str], TrainStep],
+    params: Any,
+    batch: Any,
+    *,
+    report: Report = lambda part, done, total: None,
+) -> Comparison:
+    """Partitions, plans, lowers and compiles a step under each policy, as training would; runs and allocates nothing.
+
+    Arguments are as for `compare_policies`. Shapes are enough for `params` and `batch`.
+    """
+    rows = []
+    for number, policy in enumerate(policies):
+        report(policy, number, len(policies))
+        step = make_step(policy)
+        step.declare(params)
+        try:
+            prepared = step.prepare(batch)
+        except BudgetError as error:
+            rows.append(PolicyForecast(policy, None, smallest_bytes=error.smallest_bytes))
+            continue
+        bound_s, peak_bytes = own_bound_s(prepared.schedule), prepared.peak.total
+        rows.append(PolicyForecast(policy, prepared.plan, bound_s, peak_bytes, prepared.is_changed))
+    return Comparison(works_s(profile), tuple(rows))
 
 
 def compare_policies(
@@ -138,7 +273,7 @@ def compare_policies(
     num_rounds: int = 3,
     one_at_a_time: bool = False,
     record: Record | None = None,
-    report: Report | None = None,
+    report: Report = lambda part, done, total: None,
 ) -> Comparison:
     """Trains under each policy.
 
@@ -151,8 +286,8 @@ def compare_policies(
       num_steps: steps per round, of which the first is not timed; at least 4.
       num_rounds: timed rounds, after one warm-up round.
       one_at_a_time: whether each policy finishes all its rounds and frees its state before the next one starts.
-        Otherwise they take turns, so that other work on the machine affects all alike; host memory then holds a state
-        for each.
+        Otherwise policies take turns, so that other work on the machine affects all alike; host memory then holds a
+        state for each.
       record: makes the recording of a step's last steps; None makes none.
       report: called before each round.
 
@@ -161,50 +296,42 @@ def compare_policies(
     """
     if num_steps < 4 or num_rounds < 1:
         raise InputError(f"there must be at least 4 steps and 1 round, got {num_steps} and {num_rounds}")
-    notify = report or (lambda part, done, total: None)
     count = itertools.count()
     total = len(policies) * (num_rounds + 1)
 
     def begin(policy: str) -> _Trained:
-        notify(policy, next(count), total)
-        trained = _Trained(policy, make_step(policy), new_state, batch, record)
+        report(policy, next(count), total)
+        trained = _Trained(policy, make_step(policy), new_state, batch)
         trained.run_steps(num_steps)
-        trained.discard_times()
+        trained.step_s.clear()
         return trained
 
     def in_turns(policies: Sequence[str]) -> list[PolicyRun]:
         every = [begin(policy) for policy in policies]
         for _, trained in itertools.product(range(num_rounds), every):
-            notify(trained.policy, next(count), total)
+            report(trained.policy, next(count), total)
             trained.run_steps(num_steps)
-        return [trained.row() for trained in every]
+        return [trained.row(record) for trained in every]
 
     together = [[policy] for policy in policies] if one_at_a_time else [policies]
     return Comparison(works_s(profile), tuple(row for each in together for row in in_turns(each)))
 
 
 class _Trained:
-    """Training under one policy."""
+    """Training under one policy; `step_s` has the duration of each timed step."""
 
-    def __init__(
-        self,
-        policy: str,
-        step: TrainStep,
-        new_state: Callable[[TrainStep], TrainState],
-        batch: Any,
-        record: Record | None,
-    ) -> None:
-        self.policy, self._step, self._batch, self._record = policy, step, batch, record
+    def __init__(self, policy: str, step: TrainStep, new_state: Callable[[TrainStep], TrainState], batch: Any) -> None:
+        self.policy, self._step, self._batch = policy, step, batch
         self._state = new_state(step)
         self._prepared = step.prepare(batch)
         step.compile_updates(self._state, batch)
-        self._seconds: list[float] = []
+        self.step_s: list[float] = []
         self._losses: list[float] = []
         self._run: Run | None = None
 
     def run_steps(self, num_steps: int) -> None:
         """Runs steps and stores the duration of each except the first."""
-        # The first step of all updates after all gradients: its tasks are others, and it is not recorded with the rest.
+        # The first step of all updates after all gradients: it has other tasks and is not recorded with the rest.
         num_recorded = num_steps - (self._run is None)
         for _ in range(num_steps):
             self._state, metrics = self._step(self._state, self._batch)
@@ -214,26 +341,22 @@ class _Trained:
         if self._run is None or self._run.schedule.steps < num_recorded:
             raise InputError(f"the step must record at least {num_steps} steps: record_steps={num_steps}")
         ends = ends_of_steps(self._run)[-num_steps:]
-        self._seconds += [after - before for before, after in itertools.pairwise(ends)]
+        self.step_s += [after - before for before, after in itertools.pairwise(ends)]
 
-    def discard_times(self) -> None:
-        """Discards the times so far."""
-        self._seconds.clear()
-
-    def row(self) -> PolicyRun:
+    def row(self, record: Record | None) -> PolicyRun:
         """Returns the results."""
         assert self._run is not None
         schedule = self._prepared.schedule
         return PolicyRun(
             policy=self.policy,
-            step_s=tuple(self._seconds),
+            step_s=tuple(self.step_s),
             predicted_s=machine.steady_step_s(schedule),
             own_bound_s=own_bound_s(schedule),
             peak_device_bytes=self._prepared.peak.total,
             losses=tuple(self._losses),
             measured=steps_in_the_middle(self._run),
             predicted=steps_in_the_middle(machine.run(self._run.schedule)),
-            recording=None if self._record is None else self._record(self._step, self._state, self._prepared),
+            recording=None if record is None else record(self._step, self._state, self._prepared),
         )
 
 
@@ -262,17 +385,6 @@ def ends_of_steps(of: Run) -> list[float]:
     return ends
 
 
-def ratio(numerator: float, denominator: float) -> float | None:
-    """Returns the quotient, or None if the denominator is 0."""
-    return numerator / denominator if denominator > 0 else None
-
-
-def plan_counts(plan: Plan) -> dict[str, int]:
-    """Returns the number of layers in each mode."""
-    modes = [mode.value for mode in plan.modes]
-    return {mode: modes.count(mode) for mode in dict.fromkeys(modes)}
-
-
 def steps_in_the_middle(of: Run) -> Bars:
     """Returns the bars of the two steps before the last one, in seconds from the end of the program before them."""
     ends = ends_of_steps(of)
@@ -284,23 +396,10 @@ def steps_in_the_middle(of: Run) -> Bars:
     return bars
 
 
-def _bars_to_json(bars: Bars) -> dict[str, list[list[float]]]:
-    return {lane.value: [list(bar) for bar in of_lane] for lane, of_lane in bars.items()}
+def ratio(numerator: float, denominator: float) -> float | None:
+    """Returns the quotient, or None if the denominator is 0."""
+    return numerator / denominator if denominator > 0 else None
 
 
 def _bars_from_json(fields: Mapping[str, Any]) -> Bars:
     return {Lane(lane): [(float(start), float(end)) for start, end in bars] for lane, bars in fields.items()}
-
-
-def _row_from_json(fields: Mapping[str, Any]) -> PolicyRun:
-    return PolicyRun(
-        policy=check_text(fields["policy"], "policy", "bench"),
-        step_s=tuple(check_seconds(each, "step_s", "bench") for each in check_list(fields["step_s"], "step_s", "time")),
-        predicted_s=check_seconds(fields["predicted_s"], "predicted_s", "bench"),
-        own_bound_s=check_seconds(fields["own_bound_s"], "own_bound_s", "bench"),
-        peak_device_bytes=check_bytes(fields["peak_device_bytes"], "peak_device_bytes", "bench"),
-        losses=tuple(map(float, fields["losses"])),
-        measured=_bars_from_json(fields["measured"]),
-        predicted=_bars_from_json(fields["predicted"]),
-        recording=Recording.from_json(fields["recording"]) if "recording" in fields else None,
-    )

@@ -1,4 +1,4 @@
-"""`jaxferry doctor`: reports the capabilities of this machine and installation."""
+"""`jaxferry doctor` and `build-native`: what this machine and installation can do, and the libraries built for it."""
 
 import ctypes
 import dataclasses
@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import typer
 
-from jaxferry.cli import COMMANDS
-from jaxferry.cli.common import AsJson, print_json, print_report
+from jaxferry.cli.common import AsJson, print_result, progress
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native import cpus, run_self_test, status
+from jaxferry.native.build import Build, build_library
 from jaxferry.native.control_groups import read_lines
 from jaxferry.native.library import ffi_version
 from jaxferry.native.self_test import shortest_s
@@ -27,11 +27,7 @@ _XLA_THREADS = "tf_XLAEigen"
 _BLAS_FUNCTIONS = ("scipy_openblas_get_num_threads", "scipy_openblas_get_num_threads64_", "openblas_get_num_threads")
 _BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _PACKAGES = ("jaxferry", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy")
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("doctor", help=COMMANDS["doctor"])(doctor)
+_PLATFORMS = {"cpu": ("cpu",), "cuda": ("cuda",), "all": ("cpu", "cuda")}
 
 
 def doctor(
@@ -40,18 +36,49 @@ def doctor(
     ] = "64MiB",
     as_json: AsJson = False,
 ) -> None:
-    """Prints versions, devices and memories, native libraries, link speed, CPUs, threads, and limits of host memory.
+    """Print devices, memories, libraries, the link's speed and a self-test.
 
-    Runs the native library's self-test on the first device, and prints each result and rate.
+    Prints CPUs, threads and limits of host memory too. Runs the native library's self-test on the first device, and
+    prints each result and rate.
     """
     num_bytes = parse_bytes(link_size, "--link-size")
     if num_bytes == 0:
         raise InputError(f"--link-size must be positive, got {link_size}")
     found = examine(num_bytes)
-    if as_json:
-        print_json(found)
-    else:
-        print_report(*_lines(found))
+    print_result(as_json, found, *_lines(found))
+
+
+def build_native(
+    platform: Annotated[
+        str, typer.Option(metavar="|".join(_PLATFORMS), help="Platform to build for; all builds what it can.")
+    ] = "all",
+    as_json: AsJson = False,
+) -> None:
+    """Build the native libraries for the installed jaxlib.
+
+    Prints the tools used. Fails if no library can be built.
+    """
+    if platform not in _PLATFORMS:
+        raise InputError(f"--platform must be one of {', '.join(_PLATFORMS)}, got {platform!r}")
+    builds: list[Build] = []
+    failures: dict[str, NativeError] = {}
+    with progress("building") as report:
+        for name in _PLATFORMS[platform]:
+            report(name)
+            try:
+                builds.append(build_library(name))
+            except NativeError as error:
+                failures[name] = error
+    if not builds:
+        raise NativeError("; ".join(str(failure) for failure in failures.values()))
+    lines = [str(failure) for failure in failures.values()]
+    for build in reversed(builds):
+        nvcc = [] if build.nvcc is None else [f"  nvcc      {build.nvcc}"]
+        headers = f"  headers   {build.headers} (jaxlib {build.jaxlib})"
+        lines = [f"{build.platform}: {build.path}", f"  compiler  {build.compiler}", *nvcc, headers, *lines]
+    failed = [{"platform": name, "message": str(failure)} for name, failure in failures.items()]
+    built = [dataclasses.asdict(build) | {"path": str(build.path)} for build in builds]
+    print_result(as_json, {"built": built, "failed": failed}, *lines)
 
 
 def examine(link_bytes: int) -> dict[str, Any]:
@@ -76,7 +103,7 @@ def examine(link_bytes: int) -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "ffi_version": _ffi_version(),
         "devices": [_describe(device) for device in devices],
-        "libraries": [_library(name) for name in ("cpu", "cuda")],
+        "libraries": [_library(name) for name in _PLATFORMS["all"]],
         "link": _measure_link(devices[0], link_bytes),
         "self_test": _self_test(devices[0], link_bytes),
         "pinned_limit": {"bytes": pinned.num_bytes, "source": pinned.source},
@@ -198,6 +225,16 @@ def _lines(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def _device_line(device: dict[str, Any]) -> str:
+    memory = "" if device["memory_bytes"] is None else f", {format_bytes(device['memory_bytes'])}"
+    return f"{device['platform']} {device['kind']}{memory}; memory kinds {', '.join(device['memory_kinds'])}"
+
+
+def _library_line(library: dict[str, Any]) -> str:
+    path = f": {library['path']}" if library["is_available"] else ""
+    return f"{library['platform']}{path}: {library['message']}"
+
+
 def _cpu_lines(found: dict[str, Any]) -> list[str]:
     num, threads = found["num_cpus"], found["host_threads"]
     limits = ", ".join(f"{limit['num_cpus']:g}: {limit['source']}" for limit in found["limits"])
@@ -218,30 +255,18 @@ def _cpu_lines(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _device_line(device: dict[str, Any]) -> str:
-    memory = "" if device["memory_bytes"] is None else f", {format_bytes(device['memory_bytes'])}"
-    return f"{device['platform']} {device['kind']}{memory}; memory kinds {', '.join(device['memory_kinds'])}"
-
-
-def _library_line(library: dict[str, Any]) -> str:
-    if not library["is_available"]:
-        return f"{library['platform']}: {library['message']}"
-    return f"{library['platform']}: {library['path']}: {library['message']}"
-
-
 def _self_test_lines(self_test: dict[str, Any]) -> list[str]:
     if self_test["message"] is not None:
         return [f"not run: {self_test['message']}"]
-    return [f"{check['name']}: {_check_line(check, self_test)}" for check in self_test["checks"]]
-
-
-def _check_line(check: dict[str, Any], self_test: dict[str, Any]) -> str:
-    where = f"device {self_test['device']}"
-    if not check["passed"]:
-        return f"failed: {check['message']} ({where})"
-    if check["bytes_per_s"] is None:
-        return f"passed ({where})"
-    return f"passed, {_speed(check['bytes_per_s'])} ({format_bytes(self_test['bytes'])}, {where})"
+    where, lines = f"device {self_test['device']}", []
+    for check in self_test["checks"]:
+        result = "passed" if check["passed"] else f"failed: {check['message']}"
+        if check["passed"] and check["bytes_per_s"] is not None:
+            result += f", {_speed(check['bytes_per_s'])} ({format_bytes(self_test['bytes'])}, {where})"
+        else:
+            result += f" ({where})"
+        lines.append(f"{check['name']}: {result}")
+    return lines
 
 
 def _speed(bytes_per_s: float | None) -> str:

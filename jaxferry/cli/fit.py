@@ -9,37 +9,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from rich.table import Table
 
-from jaxferry.cli import COMMANDS
-from jaxferry.cli.common import AsJson, print_json, print_report, progress, read_budget_on
-from jaxferry.cli.fitting.records import Fit
-from jaxferry.cli.fitting.search import find_fit
-from jaxferry.cli.fitting.traced import Traced, trace
-from jaxferry.cli.model import UserModel, make_optimizer, read_dtype, read_workload
-from jaxferry.cli.reports.fit import fit_lines, fit_table, reason_lines
-from jaxferry.cli.reports.tables import plan_table
-from jaxferry.cli.step_options import (
+from jaxferry.cli.common import AsJson, make_table, plan_counts, plan_table, print_result, progress, read_budget_on
+from jaxferry.cli.fitting import BatchForecast, Fit, find_fit
+from jaxferry.cli.traced import Traced, trace
+from jaxferry.cli.workload import (
+    FORMS,
     ComputeDtype,
     FixedGranularity,
     MemoryBudget,
     OffloadActivations,
     Optimizer,
+    UserModel,
     check_fixed_granularity,
+    find_function,
+    make_optimizer,
+    read_dtype,
+    read_workload,
+    user_code,
 )
-from jaxferry.cli.user_code import FORMS, find_function, user_code
-from jaxferry.costs.machines import MACHINES, Machine, find_machine
+from jaxferry.costs.machines import MACHINES, find_machine
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK
+from jaxferry.optimizer.host_memory import pinned_advice, pinned_problem
 from jaxferry.records import write_json
-from jaxferry.training.model import host_bytes
-from jaxferry.units import parse_bytes
+from jaxferry.step.bottleneck import Bottleneck
+from jaxferry.training.model import ACCELERATOR_DTYPE, host_bytes
+from jaxferry.units import format_bytes, format_seconds, parse_bytes
 
 _WORKLOAD = "WORKLOAD"
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("fit", help=COMMANDS["fit"])(fit)
 
 
 def fit(
@@ -69,12 +68,18 @@ def fit(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predicts by a roofline model; runs nothing on a device. Parameters and batch may be shapes."""
+    """Say whether a model trains on a machine, with which batches, and how fast.
+
+    Predicts by a roofline model; runs nothing on a device. Parameters and batch may be shapes.
+    """
     check_fixed_granularity(granularity)
     figures = find_machine(machine)
     budget = read_budget_on(figures.to_json(), memory_budget)
     if budget.num_bytes is None:
         raise InputError("--memory-budget must be a size such as 8GiB, got 'none': fit answers for a size of memory")
+    host_memory_bytes = None if figures.host_memory_bytes is None else int(figures.host_memory_bytes)
+    if host_memory is not None:
+        host_memory_bytes = parse_bytes(host_memory, "--host-memory")
     update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)
     with user_code(workload, _WORKLOAD), progress("fit") as report:
         sizes = _Sizes(workload, batch_size, length)
@@ -93,89 +98,107 @@ def fit(
             machine=figures.name,
             budget_bytes=budget.num_bytes,
             host_bytes=lambda own: host_bytes(params, update, dtype, own.variants.base.layers, own.widened),
-            host_memory_bytes=_host_memory_bytes(figures, host_memory),
+            host_memory_bytes=host_memory_bytes,
             report=report,
         )
     if output is not None:
-        _write_plan(found, output)
-    budget.tell(as_json)
-    _tell(found, as_json)
-
-
-def _host_memory_bytes(machine: Machine, given: str | None) -> int | None:
-    """The given host memory, or the machine's; None if neither is known."""
-    if given is not None:
-        return parse_bytes(given, "--host-memory")
-    return None if machine.host_memory_bytes is None else int(machine.host_memory_bytes)
-
-
-def _write_plan(found: Fit, output: Path) -> None:
-    if not found.rows:
-        raise InputError(f"there is no plan to write to {output}: {found.problem}")
-    write_json(output, found.rows[-1].plan.to_json())
-
-
-def _tell(found: Fit, as_json: bool) -> None:
-    if as_json:
-        print_json(found.to_json())
-    elif found.rows:
-        print_report(*fit_lines(found), fit_table(found), *reason_lines(found), plan_table(found.rows[-1].plan))
-    else:
-        print_report(*fit_lines(found))
+        if not found.rows:
+            raise InputError(f"there is no plan to write to {output}: {found.problem}")
+        write_json(output, found.rows[-1].plan.to_json())
+    parts: list[Any] = _lines(found)
+    if found.rows:
+        reasons = (
+            f"batches of {row.batch_size} are limited by the {Bottleneck(row.limit, row.reason).noun}: {row.reason}"
+            for row in found.rows
+        )
+        parts = [*parts, _table(found), *reasons, plan_table(found.rows[-1].plan)]
+    print_result(as_json, found.to_json(), *parts, note=budget.note)
 
 
 def _default_dtype(params: Any) -> Any:
-    """The dtype of the parameters on an accelerator: as in `train_step`."""
+    """Returns the dtype of the parameters on an accelerator, as in `train_step`."""
     is_single = all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(params))
-    return jnp.dtype(jnp.bfloat16) if is_single else None
+    return jnp.dtype(ACCELERATOR_DTYPE) if is_single else None
 
 
 class _Sizes:
     """The workload for batches of any size.
 
-    A function with a parameter `batch_size` is called with it. Otherwise the leading axis changes, of all arrays of the
-    batch in which it has the most frequent length.
+    A function with a parameter `batch_size` is called with it. Otherwise arrays of the batch change their leading axis,
+    if it has the most frequent length.
     """
 
     def __init__(self, name: str, batch_size: int | None, length: int | None) -> None:
         self._name, self._function = name, find_function(name, _WORKLOAD)
-        self._takes = inspect.signature(self._function).parameters
-        if length is not None and "length" not in self._takes:
+        self._parameters = inspect.signature(self._function).parameters
+        if length is not None and "length" not in self._parameters:
             raise InputError(f"--seq needs a workload whose function has a parameter `length`, {name} has none")
         self._options = {} if length is None else {"length": length}
         self.own = self._call(batch_size)
-        self._batch = _shapes(self.own)
-        self._rows = _rows(self._batch)
-        if self._rows is None:
+        self._batch = _batch_shapes(self.own)
+        counts = Counter(leaf.shape[0] for leaf in jax.tree.leaves(self._batch) if leaf.shape)
+        if not counts:
             raise InputError(f"{_WORKLOAD} {name} returns a batch without an axis of samples: give arrays of rows")
-        self.batch_size = self._rows if batch_size is None else batch_size
+        self._own_size = max(counts, key=lambda size: counts[size])
+        self.batch_size = self._own_size if batch_size is None else batch_size
 
     def of(self, size: int) -> tuple[UserModel, Any]:
-        """The model, and the shapes of a batch of this size."""
-        if "batch_size" in self._takes:
+        """Returns the model, and the shapes of a batch of this size."""
+        if "batch_size" in self._parameters:
             user = self._call(size)
-            return user, _shapes(user)
-        return self.own, _with_rows(self._batch, self._rows, size)
+            return user, _batch_shapes(user)
+
+        def resized(leaf: Any) -> Any:
+            shape = (size, *leaf.shape[1:]) if leaf.shape[:1] == (self._own_size,) else leaf.shape
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+        return self.own, jax.tree.map(resized, self._batch)
 
     def _call(self, size: int | None) -> UserModel:
-        given = {"batch_size": size} if size is not None and "batch_size" in self._takes else {}
+        given = {"batch_size": size} if size is not None and "batch_size" in self._parameters else {}
         return read_workload(self._name, self._function(**given, **self._options), _WORKLOAD)
 
 
-def _shapes(user: UserModel) -> Any:
-    if not callable(user.batch):
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), user.batch)
-    return jax.eval_shape(lambda: user.batch_of(0))
+def _batch_shapes(user: UserModel) -> Any:
+    if callable(user.batch):
+        return jax.eval_shape(lambda: user.batch_of(0))
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), user.batch)
 
 
-def _rows(batch: Any) -> int | None:
-    counts = Counter(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape)
-    return max(counts, key=lambda rows: counts[rows]) if counts else None
+def _lines(fit: Fit) -> list[str]:
+    """Returns the answer, and the host and device memory that training needs."""
+    answer = f"fits, with batches of up to {fit.largest_batch_size}" if fit.fits else f"does not fit: {fit.problem}"
+    kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in fit.host_bytes.items())
+    size = "an unknown size: --host-memory" if fit.host_memory_bytes is None else format_bytes(fit.host_memory_bytes)
+    least = f"batches of {fit.smallest_batch_size} need at least {format_bytes(fit.smallest_bytes)}"
+    pinned = pinned_problem(fit.pinned_bytes) or pinned_advice(fit.pinned_bytes)
+    return [
+        f"{fit.model} on {fit.machine}: {answer}",
+        f"host memory {format_bytes(sum(fit.host_bytes.values()))} (of {size}): {kinds}",
+        f"of which pinned {format_bytes(fit.pinned_bytes)}{f': {pinned}' if pinned else ''}",
+        f"device memory budget {format_bytes(fit.budget_bytes)}: {least}",
+    ]
 
 
-def _with_rows(batch: Any, rows: int | None, size: int) -> Any:
-    def resized(leaf: Any) -> Any:
-        is_rows = bool(leaf.shape) and leaf.shape[0] == rows
-        return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) if is_rows else leaf
+def _table(fit: Fit) -> Table:
+    """Returns speed and device memory, one column for each batch size."""
+    sizes = [f"{row.batch_size}{' (largest)' * (row.batch_size == fit.largest_batch_size)}" for row in fit.rows]
+    table = make_table("batch size", *sizes, title="predicted")
+    columns = [_cells(row) for row in fit.rows]
+    for name in columns[0]:
+        table.add_row(name, *(column.get(name, "-") for column in columns))
+    return table
 
-    return jax.tree.map(resized, batch)
+
+def _cells(row: BatchForecast) -> dict[str, str]:
+    tokens = {} if row.tokens_per_s is None else {"tokens a second": f"{row.tokens_per_s:,.0f}"}
+    return {
+        "seconds a step": format_seconds(row.step_s),
+        "samples a second": f"{row.samples_per_s:,.2f}",
+        **tokens,
+        "device memory": format_bytes(sum(row.device_bytes.values())),
+        **{f"  {kind}": format_bytes(size) for kind, size in row.device_bytes.items()},
+        "limited by": row.limit,
+        "layers": ", ".join(f"{count} {mode}" for mode, count in plan_counts(row.plan).items()),
+        "recomputing": str(sum(row.plan.recomputes)),
+    }

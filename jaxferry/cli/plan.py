@@ -1,44 +1,51 @@
-"""`jaxferry plan`: chooses the mode of each layer."""
+"""`jaxferry plan`, `simulate` and `tune`: one plan for a profile, the step that it makes, and many plans."""
 
 import dataclasses
+import decimal
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
+from rich.table import Table
 
-from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import (
     AsJson,
     Granularity,
+    PlanOutput,
     ProfilePath,
+    make_table,
     naming,
-    print_json,
-    print_report,
+    plan_table,
+    print_result,
     progress,
     read_budget_on,
 )
-from jaxferry.cli.reports.tables import (
-    comparison_lines,
-    comparison_table,
-    host_memory_lines,
-    plan_table,
-    prediction_lines,
-)
+from jaxferry.cli.figures import plot_format, plot_sweep
 from jaxferry.costs.records import Profile
 from jaxferry.costs.sharing import shared_by
 from jaxferry.errors import InputError
 from jaxferry.modes import MODULE
+from jaxferry.planner.auto import Auto
 from jaxferry.planner.base import Request, read_objective
-from jaxferry.planner.granularity import check_granularity, compare_finest, plan_finest
-from jaxferry.planner.planning import Compared, copies_bytes
+from jaxferry.planner.exact import Exact
+from jaxferry.planner.granularity import check_granularity, compare_finest, plan_finest, profile_of_plan, sweep_finest
+from jaxferry.planner.planning import Compared, SweepPoint, check_updates, copies_bytes, knee
 from jaxferry.planner.registry import make_policy, policies
+from jaxferry.records import check_share, write_json
 from jaxferry.step.records import Plan
-from jaxferry.step.schedule import needed_bytes
+from jaxferry.step.schedule import needed_bytes, schedule_chain
+from jaxferry.step.simulate.machine import run
+from jaxferry.step.simulate.report import CHAIN_STEPS, Simulation
+from jaxferry.step.simulate.report import simulate as simulate_plan
+from jaxferry.step.simulate.trace import chrome_trace
+from jaxferry.units import format_bytes, format_seconds, parse_bytes
 
+_MAX_POINTS = 1000
+_MOST_OF_PATH = 12
+"""Tasks of the critical path that are printed."""
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("plan", help=COMMANDS["plan"])(plan)
+Number = TypeVar("Number", int, decimal.Decimal)
 
 
 def plan(
@@ -60,15 +67,20 @@ def plan(
     ] = None,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, help="Devices that share each batch, of the profile of one. [default: the profile's]"),
+        typer.Option(min=1, help="Devices that share each batch, for a profile of one. [default: the profile's]"),
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Processes, a machine each, that these devices belong to.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Processes that these devices belong to, a machine for each.")
+    ] = 1,
     granularity: Granularity = MODULE,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the plan.")] = None,
+    output: PlanOutput = None,
     compare_all: Annotated[bool, typer.Option("--compare", help="Print all policies side by side.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Makes and prints one plan, or those of all policies."""
+    """Make a plan for a profile: the mode of each layer.
+
+    With --compare, print the plans of all policies; -o then writes the plan of --policy.
+    """
     make_policy(policy)
     check_granularity(granularity)
     known = Profile.load(profile)
@@ -83,28 +95,245 @@ def plan(
         if compare_all:
             compared = compare_finest(known, request, granularity)
             made = None if output is None else compared.plan_of(policy)
+            result: tuple[Any, ...] = compared.to_json(), comparison_table(compared), *_comparison_lines(compared)
         else:
             known, made = plan_finest(known, policy, request, granularity)
+            host_lines = host_memory_lines(known.machine, copies_bytes(known, made), known.saved_bytes)
+            lines = _prediction_lines(made, needed_bytes(known, made))
+            result = made.to_json(), plan_table(made), *lines, *host_lines
     if made is not None and output is not None:
         made.save(output)
-    budget.tell(as_json)
-    if compare_all:
-        _print_comparison(compared, as_json)
-    elif made is not None:
-        _print_plan(made, known, as_json)
+    print_result(as_json, *result, note=budget.note)
 
 
-def _print_comparison(compared: Compared, as_json: bool) -> None:
-    if as_json:
-        print_json(compared.to_json())
-    else:
-        print_report(comparison_table(compared), *comparison_lines(compared))
+def simulate(
+    profile: ProfilePath,
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan for this profile, or for its blocks.")],
+    trace: Annotated[
+        Path | None, typer.Option(metavar="TRACE.json", help="Write a Chrome trace, for Perfetto.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps in the trace.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Run a plan on the machine model: its times, its memory and its critical path."""
+    known, made = Profile.load(profile), Plan.load(plan)
+    known = profile_of_plan(known, made)
+    with naming(plan, profile):
+        made.check_profile(known)
+        check_updates(known, made)
+    with progress("simulating"):
+        simulation = simulate_plan(known, made)
+        if trace is not None:
+            write_json(trace, chrome_trace(run(schedule_chain(known, made, steps))))
+    print_result(as_json, simulation.to_json(), _lane_table(simulation), *_simulation_lines(simulation))
 
 
-def _print_plan(made: Plan, profile: Profile, as_json: bool) -> None:
-    if as_json:
-        print_json(made.to_json())
-    else:
-        lines = prediction_lines(made, needed_bytes(profile, made))
-        host_lines = host_memory_lines(profile.machine, copies_bytes(profile, made), profile.saved_bytes)
-        print_report(plan_table(made), *lines, *host_lines)
+def tune(
+    profile: ProfilePath,
+    reserve_factor: Annotated[
+        str, typer.Option(metavar="START:STOP:STEP", help="Reserve factors, or a single one.")
+    ] = "0:1:0.1",
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="START:STOP:STEP",
+            help='Budgets such as "2GiB:16GiB:2GiB", a single one, or none. [default: what the machine has]',
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="The policy. [default: auto with given budgets, else exact]")
+    ] = None,
+    granularity: Granularity = MODULE,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="P.png", help="Write a plot: PNG, PDF or SVG, by the file's extension.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the knee's plan.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Sweep reserve factors and memory budgets; find the knee.
+
+    Prints step time against device memory. The knee is where more memory stops paying.
+    """
+    factors = [check_share(float(factor), "reserve factor") for factor in read_range(reserve_factor, _decimal)]
+    budgets = None
+    if memory_budget not in (None, "none"):
+        budgets = read_range(memory_budget, lambda size: parse_bytes(size, "budget"))
+    if plot is not None:
+        plot_format(plot)
+    chosen = policy or ("exact" if budgets is None else Auto.name)
+    make_policy(chosen)
+    check_granularity(granularity)
+    known = Profile.load(profile)
+    default = read_budget_on(known.machine, memory_budget if budgets is None else "none")
+    if default.num_bytes is not None:
+        budgets = [default.num_bytes]
+    with progress("tuning") as report, naming(profile):
+        points = sweep_finest(known, chosen, factors, budgets, Request(progress=report), granularity)
+    best = knee(points)
+    assert best is not None and best.plan is not None and best.plan.predicted is not None
+    if plot is not None:
+        plot_sweep(points, best, plot)
+    if output is not None:
+        best.plan.save(output)
+    predicted = best.plan.predicted
+    size, time = format_bytes(predicted.peak_device_bytes), format_seconds(predicted.steady_step_s)
+    knee_line = f"knee: reserve factor {best.reserve_factor:g}, {time} per step in {size} of device memory"
+    document = {"policy": chosen, "points": [point.to_json() for point in points], "knee": best.to_json()}
+    print_result(as_json, document, _sweep_table(points, best), knee_line, note=default.note)
+
+
+def read_range(text: str, read: Callable[[str], Number]) -> list[Number]:
+    """Reads "start:stop:step", both ends included, or a single value.
+
+    Raises:
+      InputError: if it is neither, if the step is not positive, or if the range has too many values.
+    """
+    parts = text.split(":")
+    if len(parts) == 1:
+        return [read(text)]
+    if len(parts) != 3:
+        raise InputError(f'a range must be "start:stop:step" or a single value, got {text!r}')
+    start, stop, step = (read(part) for part in parts)
+    if step <= 0 or stop < start:
+        raise InputError(f"a range needs a step above 0 and a stop not below its start, got {text!r}")
+    count = int((stop - start) / step) + 1
+    if count > _MAX_POINTS:
+        raise InputError(f"a range may have at most {_MAX_POINTS} values, {text!r} has {count}; raise its step")
+    return [start + number * step for number in range(count)]
+
+
+def _decimal(text: str) -> decimal.Decimal:
+    try:
+        value = decimal.Decimal(text)
+    except decimal.InvalidOperation:
+        value = decimal.Decimal("nan")
+    if not value.is_finite():
+        raise InputError(f"reserve factor must be a number in [0, 1], got {text!r}")
+    return value
+
+
+def _prediction_lines(plan: Plan, needed_bytes: int) -> list[str]:
+    """Returns the plan's prediction, the least memory budget that accepts it, its gap and its binding constraint."""
+    lines = []
+    if plan.predicted is not None:
+        predicted = plan.predicted
+        lines.append(
+            f"predicted: forward {format_seconds(predicted.forward_s)}, step {format_seconds(predicted.step_s)}, "
+            f"steady step {format_seconds(predicted.steady_step_s)}, "
+            f"peak device memory {format_bytes(predicted.peak_device_bytes)}"
+        )
+        if needed_bytes > predicted.peak_device_bytes:
+            lines.append(
+                f"needs a memory budget of {format_bytes(needed_bytes)} ({needed_bytes} bytes), which the step holds "
+                "if transfers take longer than predicted"
+            )
+    if "gap" in plan.details:
+        gap, objective = plan.details["gap"], plan.details["objective"]
+        plans = "plans of GFGB, DHA and DFGB" if plan.policy == Exact.name else "all plans"
+        lines.append(f"objective {objective}: {gap:.2%} above the proven lower bound for {plans}")
+    if "binding" in plan.details:
+        lines.append(f"binding constraint: {plan.details['binding']}")
+    return lines
+
+
+def host_memory_lines(machine: Mapping[str, Any], copies_bytes: int = 0, saved_bytes: int = 0) -> list[str]:
+    """Returns the host memory that training needs, if the profile's machine states it.
+
+    Args:
+      machine: the facts of the machine.
+      copies_bytes: what each of several processes needs in addition under a plan; see `planning.copies_bytes`.
+      saved_bytes: activations that wait there for their backward; see `Profile.saved_bytes`.
+    """
+    parts = machine.get("host_bytes")
+    if not isinstance(parts, Mapping) or not all(isinstance(size, int) for size in parts.values()):
+        return []
+    more = {"copies to read in place": copies_bytes, "saved activations": saved_bytes}
+    parts = {**parts, **{name: size for name, size in more.items() if size}}
+    kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    return [f"host memory {format_bytes(sum(parts.values()))}: {kinds}"]
+
+
+def comparison_table(compared: Compared) -> Table:
+    """Returns all policies side by side."""
+    updates = {row.policy: _updates_on_gpu(row.plan) for row in compared.rows}
+    heads = ["reserve factor", "forward", "step", "steady step", "peak device", "link bytes", "gap"]
+    more = ["updates on device", "streamed"] if any(updates.values()) else []
+    table = make_table("policy", *heads, *more, title="policies")
+    for row in compared.rows:
+        if row.plan is None or row.plan.predicted is None:
+            need = f"needs {format_bytes(row.smallest_bytes)}"
+            table.add_row(row.policy, "-", "-", "-", "-", need, "-", "-", *("-" for _ in more))
+            continue
+        predicted = row.plan.predicted
+        table.add_row(
+            row.policy,
+            f"{row.plan.reserve_factor:g}",
+            format_seconds(predicted.forward_s),
+            format_seconds(predicted.step_s),
+            format_seconds(predicted.steady_step_s),
+            format_bytes(predicted.peak_device_bytes),
+            format_bytes(row.link_bytes),
+            f"{row.gap:.2%}",
+            *(updates[row.policy] or ("-" for _ in more)),
+        )
+    return table
+
+
+def _updates_on_gpu(plan: Plan | None) -> list[str]:
+    """Returns how many layers are updated on the device, and how many updates stream through it; empty for none."""
+    if plan is None:
+        return []
+    counts = sum(plan.updates_on_device), sum(plan.updates_streamed)
+    return [f"{count} of {len(plan.layers)}" for count in counts] if any(counts) else []
+
+
+def _comparison_lines(compared: Compared) -> list[str]:
+    return [
+        f"gap: steady step over {format_seconds(compared.lower_bound_s)}, a lower bound for all modes and gradient "
+        "places; exact also proves its gap to the best plan of GFGB, DHA and DFGB"
+    ]
+
+
+def _sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
+    """Returns step time against device memory, with the knee marked."""
+    table = make_table("reserve factor", "budget", "steady step", "step", "peak device", "", title="sweep")
+    for point in points:
+        budget = "-" if point.memory_budget_bytes is None else format_bytes(point.memory_budget_bytes)
+        cells = ["does not fit", "-", "-"]
+        if point.plan is not None and point.plan.predicted is not None:
+            predicted = point.plan.predicted
+            times = [format_seconds(predicted.steady_step_s), format_seconds(predicted.step_s)]
+            cells = [*times, format_bytes(predicted.peak_device_bytes)]
+        table.add_row(f"{point.reserve_factor:g}", budget, *cells, "knee" if point is best else "")
+    return table
+
+
+def _lane_table(simulation: Simulation) -> Table:
+    """Returns the use of the lanes in one step."""
+    table = make_table("lane", "busy", "idle", "used", title="lanes, one step")
+    for lane, use in simulation.lanes.items():
+        total_s = use.busy_s + use.idle_s
+        share = use.busy_s / total_s if total_s > 0 else 0.0
+        table.add_row(lane.value, format_seconds(use.busy_s), format_seconds(use.idle_s), f"{share:.0%}")
+    return table
+
+
+def _simulation_lines(simulation: Simulation) -> list[str]:
+    """Returns times, memory and the critical path."""
+    path, half = list(simulation.critical_path), _MOST_OF_PATH // 2
+    if len(path) > _MOST_OF_PATH:
+        path = [*path[:half], f"... {len(path) - _MOST_OF_PATH} more ...", *path[-half:]]
+    one_step = max(held for _, held in simulation.device_bytes)
+    streamed = simulation.streamed_state_bytes
+    where = "of masters and optimizer state in pinned host memory, streamed through the GPU"
+    return [
+        f"forward {format_seconds(simulation.forward_s)}, step {format_seconds(simulation.step_s)}, "
+        f"steady step {format_seconds(simulation.steady_step_s)}",
+        f"peak device memory {format_bytes(simulation.peak_device_bytes)} over a chain of {CHAIN_STEPS} steps, where "
+        f"loads start during the previous step; {format_bytes(one_step)} in a single step",
+        f"host link {format_bytes(simulation.link_bytes)} per step",
+        *([f"{format_bytes(streamed)} {where}"] if streamed else []),
+        f"critical path: {' > '.join(path)}",
+    ]

@@ -1,7 +1,6 @@
 """`jaxferry profile`: measures or estimates the costs of a model's layers on a machine."""
 
 import dataclasses
-import functools
 import pathlib
 from typing import Annotated, Any
 
@@ -9,31 +8,28 @@ import rich.markup
 import rich.table
 import typer
 
-from jaxferry.cli import COMMANDS
-from jaxferry.cli.common import AsJson, print_json, print_report
-from jaxferry.cli.model import OPTIMIZERS, ModelName, call_model, make_optimizer, read_dtype
-from jaxferry.cli.step_options import ComputeDtype, check_fixed_granularity
-from jaxferry.cli.user_code import user_code
-from jaxferry.costs.estimate import estimate_profile
+from jaxferry.cli.common import AsJson, make_table, print_result
+from jaxferry.cli.traced import trace
+from jaxferry.cli.workload import (
+    OPTIMIZERS,
+    ComputeDtype,
+    ModelName,
+    call_model,
+    check_fixed_granularity,
+    make_optimizer,
+    read_dtype,
+    user_code,
+)
 from jaxferry.costs.machines import MACHINES, find_machine
 from jaxferry.costs.records import Profile
-from jaxferry.costs.segment_costs import partition_costs
-from jaxferry.engine import TRANSPORTS, derivatives_of, make_placement, widened_groups
-from jaxferry.engine.facts import with_program_facts
+from jaxferry.engine import TRANSPORTS, make_placement
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK
-from jaxferry.partition import AUTO, REMAT, Partition, partition
-from jaxferry.planner.merging import merges_of_small
+from jaxferry.partition import AUTO, REMAT
 from jaxferry.processes.meshes import mesh_of
-from jaxferry.settings import for_planned_gpu
 from jaxferry.training.model import Model
 from jaxferry.training.options import Options
 from jaxferry.training.train_step import train_step
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command to the application."""
-    app.command("profile", short_help=COMMANDS["profile"])(profile)
 
 
 def profile(
@@ -70,16 +66,16 @@ def profile(
         int, typer.Option("--devices", min=1, help="Devices that share a batch; measured ones are of this machine.")
     ] = 1,
     processes: Annotated[
-        int, typer.Option("--processes", min=1, help="Processes, a machine each, that these devices belong to.")
+        int, typer.Option("--processes", min=1, help="Processes that these devices belong to, a machine for each.")
     ] = 1,
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", metavar="PROFILE.json", help="Where to write the profile.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Makes a profile of a model: bytes and times of each layer, for `plan` and `simulate`.
+    """Measure or estimate the costs of a model's layers, for plan and simulate.
 
-    Parameters and batch may be shapes. Measures on this machine's device unless --machine names one to estimate.
+    Measures on this machine's device unless --machine names one to estimate. Parameters and batch may be shapes.
     Earlier measurements come from the cache (JAXFERRY_CACHE_DIR; "off" disables it).
     """
     if estimate and machine is None:
@@ -97,10 +93,9 @@ def profile(
         made = measure_model(model, optimizer, compute_dtype, remat, transport, granularity, devices)
     if output is not None:
         made.save(output)
-    if as_json:
-        print_json(made.to_json())
-    else:
-        _print(made)
+    estimated = f"Estimated for {made.machine['name']}, not measured."
+    note = estimated if made.machine.get("estimated") else f"Measured on {made.machine['name']}."
+    print_result(as_json, made.to_json(), f"{note} Sizes in MiB, times in ms.", "", _table(made))
 
 
 def estimate_model(
@@ -117,29 +112,17 @@ def estimate_model(
     Raises:
       InputError: if the function or the machine is unknown, or the function returns something else.
     """
-    figures = find_machine(machine)
-    dtype = read_dtype(compute_dtype)
+    figures, dtype = find_machine(machine), read_dtype(compute_dtype)
+    sharing: dict[str, Any] = {"remat": remat, "devices": devices, "processes": processes}
     with user_code(model):
         known = call_model(model)
-        given = (known.loss_fn, known.shapes(), (known.batch_of(0),))
-        merge = functools.partial(merges_of_small, machine=figures) if granularity == BLOCK else None
-        settings: dict[str, Any] = {"compute_dtype": dtype, "merge": merge, "granularity": granularity}
-        settings |= {"num_devices": devices, "num_processes": processes}
-        parts = for_planned_gpu(lambda: partition(*given, **settings))
-        _check_batch(parts, devices)
-    sizes = Model(known.shapes(), OPTIMIZERS["adamw"](1e-3), Options(compute_dtype=dtype), make_placement(), None)
-    derivatives = derivatives_of(parts, "none" if remat == AUTO else remat)
-    in_all = sizes.host_bytes(parts.layers, widened=widened_groups(parts, derivatives))
+        params, batch = known.shapes(), known.batch_of(0)
+        made = trace(0, known.loss_fn, params, batch, figures, dtype, granularity, **sharing)
+    sizes = Model(params, OPTIMIZERS["adamw"](1e-3), Options(compute_dtype=dtype), make_placement(), None)
+    in_all = sizes.host_bytes(made.variants.base.layers, widened=made.widened)
     host_bytes = {name: -(-size // processes) for name, size in in_all.items()}
     facts = {"model": model, "remat": remat, "host_bytes": host_bytes}
-    costs = partition_costs(parts, remat, temporaries=True)
-    profile = estimate_profile(costs, figures, facts, devices, processes)
-    return with_program_facts(profile, parts, derivatives)
-
-
-def _check_batch(parts: Partition, devices: int) -> None:
-    if devices > 1 and not parts.graph.batch_size:
-        raise InputError(f"the first axis of the model's batch must be a multiple of {devices} devices")
+    return dataclasses.replace(made.profile, machine={**made.profile.machine, **facts})
 
 
 def measure_model(
@@ -156,33 +139,27 @@ def measure_model(
     Raises:
       InputError: if the function, optimizer or transport is unknown, or the function returns something else.
     """
-    update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)  # times do not depend on the learning rate
-    mesh = mesh_of(devices)
+    update = make_optimizer(optimizer)  # times do not depend on the learning rate
+    options: dict[str, Any] = {
+        "compute_dtype": read_dtype(compute_dtype),
+        "remat": remat,
+        "transport": transport,
+        "granularity": granularity,
+        "mesh": mesh_of(devices),
+    }
     with user_code(model):
         known = call_model(model)
-        options: dict[str, Any] = {
-            "compute_dtype": dtype,
-            "remat": remat,
-            "transport": transport,
-            "granularity": granularity,
-        }
-        step = train_step(known.loss_fn, update, mesh=mesh, **options)
-        made = step.measure(known.shapes(), known.batch_of(0))
+        made = train_step(known.loss_fn, update, **options).measure(known.shapes(), known.batch_of(0))
     return dataclasses.replace(made, machine={**made.machine, "model": model, "optimizer": optimizer})
 
 
-def _print(made: Profile) -> None:
-    table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("layer", no_wrap=True)
-    for heading in ("weights", "kept", "load", "fwd", "fwd DHA", "bwd", "bwd DHA", "bwd GO", "update"):
-        table.add_column(heading, justify="right", no_wrap=True)
+def _table(made: Profile) -> rich.table.Table:
+    heads = ("weights", "kept", "load", "fwd", "fwd DHA", "bwd", "bwd DHA", "bwd GO", "update")
+    table = make_table("layer", *heads, is_plain=True)
     for layer in made.layers:
         sizes = [layer.param_bytes / 2**20, layer.activation_bytes / 2**20]
         times_s = [layer.load_s, layer.forward_s, layer.forward_dha_s, layer.backward_s, layer.backward_dha_s]
         times_s += [layer.backward_go_s, layer.update_s]
         name = rich.markup.escape(layer.name)
         table.add_row(name, *(f"{number:.3g}" for number in (*sizes, *(1e3 * time for time in times_s))))
-    estimated = f"Estimated for {made.machine['name']}, not measured."
-    note = estimated if made.machine.get("estimated") else f"Measured on {made.machine['name']}."
-    note += " Sizes in MiB, times in ms."
-    print_report(note, "", table)
+    return table

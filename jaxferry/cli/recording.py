@@ -1,4 +1,4 @@
-"""A recording of training steps: each task with its kind, layer, bytes, micro-batch and times, as a JSON file.
+"""A recording of training steps: how it is made, its JSON file, and what its page states of it.
 
 An example of `jaxferry.recording/1`:
 
@@ -11,15 +11,20 @@ An example of `jaxferry.recording/1`:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import math
+import functools
+import importlib.metadata
+import itertools
 import os
-from collections.abc import Mapping
-from typing import Any, Self
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxferry.costs.records import Profile
-from jaxferry.errors import InputError
+from jaxferry.errors import InputError, StateError
 from jaxferry.records import (
+    MAX_SECONDS,
     check_bytes,
     check_choice,
     check_format,
@@ -30,10 +35,35 @@ from jaxferry.records import (
     required,
     write_json,
 )
+from jaxferry.step.bottleneck import Bottleneck, find_bottleneck
 from jaxferry.step.records import Plan
-from jaxferry.step.schedule import Kind, Lane
+from jaxferry.step.schedule import Kind, Lane, Task, repeat, schedule_step
+from jaxferry.step.simulate.machine import run, steady_step_s
+from jaxferry.step.simulate.memory_kinds import device_bytes_by_kind
+from jaxferry.step.simulate.report import link_bytes
 
-FORMAT = "jaxferry.recording/1"
+if TYPE_CHECKING:
+    from jaxferry.engine import TrainState
+    from jaxferry.training.prepared import Prepared
+    from jaxferry.training.train_step import TrainStep
+
+RECORDING_FORMAT = "jaxferry.recording/1"
+
+STAGES = {
+    "forward": (Kind.FORWARD, Kind.INTER_FORWARD),
+    "backward": (Kind.BACKWARD, Kind.INTER_BACKWARD),
+    "load": (Kind.LOAD, Kind.RELOAD, Kind.REFRESH, Kind.READ),
+    "offload": (Kind.OFFLOAD, Kind.WRITE),
+    "activations": (Kind.SAVE, Kind.FETCH),
+    "update": (Kind.UPDATE,),
+    "state": (Kind.STATE_UP, Kind.STATE_DOWN),
+    "contention": (Kind.CONTENTION,),
+}
+"""Kinds of tasks by what they are for. Only predictions have reads, writes and contention."""
+
+STAGE_OF = {kind: stage for stage, kinds in STAGES.items() for kind in kinds}
+_AFTER_UPDATES = (Kind.REFRESH, Kind.STATE_UP, Kind.STATE_DOWN)
+_PREDICTED_STEPS = 4
 
 Changes = tuple[tuple[float, int], ...]
 """Seconds, and bytes from then on."""
@@ -46,10 +76,10 @@ class RecordedTask:
     Attributes:
       name: kind and layer, for display.
       kind, lane: as of `jaxferry.step.schedule.Task`.
-      layer: the name of its segment; for updates and refreshes that of the parameter group's first segment.
+      layer: the name of the segment; for updates and refreshes, the name of the parameter group's first segment.
       step: the number of the training step.
-      micro_batch: the step's place among those that share an update, counted from 0.
-      num_bytes: bytes that it moves over the host link, by a transfer or by a program that uses host memory.
+      micro_batch: the step's number among the steps that share an update, counted from 0.
+      num_bytes: bytes moved over the host link, by a transfer or by a program that uses host memory.
       start_s, end_s: seconds from the start of the first recorded step.
     """
 
@@ -65,11 +95,7 @@ class RecordedTask:
 
     @classmethod
     def from_json(cls, document: Any, index: int) -> Self:
-        """Reads one element of `tasks`.
-
-        Raises:
-          InputError: if a key is missing or unknown, or a value not acceptable.
-        """
+        """Reads one element of `tasks`; raises `InputError` for a missing or unknown key or a bad value."""
         where = f"tasks[{index}]"
         if not isinstance(document, Mapping):
             raise InputError(f"{where} must be a JSON object, got {document!r}")
@@ -82,12 +108,12 @@ class RecordedTask:
         values["kind"] = Kind(check_choice(values["kind"], "kind", tuple(Kind), where))
         values["lane"] = Lane(check_choice(values["lane"], "lane", tuple(Lane), where))
         times = values["start_s"], values["end_s"]
-        if not all(isinstance(time, int | float) and math.isfinite(time) for time in times) or times[0] > times[1]:
+        if not all(isinstance(time, int | float) and abs(time) <= MAX_SECONDS for time in times) or times[0] > times[1]:
             raise InputError(f"{where}: start_s and end_s must be seconds, the end not before the start, got {times}")
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
-        """The task as an element of `tasks`."""
+        """Returns the task as an element of `tasks`."""
         return {key: getattr(self, field) for field, key in _KEYS.items()}
 
 
@@ -99,15 +125,14 @@ class Recording:
     """Recorded training steps.
 
     Attributes:
-      model: its name.
+      model: the model's name.
       machine: facts about the machine, JSON values by name.
       accumulate: number of micro-batches whose gradients one update applies.
       memory_budget_bytes: device memory that the step may take; None for no limit.
       plan: the plan that ran.
-      profile: what it was made from; it has no times if the policy needs none.
+      profile: the profile that the plan was made from; without times if the policy needs none.
       tasks: the tasks, step by step in dispatch order.
-      device_bytes: by kind, (seconds, bytes from then on) for each change of device memory, by the count of the
-        schedule.
+      device_bytes: by kind, (seconds, bytes from then on) for each change of device memory, as the schedule counts.
       host_bytes: host memory that training keeps, by what it is for.
     """
 
@@ -123,12 +148,8 @@ class Recording:
 
     @classmethod
     def from_json(cls, document: Any) -> Self:
-        """Reads `jaxferry.recording/1`.
-
-        Raises:
-          InputError: if a key is missing or unknown, or a value not acceptable.
-        """
-        fields = check_format(document, FORMAT)
+        """Reads `jaxferry.recording/1`; raises `InputError` for a missing or unknown key or a bad value."""
+        fields = check_format(document, RECORDING_FORMAT)
         names = tuple(field.name for field in dataclasses.fields(cls))
         check_keys(fields, ("format", *names), "recording")
         values = {name: required(fields, name, "recording") for name in names}
@@ -141,21 +162,19 @@ class Recording:
         if values["memory_budget_bytes"] is not None:
             check_bytes(values["memory_budget_bytes"], "memory_budget_bytes", "recording")
         tasks = check_list(values["tasks"], "tasks", "task")
-        records = {"plan": Plan.from_json(values["plan"]), "profile": Profile.from_json(values["profile"])}
-        memory = {
-            "device_bytes": _read_changes(values["device_bytes"]),
-            "host_bytes": _read_sizes(values["host_bytes"]),
-        }
-        read = (RecordedTask.from_json(task, index) for index, task in enumerate(tasks))
-        return cls(**values | records | memory | {"tasks": tuple(read)})
+        values["plan"], values["profile"] = Plan.from_json(values["plan"]), Profile.from_json(values["profile"])
+        values["device_bytes"] = _read_changes(values["device_bytes"])
+        values["host_bytes"] = _read_sizes(values["host_bytes"])
+        values["tasks"] = tuple(RecordedTask.from_json(task, index) for index, task in enumerate(tasks))
+        return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
-        """The recording as `jaxferry.recording/1`."""
+        """Returns the recording as `jaxferry.recording/1`."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         records = {"plan": self.plan.to_json(), "profile": self.profile.to_json()}
         memory = {kind: [list(change) for change in changes] for kind, changes in self.device_bytes.items()}
         tasks = [task.to_json() for task in self.tasks]
-        return {"format": FORMAT, **fields, **records, "tasks": tasks, "device_bytes": memory}
+        return {"format": RECORDING_FORMAT, **fields, **records, "tasks": tasks, "device_bytes": memory}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -175,7 +194,7 @@ def _read_changes(document: Any) -> dict[str, Changes]:
         }
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise InputError(f"device_bytes must hold pairs of seconds and bytes by kind: {error}") from error
-    if not all(changes and all(math.isfinite(time_s) for time_s, _ in changes) for changes in found.values()):
+    if not all(changes and all(abs(time_s) <= MAX_SECONDS for time_s, _ in changes) for changes in found.values()):
         raise InputError("device_bytes must hold one or more pairs of seconds and bytes by kind")
     return found
 
@@ -184,3 +203,206 @@ def _read_sizes(document: Any) -> dict[str, int]:
     if not isinstance(document, Mapping):
         raise InputError(f"host_bytes must be a JSON object, got {document!r}")
     return {name: check_bytes(size, name, "host_bytes") for name, size in document.items()}
+
+
+def make_recording(
+    step: TrainStep,
+    state: TrainState,
+    prepared: Prepared,
+    *,
+    model: str = "model",
+    machine: Mapping[str, Any] | None = None,
+) -> Recording:
+    """Makes a recording of the last steps, which `step.recorded()` returns. Waits for them to end.
+
+    Args:
+      step: the training step, made with `record_steps`.
+      state: the state after the last step.
+      prepared: the step that ran: `step.prepare(batch)`.
+      model: a name for the page.
+      machine: facts about the machine; by default the device's name and JAX's version.
+
+    Raises:
+      StateError: if no step was recorded.
+    """
+    state.block_until_ready()
+    ran = step.recorded()
+    if ran is None:
+        raise StateError("there is nothing to record: train_step needs record_steps=, and at least one step must end")
+    profile, accumulate = prepared.profile, step.options.accumulate
+    first = state.step - ran.schedule.steps
+    tasks = []
+    for task, start_s, end_s in zip(ran.schedule.tasks, ran.starts_s, ran.ends_s, strict=True):
+        layer, number = profile.layers[task.segment], first + task.step
+        batch = number % accumulate
+        moved = _moved_bytes(prepared, task, batch, is_last=batch == accumulate - 1)
+        tasks.append(RecordedTask(task.name, task.kind, layer.name, task.lane, number, batch, moved, start_s, end_s))
+    return Recording(
+        model=model,
+        machine=machine or {"name": step.device_kind, "jax": importlib.metadata.version("jax")},
+        accumulate=accumulate,
+        memory_budget_bytes=step.options.memory_budget_bytes,
+        plan=prepared.plan,
+        profile=profile,
+        tasks=tuple(tasks),
+        device_bytes=device_bytes_by_kind(ran, profile, prepared.plan),
+        host_bytes=step.compiler.model.host_bytes(
+            prepared.partition.layers, prepared.program.read_in_place, prepared.saved_bytes, prepared.program.widened
+        ),
+    )
+
+
+def _moved_bytes(prepared: Prepared, task: Task, batch: int, is_last: bool) -> int:
+    """Returns a task's bytes on the host link; of a lookup's gradient only the rows leave the device.
+
+    Before the last micro-batch, sums stay on the device, and nothing is updated. After the first one, copies that stay
+    are not loaded again.
+    """
+    layer, group = prepared.profile.layers[task.segment], prepared.partition.uses[task.segment].group
+    stays = task.kind is Kind.OFFLOAD and group in prepared.program.summed
+    if not is_last and (task.kind in _AFTER_UPDATES or stays):
+        return 0
+    if group in prepared.program.kept and (task.kind is Kind.RELOAD or (task.kind is Kind.LOAD and batch)):
+        return 0
+    has_rows = task.kind is Kind.OFFLOAD and layer.gradient_rows
+    return layer.device_gradient_bytes if has_rows else link_bytes(layer, task)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The tasks that run during one step, including tasks of the neighbouring steps.
+
+    Attributes:
+      begin_s: the end of the last program of the step before; the first task's start if no step surrounds it.
+      end_s: the end of the step's own last program; the last task's end if no step follows.
+      tasks: the tasks that run meanwhile.
+    """
+
+    begin_s: float
+    end_s: float
+    tasks: tuple[RecordedTask, ...]
+
+
+class Summary:
+    """A recording of at least one step, and the prediction for its plan under the machine model."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+
+    @functools.cached_property
+    def step_s(self) -> tuple[float, ...]:
+        """Seconds from each step's last program to the next one's; for a single step, of its programs."""
+        spans = _program_spans(self.recording.tasks)
+        if len(spans) > 1:
+            return tuple(after - before for (_, before), (_, after) in itertools.pairwise(spans))
+        [(begin, end)] = spans
+        return (end - begin,)
+
+    @property
+    def measured_s(self) -> float:
+        """The median step."""
+        return statistics.median(self.step_s)
+
+    @functools.cached_property
+    def predicted(self) -> tuple[RecordedTask, ...]:
+        """The tasks of some predicted steps; empty if the profile has no times."""
+        profile, plan = self.recording.profile, self.recording.plan
+        if not profile.has_times:
+            return ()
+        ran = run(repeat(schedule_step(profile, plan), _PREDICTED_STEPS))
+        tasks = []
+        for task, start_s, end_s in zip(ran.schedule.tasks, ran.starts_s, ran.ends_s, strict=True):
+            layer = profile.layers[task.segment]
+            moved = link_bytes(layer, task)
+            tasks.append(RecordedTask(task.name, task.kind, layer.name, task.lane, task.step, 0, moved, start_s, end_s))
+        return tuple(tasks)
+
+    @functools.cached_property
+    def predicted_s(self) -> float | None:
+        """The predicted seconds a step in the steady state; None if the profile has no times."""
+        profile, plan = self.recording.profile, self.recording.plan
+        return steady_step_s(schedule_step(profile, plan)) if profile.has_times else None
+
+    @functools.cached_property
+    def bottleneck(self) -> Bottleneck:
+        """What limits the recorded steps."""
+        tasks = self.recording.tasks
+        span_s = max(task.end_s for task in tasks) - min(task.start_s for task in tasks)
+        busy_s = dict.fromkeys(Lane, 0.0)
+        for task in tasks:
+            busy_s[task.lane] += task.end_s - task.start_s
+        busy_share = {lane: min(seconds / span_s, 1.0) if span_s > 0 else 0.0 for lane, seconds in busy_s.items()}
+        return find_bottleneck(busy_share, self.recording.plan.details, self.predicted_s or self.measured_s)
+
+    @property
+    def sentence(self) -> str:
+        """Names what limits the recorded steps."""
+        return f"The bottleneck is the {self.bottleneck.noun}: {self.bottleneck.reason}."
+
+
+def window(tasks: Sequence[RecordedTask]) -> Window:
+    """Returns the last step that has one before and one after it; of fewer than three steps, the last one alone."""
+    spans, last = _program_spans(tasks), max(task.step for task in tasks)
+    if len(spans) >= 3:
+        begin_s, end_s = spans[-3][1], spans[-2][1]
+        inside = tuple(task for task in tasks if task.start_s < end_s and task.end_s > begin_s)
+    else:
+        inside = tuple(task for task in tasks if task.step == last)
+        begin_s, end_s = min(task.start_s for task in inside), max(task.end_s for task in inside)
+    return Window(begin_s, end_s, inside)
+
+
+def _program_spans(tasks: Sequence[RecordedTask]) -> list[tuple[float, float]]:
+    """Returns the start of the first and the end of the last program of each step, in order."""
+    spans: dict[int, tuple[float, float]] = {}
+    for task in tasks:
+        if task.lane is Lane.GPU:
+            start_s, end_s = spans.get(task.step, (task.start_s, task.end_s))
+            spans[task.step] = min(start_s, task.start_s), max(end_s, task.end_s)
+    return [spans[step] for step in sorted(spans)]
+
+
+def seconds_by_stage(recording: Recording) -> dict[tuple[str, int], float]:
+    """Returns the mean seconds of work a step, by stage and micro-batch."""
+    found: dict[tuple[str, int], float] = collections.defaultdict(float)
+    steps: dict[int, set[int]] = collections.defaultdict(set)
+    for task in recording.tasks:
+        found[STAGE_OF[task.kind], task.micro_batch] += task.end_s - task.start_s
+        steps[task.micro_batch].add(task.step)
+    return {key: seconds / len(steps[key[1]]) for key, seconds in found.items()}
+
+
+def bytes_by_link(recording: Recording) -> dict[tuple[Lane, str], float]:
+    """Returns the mean bytes a step over the host link, by lane and stage."""
+    found: dict[tuple[Lane, str], float] = collections.defaultdict(float)
+    num_steps = len({task.step for task in recording.tasks})
+    for task in recording.tasks:
+        if task.num_bytes:
+            found[task.lane, STAGE_OF[task.kind]] += task.num_bytes / num_steps
+    return dict(found)
+
+
+def bytes_over_time(recording: Recording, lane: Lane, num_bins: int) -> list[float]:
+    """Returns the bytes that a lane moves in each of `num_bins` equal parts of the recorded time.
+
+    A task moves its bytes evenly over its time.
+    """
+    end = max(task.end_s for task in recording.tasks)
+    width = end / num_bins or 1.0
+    moved = [0.0] * num_bins
+    for task in recording.tasks:
+        if task.lane is not lane or not task.num_bytes:
+            continue
+        first, last = (min(max(int(time / width), 0), num_bins - 1) for time in (task.start_s, task.end_s))
+        for number in range(first, last + 1):
+            covered = min(task.end_s, (number + 1) * width) - max(task.start_s, number * width)
+            share = covered / (task.end_s - task.start_s) if task.end_s > task.start_s else 1.0 / (last - first + 1)
+            moved[number] += task.num_bytes * max(share, 0.0)
+    return moved
+
+
+def speed(recording: Recording, lane: Lane) -> float | None:
+    """Returns the bytes a second while tasks of a lane move any; None if none of them takes time."""
+    tasks = [task for task in recording.tasks if task.lane is lane and task.num_bytes]
+    seconds = sum(task.end_s - task.start_s for task in tasks)
+    return sum(task.num_bytes for task in tasks) / seconds if seconds > 0 else None

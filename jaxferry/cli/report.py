@@ -1,29 +1,89 @@
-"""`jaxferry report`: shows the results of `jaxferry bench`, or makes a page of a recorded run."""
+"""`jaxferry report`: shows the results of `jaxferry bench` or of a recorded run, and makes their page.
 
-from collections.abc import Mapping
+The page is one HTML file that needs nothing else: `page.html.jinja` filled with figures as SVG. It says why the plan
+treats each layer as it does: what each choice costs by the profile, and what the best other choice would, tried alone
+with the rest of the plan as it is under the machine model.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import typer
 
-from jaxferry.cli import COMMANDS
-from jaxferry.cli.common import AsJson, print_json, print_report
-from jaxferry.cli.compare import FORMAT as BENCH_FORMAT
-from jaxferry.cli.compare import Comparison
-from jaxferry.cli.recording import FORMAT as RECORDING_FORMAT
-from jaxferry.cli.recording import Recording
-from jaxferry.cli.reports.bench_tables import bench_lines, bench_table
-from jaxferry.cli.reports.page import bench_page, report_page
-from jaxferry.cli.reports.plots import plot_format
-from jaxferry.cli.reports.sections import bottleneck_sentence
-from jaxferry.cli.reports.timelines import plot_timelines
+from jaxferry.cli.common import AsJson, print_result
+from jaxferry.cli.compare import BENCH_FORMAT, Comparison
+from jaxferry.cli.figures import (
+    COLOURS,
+    Span,
+    areas_figure,
+    counts_figure,
+    lanes_figure,
+    lines_figure,
+    plot_format,
+    plot_timelines,
+    to_svg,
+)
+from jaxferry.cli.recording import (
+    RECORDING_FORMAT,
+    STAGE_OF,
+    STAGES,
+    Recording,
+    Summary,
+    Window,
+    bytes_by_link,
+    bytes_over_time,
+    seconds_by_stage,
+    speed,
+    window,
+)
+from jaxferry.costs.layer_records import LayerProfile
+from jaxferry.costs.records import Profile
+from jaxferry.costs.tables import flags_of
 from jaxferry.errors import InputError
+from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
+from jaxferry.planner.evaluate import PlanEvaluator
 from jaxferry.records import load_record, read_json
+from jaxferry.step.holdings import gradient_flags, mode_codes
+from jaxferry.step.records import LayerPlan, Loads, Plan, UpdateOrder, Updates
+from jaxferry.step.schedule import Lane
+from jaxferry.step.simulate.memory_kinds import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, TEMPORARIES
+from jaxferry.units import format_bytes, format_seconds
 
+_KINDS = {
+    PARAMETERS: COLOURS["load"],
+    STATE: COLOURS["state"],
+    ACTIVATIONS: COLOURS["activations"],
+    GRADIENTS: COLOURS["offload"],
+    TEMPORARIES: COLOURS["temporaries"],
+}
+"""Kinds of device memory with their colours."""
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("report", help=COMMANDS["report"])(report)
+_LINKS = {
+    Lane.H2D: ("to the device", COLOURS["load"]),
+    Lane.D2H: ("from the device", COLOURS["offload"]),
+    Lane.GPU: ("by programs, in host memory", COLOURS["forward"]),
+}
+"""Directions of the host link, with their colours."""
+
+_BINS = 120
+_MOST_LAYERS = 200
+"""Longer plans are explained by costs alone: other choices of all layers are about six plans a layer.
+
+So are plans that stream updates, which `PlanEvaluator` does not evaluate.
+"""
+
+_SAME = 5e-3
+"""Step times that differ by less count as the same."""
 
 
 def report(
@@ -38,44 +98,324 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prints what limits a recorded run, or the table of a bench; makes one page of either."""
+    """Show the results of a bench or of a recorded run, or make one page of them.
+
+    Prints what limits a recorded run, or the table of a bench.
+    """
     document = read_json(results)
-    found = document.get("format") if isinstance(document, Mapping) else None
-    if found not in (BENCH_FORMAT, RECORDING_FORMAT):
-        raise InputError(f'{results}: format must be "{BENCH_FORMAT}" or "{RECORDING_FORMAT}", got {found!r}')
-    if found == RECORDING_FORMAT:
-        if plot is not None:
-            raise InputError("--plot draws a bench; for a recording give -o REPORT.html")
-        _report_recording(load_record(results, Recording.from_json), output, as_json)
-        return
-    _report_bench(results, plot, output, as_json)
-
-
-def _report_recording(recording: Recording, output: Path | None, as_json: bool) -> None:
-    if output is not None:
-        _write(output, report_page(recording))
-    if as_json:
-        print_json(recording.to_json())
-    else:
-        print_report(bottleneck_sentence(recording))
-
-
-def _report_bench(results: Path, plot: Path | None, output: Path | None, as_json: bool) -> None:
+    kind = document.get("format") if isinstance(document, Mapping) else None
+    if kind not in (BENCH_FORMAT, RECORDING_FORMAT):
+        raise InputError(f'{results}: format must be "{BENCH_FORMAT}" or "{RECORDING_FORMAT}", got {kind!r}')
+    if kind == RECORDING_FORMAT and plot is not None:
+        raise InputError("--plot draws a bench; for a recording give -o REPORT.html")
     if plot is not None:
         plot_format(plot)
-    compared = load_record(results, Comparison.from_json)
-    if output is not None:
-        _write(output, bench_page(compared))
-    if plot is not None:
-        plot_timelines(compared, plot)
-    if as_json:
-        print_json(compared.to_json())
+    found: Recording | Comparison
+    if kind == RECORDING_FORMAT:
+        found = load_record(results, Recording.from_json)
     else:
-        print_report(bench_table(compared), *bench_lines(compared))
+        found = load_record(results, Comparison.from_json)
+    if plot is not None and isinstance(found, Comparison):
+        plot_timelines(found, plot)
+    if output is not None:
+        page = report_page(found) if isinstance(found, Recording) else bench_page(found)
+        try:
+            output.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write {output}: {error.strerror or error}") from error
+    parts = [Summary(found).sentence] if isinstance(found, Recording) else [found.table(), *found.lines()]
+    print_result(as_json, found.to_json(), *parts)
 
 
-def _write(output: Path, page: str) -> None:
-    try:
-        output.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {output}: {error.strerror or error}") from error
+def report_page(recording: Recording) -> str:
+    """Returns the page of a recording, as HTML."""
+    return _render(title=_title(recording), runs=[_page_run(recording)])
+
+
+def bench_page(compared: Comparison) -> str:
+    """Returns the page of a bench, as HTML: the policies side by side, then each one's recording."""
+    runs = [_page_run(row.recording, row.policy) for row in compared.rows if row.recording is not None]
+    title = f"bench: {_title(runs[-1]['recording'])}" if runs else "bench"
+    return _render(title=title, runs=runs, bench=compared.cells(), lines=compared.lines())
+
+
+def _render(**values: Any) -> str:
+    jinja2 = importlib.import_module("jinja2")  # only pages need it
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters |= {"seconds": format_seconds, "bytes": format_bytes}
+    return environment.get_template("page.html.jinja").render({"bench": None, **values}) + "\n"
+
+
+def _title(recording: Recording) -> str:
+    return f"{recording.model} on {recording.machine.get('name', 'an unknown machine')}"
+
+
+def _page_run(recording: Recording, policy: str = "") -> dict[str, Any]:
+    """Returns what the template states of a recording: tables as heads and rows, figures as SVG."""
+    summary = Summary(recording)
+    facts = (_fact(key, value) for key, value in recording.machine.items() if isinstance(value, str | int))
+    total = sum(recording.host_bytes.values())
+    reasons = layer_reasons(recording.profile, recording.plan, recording.memory_budget_bytes)
+    layers = [
+        [each.name, each.mode.value, each.gradient.value, each.remat.value, each.update.value, reason]
+        for each, reason in zip(recording.plan.layers, reasons, strict=True)
+    ]
+    figures = {
+        "stages_figure": stages_figure(recording),
+        "lanes_figure": steps_figure(summary),
+        "speeds_figure": speeds_figure(recording),
+        "sizes_figure": sizes_figure(recording),
+        "memory_figure": memory_figure(recording),
+    }
+    return {
+        "policy": policy,
+        "recording": recording,
+        "summary": summary,
+        "steps": sorted({task.step for task in recording.tasks}),
+        "machine": ", ".join(facts),
+        "stages": _stages(recording),
+        "links": _links(recording),
+        "host_memory": (
+            ["kept for", "size"],
+            [
+                *([kind, format_bytes(size)] for kind, size in recording.host_bytes.items()),
+                ["total", format_bytes(total)],
+            ],
+        ),
+        "details": ", ".join(_fact(name, value) for name, value in recording.plan.details.items()),
+        "layers": (["layer", "mode", "gradient", "remat", "update", "reason"], layers),
+        **{name: figure and to_svg(figure) for name, figure in figures.items()},
+    }
+
+
+def _fact(name: str, value: object) -> str:
+    """Returns a fact in words; the suffix of its name is its unit."""
+    if name == "name":
+        return str(value)
+    for suffix, shown in (("_s", format_seconds), ("_bytes", format_bytes)):
+        if name.endswith(suffix) and isinstance(value, int | float):
+            return f"{name.removesuffix(suffix).replace('_', ' ')} {shown(value)}"
+    return f"{name.replace('_', ' ')} {value}"
+
+
+def _batches(recording: Recording) -> dict[int, str]:
+    """Returns the micro-batches with their names."""
+    last = recording.accumulate - 1 if recording.accumulate > 1 else None
+    batches = sorted({task.micro_batch for task in recording.tasks})
+    return {batch: f"micro-batch {batch}{' (gradient boundary)' * (batch == last)}" for batch in batches}
+
+
+def _stages(recording: Recording) -> tuple[list[str], list[list[str]]]:
+    seconds, batches = seconds_by_stage(recording), _batches(recording)
+    shown = [stage for stage in STAGES if any((stage, batch) in seconds for batch in batches)]
+    rows = [[stage, *(format_seconds(seconds.get((stage, batch), 0.0)) for batch in batches)] for stage in shown]
+    return ["work", *batches.values()], rows
+
+
+def stages_figure(recording: Recording) -> Any:
+    """Draws the seconds of work of each micro-batch, by stage."""
+    seconds, rows = seconds_by_stage(recording), dict[str, list[Span]]()
+    for batch in _batches(recording):
+        end = 0.0
+        spans = rows.setdefault(f"batch {batch}", [])
+        for stage in STAGES:
+            if took := seconds.get((stage, batch), 0.0):
+                spans.append((end, end + took, COLOURS[stage], f"{stage}: {format_seconds(took)}"))
+                end += took
+    return lanes_figure({"": rows}, max((spans[-1][1] for spans in rows.values() if spans), default=0.0))
+
+
+def steps_figure(summary: Summary) -> Any:
+    """Draws the lanes of one step, measured above predicted."""
+    windows = {"measured": window(summary.recording.tasks)}
+    if summary.predicted:
+        windows["predicted"] = window(summary.predicted)
+    charts = {title: _lanes(shown) for title, shown in windows.items()}
+    return lanes_figure(charts, max(shown.end_s - shown.begin_s for shown in windows.values()))
+
+
+def _lanes(shown: Window) -> dict[str, list[Span]]:
+    lanes: dict[str, list[Span]] = {lane.value: [] for lane in Lane}
+    for task in shown.tasks:
+        text = f"{task.name}: {format_seconds(task.end_s - task.start_s)}"
+        text += f", {format_bytes(task.num_bytes)}" if task.num_bytes else ""
+        start_s, end_s = task.start_s - shown.begin_s, task.end_s - shown.begin_s
+        lanes[task.lane.value].append((start_s, end_s, COLOURS[STAGE_OF[task.kind]], text))
+    return lanes
+
+
+def _links(recording: Recording) -> tuple[list[str], list[list[str]]]:
+    moved = bytes_by_link(recording)
+    stages = [stage for stage in STAGES if any(each == stage for _, each in moved)]
+    rows = []
+    for lane, (where, _) in _LINKS.items():
+        achieved = speed(recording, lane)
+        shown = "-" if achieved is None else f"{achieved / 1e9:,.3g} GB/s"
+        rows.append([where, *(format_bytes(moved.get((lane, stage), 0.0)) for stage in stages), shown])
+    return ["", *stages, "while busy"], rows
+
+
+def speeds_figure(recording: Recording) -> Any:
+    """Draws the speed of each direction of the host link over the recorded time."""
+    end_s = max(task.end_s for task in recording.tasks)
+    width = end_s / _BINS or 1.0
+    moved = {lane: bytes_over_time(recording, lane, _BINS) for lane in _LINKS}
+    most = max(itertools.chain(*moved.values())) / width
+    unit, scale = ("GB/s", 1e9) if most >= 1e8 else ("MB/s", 1e6)
+    series = [
+        (name, colour, [(number * width, each / width / scale) for number, each in enumerate(moved[lane])])
+        for lane, (name, colour) in _LINKS.items()
+        if any(moved[lane])
+    ]
+    return lines_figure(series, end_s, unit)
+
+
+def sizes_figure(recording: Recording) -> Any:
+    """Draws how many transfers have which size, for each direction; None without transfers."""
+    charts = []
+    for lane in (Lane.H2D, Lane.D2H):
+        (where, colour), tasks = _LINKS[lane], [task for task in recording.tasks if task.lane is lane]
+        if sizes := [task.num_bytes for task in tasks if task.num_bytes]:
+            powers = collections.Counter(math.floor(math.log2(size)) for size in sizes)
+            counts = {2**power: powers[power] for power in range(min(powers), max(powers) + 1)}
+            title = f"{len(sizes)} transfers {where}, median {format_bytes(statistics.median(sizes))}"
+            charts.append((title, colour, counts))
+    return counts_figure(charts) if charts else None
+
+
+def memory_figure(recording: Recording) -> Any:
+    """Draws the device memory over one step, kinds on top of each other."""
+    shown = window(recording.tasks)
+    series = []
+    for kind, colour in _KINDS.items():
+        if changes := recording.device_bytes.get(kind):
+            name = f"{kind}, at most {format_bytes(max(held for _, held in changes))}"
+            series.append((name, colour, [(time_s - shown.begin_s, held / 2**20) for time_s, held in changes]))
+    return areas_figure(series, shown.end_s - shown.begin_s, "MiB")
+
+
+class _Outcome(NamedTuple):
+    """Seconds a step in the steady state, and the least budget in bytes, of a plan with another choice."""
+
+    step_s: float
+    needed_bytes: int
+    choice: str = ""
+
+
+def layer_reasons(profile: Profile, plan: Plan, budget_bytes: int | None = None) -> list[str]:
+    """Returns a sentence for each layer of a plan for a profile; without `budget_bytes`, memory has no limit."""
+    if not profile.has_times:
+        return [f"{plan.policy} decides without times" for _ in plan.layers]
+    costs = [_costs(layer, chosen) for layer, chosen in zip(profile.layers, plan.layers, strict=True)]
+    if len(plan.layers) > _MOST_LAYERS or any(plan.updates_streamed):
+        return costs
+    choices = [list(_others(profile, plan, number)) for number in range(len(plan.layers))]
+    plans = [_with(profile, plan, number, other) for number, own in enumerate(choices) for _, other in own]
+    own, *outcomes = _evaluate(profile, [plan, *plans])
+    reasons = []
+    for cost, layer_choices in zip(costs, choices, strict=True):
+        tried = [outcomes.pop(0)._replace(choice=name) for name, _ in layer_choices]
+        fits = [each for each in tried if budget_bytes is None or each.needed_bytes <= budget_bytes]
+        parts = [cost, _compared(min(fits), own)] if fits else [cost]
+        beyond = min((each for each in tried if each not in fits), default=None)
+        if beyond is not None and beyond.step_s < (1 - _SAME) * own.step_s:
+            parts.append(f"{_compared(beyond, own)}, but needs {format_bytes(beyond.needed_bytes)}")
+        reasons.append("; ".join(parts))
+    return reasons
+
+
+def _costs(layer: LayerProfile, chosen: LayerPlan) -> str:
+    """Returns what the layer's mode, gradient, recomputation and update cost, and what they save."""
+    backward_s = max(layer.backward_dha_s - layer.backward_s, 0.0) * layer.backward_reads
+    forward_s = max(layer.forward_dha_s - layer.forward_s, 0.0)
+    load, in_place = format_seconds(layer.load_s), format_seconds(forward_s + backward_s)
+    parts = [
+        {
+            Mode.GFGB: f"one load of {load}; reading host memory in place would add {in_place} of compute",
+            Mode.DHA: f"reading host memory in place adds {in_place} of compute and saves a load of {load}",
+            Mode.DFGB: f"the forward reads host memory in place (+{format_seconds(forward_s)}), so the load of {load} "
+            "may come later",
+            Mode.RELOAD: f"two loads of {load}; between forward and backward its {format_bytes(layer.param_bytes)} are "
+            "free",
+            Mode.RESIDENT: f"its {format_bytes(layer.param_bytes)} stay, so no forward waits for a load of {load}",
+        }[chosen.mode]
+    ]
+    if chosen.gradient is GradientPlace.HOST and layer.has_gradient:
+        added = format_seconds(max(layer.backward_go_s - layer.backward_s, 0.0))
+        parts.append(
+            f"the backward writes the gradient to host memory (+{added}), which saves an offload of "
+            f"{format_seconds(layer.offload_s)} and {format_bytes(layer.device_gradient_bytes)}"
+        )
+    if chosen.remat is Remat.FULL:
+        freed = format_bytes(layer.kept_bytes(False) - layer.kept_bytes(True))
+        parts.append(f"recomputing takes {format_seconds(layer.recompute_s or 0.0)} and frees {freed}")
+    if chosen.update is UpdatePlace.RESIDENT:
+        parts.append(
+            f"updated on the device in {format_seconds(layer.update_gpu_s or 0.0)}, on the host in "
+            f"{format_seconds(layer.update_s)}; its gradient does not leave"
+        )
+    if chosen.update is UpdatePlace.GPU:
+        on_device, on_host = format_seconds(layer.streamed_update_s), format_seconds(layer.update_s)
+        parts.append(
+            f"updated on the device in {on_device}, while {format_bytes(layer.state_bytes)} of masters and state pass "
+            f"each way, on the host in {on_host}; its gradient does not leave"
+            + (", nor does its compute copy" if chosen.mode is Mode.RESIDENT else "")
+        )
+    return "; ".join(parts)
+
+
+def _compared(other: _Outcome, own: _Outcome) -> str:
+    change_s = other.step_s - own.step_s
+    if abs(change_s) < _SAME * own.step_s:
+        freed = own.needed_bytes - other.needed_bytes
+        less = f", and {format_bytes(abs(freed))} {'less' if freed > 0 else 'more'} device memory" if freed else ""
+        return f"with {other.choice} a step takes as long{less}"
+    return f"with {other.choice} a step takes {format_seconds(abs(change_s))} {'longer' if change_s > 0 else 'less'}"
+
+
+def _others(profile: Profile, plan: Plan, number: int) -> Iterator[tuple[str, LayerPlan]]:
+    """Yields the other choices for a layer, each with its name."""
+    chosen, layer = plan.layers[number], profile.layers[number]
+    for mode in Mode:
+        may_reload = plan.loads is not Loads.BULK or mode is not Mode.RELOAD
+        is_last = number == len(plan.layers) - 1
+        is_possible = may_reload and (mode is not Mode.DFGB or (layer.backward_reads and not is_last))
+        if mode is not chosen.mode and is_possible:
+            yield mode.value, chosen.with_mode(mode)
+    is_alone = len(profile.groups[profile.group_of[number]]) == 1 and not profile.updates_together
+    if layer.update_gpu_s is not None and layer.has_gradient and is_alone and chosen.update is UpdatePlace.HOST:
+        moved = dataclasses.replace(chosen, mode=Mode.RESIDENT, gradient=GradientPlace.DEVICE)
+        yield "its update on the device", dataclasses.replace(moved, update=UpdatePlace.RESIDENT)
+    if layer.has_gradient and not layer.gradient_rows and chosen.update is UpdatePlace.HOST:
+        place = GradientPlace.HOST if chosen.gradient is GradientPlace.DEVICE else GradientPlace.DEVICE
+        yield f"its gradient written on the {place.value}", dataclasses.replace(chosen, gradient=place)
+    if layer.can_recompute:
+        remat = Remat.FULL if chosen.remat is Remat.NONE else Remat.NONE
+        yield "recomputation" if remat is Remat.FULL else "no recomputation", dataclasses.replace(chosen, remat=remat)
+
+
+def _with(profile: Profile, plan: Plan, number: int, other: LayerPlan) -> Plan:
+    """Returns the plan with another choice for a layer; layers that share its parameters keep one update place."""
+    members = profile.groups[profile.group_of[number]]
+    layers = list(plan.layers)
+    for member in members:
+        layers[member] = dataclasses.replace(layers[member], update=other.update)
+    layers[number] = other
+    return dataclasses.replace(plan, layers=tuple(layers))
+
+
+def _evaluate(profile: Profile, plans: Sequence[Plan]) -> list[_Outcome]:
+    """Evaluates plans that differ in their layers alone."""
+    trained = flags_of(profile, "has_gradient")[:, 0]
+    outcomes = PlanEvaluator(profile)(
+        np.stack([mode_codes(plan) for plan in plans]),
+        np.stack([gradient_flags(plan) for plan in plans]),
+        np.array([plan.recomputes for plan in plans]),
+        np.array([plan.updates_on_device for plan in plans]) & trained,
+        bulk=plans[0].loads is Loads.BULK,
+        after_all=plans[0].updates is Updates.AFTER_ALL,
+        by_need=plans[0].update_order is UpdateOrder.NEED,
+        memory_bytes=plans[0].memory_bytes,
+    )
+    return list(map(_Outcome, outcomes.steady_step_s.tolist(), outcomes.needed_bytes.tolist()))

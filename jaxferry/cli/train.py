@@ -1,11 +1,14 @@
-"""`jaxferry train`: trains a user's model."""
+"""`jaxferry train`: trains a user's model.
+
+The options of a run are kept beside its saved state as `train.json` (`jaxferry.train/1`); a resumed run has them too.
+"""
 
 import contextlib
 import dataclasses
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,51 +18,59 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 
 from jaxferry.checkpoint import Keep, check_target
-from jaxferry.cli import COMMANDS
-from jaxferry.cli.common import AsJson, print_json, print_report, read_budget
-from jaxferry.cli.compare import plan_counts
-from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype
-from jaxferry.cli.record_steps import make_recording
-from jaxferry.cli.reports.tables import plan_table
-from jaxferry.cli.resumed import as_arguments, resumed_options, save_options
-from jaxferry.cli.step_options import (
+from jaxferry.cli.common import AsJson, plan_counts, plan_table, print_result, read_budget
+from jaxferry.cli.recording import make_recording
+from jaxferry.cli.workload import (
     ComputeDtype,
     Devices,
     MemoryBudget,
+    ModelName,
     OffloadActivations,
     Optimizer,
     Remat,
     ReserveFactor,
     Seed,
+    UserModel,
+    call_model,
+    make_optimizer,
+    read_dtype,
+    user_code,
 )
-from jaxferry.cli.user_code import user_code
 from jaxferry.engine import TrainState
 from jaxferry.errors import CheckpointError, InputError
 from jaxferry.modes import BLOCK
 from jaxferry.planner.registry import policies
 from jaxferry.processes.distributed import JOIN_TIMEOUT_S, is_first, own_rows, start
 from jaxferry.processes.meshes import mesh_of
-from jaxferry.records import write_json
+from jaxferry.records import check_format, load_record, write_json
 from jaxferry.step.simulate.trace import chrome_trace
+from jaxferry.training.options import ESTIMATE, MEASURE
+from jaxferry.training.prepared import Prepared
 from jaxferry.training.train_step import TrainStep, train_step
 from jaxferry.transport.interrupts import Terminated, raising_terminated
 from jaxferry.units import format_bytes, format_seconds
 
+FORMAT = "jaxferry.train/1"
+_FILE = "train.json"
 _INTERRUPTED, _TERMINATED = 130, Terminated.status
 _LINES = 10
-_STEPS_IN_TRACE = 8
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("train", help=COMMANDS["train"])(train)
-
+_RECORDED_STEPS = 8
 
 _KEPT = (
     *("optimizer", "learning_rate", "policy", "plan", "profile", "memory_budget", "reserve_factor", "clip_norm"),
     *("accumulate", "compute_dtype", "remat", "offload_activations", "granularity", "devices"),
 )
 """Options that a resumed run has from the saved one, unless they are given again."""
+
+_EXCLUDING = {"policy": "plan", "plan": "policy"}
+"""Options that exclude each other: a given one replaces the other one of the saved run."""
+
+_TYPES: Mapping[str, tuple[str, Any]] = {
+    **dict.fromkeys(("learning_rate", "reserve_factor", "clip_norm"), ("a number", (int, float))),
+    **dict.fromkeys(("accumulate", "devices"), ("a whole number", int)),
+    "offload_activations": ("true or false", bool),
+}
+"""What the value of an option is, if it is not a string."""
 
 
 def train(
@@ -93,11 +104,9 @@ def train(
     ] = None,
     seed: Seed = 0,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Save the state here at the end.")] = None,
-    save_every: Annotated[
-        int, typer.Option(min=0, help="Also save it after every so many steps, in the background; 0 for not.")
-    ] = 0,
+    save_every: Annotated[int, typer.Option(min=0, help="Save every N steps in the background (0: never).")] = 0,
     keep_last: Annotated[
-        int | None, typer.Option(min=1, help="Keep so many saved states, in folders within DIR named by step.")
+        int | None, typer.Option(min=1, help="Number of saved states to keep, in folders of DIR named by step.")
     ] = None,
     resume: Annotated[
         Path | None,
@@ -115,7 +124,10 @@ def train(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Trains the model; its batch is a function of the step's number, or the same for every step."""
+    """Train a model with its parameters and optimizer state in host memory.
+
+    The model's batch is a function of the step's number, or the same for every step.
+    """
     console = Console(stderr=True, highlight=False)
     values = {name: context.params[name] for name in _KEPT}
     given = {name for name in _KEPT if _is_given(context, name)}
@@ -130,11 +142,13 @@ def train(
     mesh = _started(values["devices"], join_timeout or JOIN_TIMEOUT_S) if distributed else mesh_of(values["devices"])
     console.quiet = not is_first()
     saves = _Saves(save, save_every, keep_last, {name: values[name] for name in _KEPT if name in given})
-    _check_outputs(saves, trace, record)
+    for path in (trace, record):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InputError(f"cannot write {path}: {path.parent} is not a folder")
     with user_code(model):
         user = call_model(model)
         user.check_is_whole()
-        num_recorded = 0 if trace is None and record is None else _STEPS_IN_TRACE
+        num_recorded = 0 if trace is None and record is None else _RECORDED_STEPS
         step = _step_of(user, values, record_steps=num_recorded, mesh=mesh)
         state = user.new_state(step, seed) if resume is None else step.restore(resume, user.shapes())
         run = _Run(user, step, state, console, saves)
@@ -153,7 +167,7 @@ def train(
 
 
 def _started(devices: int, join_timeout: int) -> Any:
-    """Joins the processes of a job. What libraries print goes to standard error from here on: gloo prints its peers."""
+    """Joins the processes of a job. Libraries print to standard error from here on: gloo prints its peers."""
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, closefd=False)
     os.dup2(2, 1)
@@ -166,7 +180,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _step_of(user: UserModel, values: Mapping[str, Any], **more: Any) -> TrainStep:
-    """The training step for values of the options in `_KEPT`, and more arguments of `train_step`."""
+    """Makes the training step for values of the options in `_KEPT`, and more arguments of `train_step`."""
     own = {name: value for name, value in values.items() if name not in ("optimizer", "learning_rate", "devices")}
     own["memory_budget"] = read_budget(values["memory_budget"])
     own["compute_dtype"] = read_dtype(values["compute_dtype"])
@@ -182,7 +196,7 @@ class _Saves:
       path: the checkpoint, or the folder of several; None saves nothing.
       every: number of steps from one save to the next; 0 saves only at the end.
       keep_last: how many checkpoints to keep in `path`; None if it is a checkpoint itself.
-      options: the run's options, kept with what is saved.
+      options: the run's options, kept beside the saved state.
     """
 
     path: Path | None
@@ -191,22 +205,11 @@ class _Saves:
     options: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        if self.path is None and (self.every or self.keep_last is not None):
+        if self.path is not None:
+            check_target(self.path, keep=None if self.keep_last is None else Keep(self.keep_last))
+        elif self.every or self.keep_last is not None:
             option = "--save-every" if self.every else "--keep-last"
             raise InputError(f"{option} needs --save, the folder to save to")
-
-    def is_due(self, step: int) -> bool:
-        """Whether to save after so many steps."""
-        return self.every > 0 and step % self.every == 0
-
-
-def _check_outputs(saves: _Saves, *files: Path | None) -> None:
-    """Checks output paths, before training."""
-    if saves.path is not None:
-        check_target(saves.path, keep=None if saves.keep_last is None else Keep(saves.keep_last))
-    for path in files:
-        if path is not None and not path.absolute().parent.is_dir():
-            raise InputError(f"cannot write {path}: {path.parent} is not a folder")
 
 
 class _Run:
@@ -219,16 +222,20 @@ class _Run:
         self._peak, self._has_saved = 0, False
 
     def train(self, steps: int) -> int:
-        """Trains up to a step; returns the exit status: 0, 130 after Ctrl-C, 143 after SIGTERM, to any process."""
+        """Trains up to a step; returns the exit status: 0, 130 after Ctrl-C, 143 after SIGTERM to any process."""
+        every = self._saves.every
         try:
             while self.state.step < steps:
                 self._train_one()
-                if self.state.step % max(1, steps // _LINES) == 0:
+                number = self.state.step
+                if number % max(1, steps // _LINES) == 0:
                     status = f"loss {self._losses[-1]:.4f}  {format_seconds(self._step_s[-1])} per step"
-                    self._console.print(f"{self.state.step}/{steps}  {status}")
-                if self._saves.is_due(self.state.step) and self.state.step < steps:
-                    self._save_between()
-                if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(self.state.step):
+                    self._console.print(f"{number}/{steps}  {status}")
+                if every and number % every == 0 and number < steps:
+                    # Options lie beside the saved state: the first save must have ended before they are written.
+                    with self._warning():
+                        self._save(wait=not self._has_saved)
+                if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(number):
                     return _TERMINATED
         except Terminated as terminated:
             return terminated.status
@@ -246,87 +253,117 @@ class _Run:
         self._peak = int(metrics["device_param_bytes_peak"])
 
     def _batch(self, step: int) -> Any:
-        """This process's rows of a step's batch."""
+        """Returns this process's rows of a step's batch."""
         return own_rows(self._user.batch_of(step))
 
-    def _save_between(self) -> None:
-        """Saves the state in the background; training goes on if that fails, or if the save before has failed."""
-        assert self._saves.path is not None
-        try:
-            # Options lie beside what is saved: the first save must have ended before they are written.
-            self._save(self._saves.path, wait=not self._has_saved)
-        except CheckpointError as error:
-            self._warn(error)
+    def _prepared(self) -> Prepared:
+        """Returns the last step as it was compiled."""
+        return self._step.prepare(self._batch(self.state.step - 1))
 
     def save_at_end(self) -> None:
-        """Saves the state where asked."""
-        if self._saves.path is None:
-            return
-        try:
-            self._step.wait_for_saves()
-        except CheckpointError as error:
-            self._warn(error)
-        self._save(self._saves.path, wait=True)
+        """Saves the state if there is a folder for it."""
+        if self._saves.path is not None:
+            with self._warning():
+                self._step.wait_for_saves()
+            self._save(wait=True)
 
-    def _save(self, path: Path, wait: bool) -> None:
-        self._step.save(self.state, path, wait=wait, keep_last=self._saves.keep_last)
+    def _save(self, wait: bool) -> None:
+        assert self._saves.path is not None
+        self._step.save(self.state, self._saves.path, wait=wait, keep_last=self._saves.keep_last)
         if not self._has_saved and is_first():  # later saves keep the file
-            save_options(path, self._saves.options)
+            save_options(self._saves.path, self._saves.options)
         self._has_saved = True
 
-    def _warn(self, error: CheckpointError) -> None:
-        self._console.print(f"warning: {error}", soft_wrap=True)
-
-    def recorded(self, option: str) -> Any:
-        """Returns the times of the last steps, for an option.
-
-        Raises:
-          InputError: if no step was run.
-        """
-        self.state.block_until_ready()
-        run = self._step.recorded()
-        if run is None:
-            raise InputError(f"{option} needs at least one step, but none was run: raise --steps")
-        return run
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Prints a failed save as a warning; training goes on."""
+        try:
+            yield
+        except CheckpointError as error:
+            self._console.print(f"warning: {error}", soft_wrap=True)
 
     def write(self, trace: Path | None, record: Path | None) -> None:
-        """Writes trace and recording where asked."""
+        """Writes trace and recording; raises `InputError` if no step was run."""
+        self.state.block_until_ready()
+        for option, path in (("--trace", trace), ("--record", record)):
+            if path is not None and self._step.recorded() is None:
+                raise InputError(f"{option} needs at least one step, but none was run: raise --steps")
         if trace is not None:
-            self.recorded("--trace")
             runs = self._step.recorded_by_all()
             if is_first():
                 write_json(trace, chrome_trace(*runs))
         if record is not None and is_first():
-            self.recorded("--record")
-            prepared = self._step.prepare(self._batch(self.state.step - 1))
-            made = make_recording(self._step, self.state, prepared, model=self._user.name)
-            made.save(record)
+            make_recording(self._step, self.state, self._prepared(), model=self._user.name).save(record)
 
     def report(self, as_json: bool) -> None:
         """Prints the results."""
-        if as_json:
-            print_json(self.to_json())
-        else:
-            self.print()
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the results as JSON."""
         document = {"model": self._user.name, "steps": self.state.step, "losses": self._losses, "step_s": self._step_s}
         if not self._losses:
-            return document
-        plan = self._step.prepare(self._batch(self.state.step - 1)).plan
-        more = {"device_param_bytes_peak": self._peak, "policy": plan.policy, "modes": plan_counts(plan)}
-        return {**document, **more}
-
-    def print(self) -> None:
-        """Prints the results for human readers."""
-        if not self._losses:
-            print_report(f"nothing to do: the state is already at step {self.state.step}")
+            print_result(as_json, document, f"nothing to do: the state is already at step {self.state.step}")
             return
-        prepared = self._step.prepare(self._batch(self.state.step - 1))
+        plan = self._prepared().plan
+        document |= {"device_param_bytes_peak": self._peak, "policy": plan.policy, "modes": plan_counts(plan)}
         first, last, fastest = self._losses[0], self._losses[-1], format_seconds(min(self._step_s))
-        print_report(
-            plan_table(prepared.plan),
-            f"{len(self._losses)} steps: loss {first:.4f} -> {last:.4f}, fastest step {fastest}",
+        count = len(self._losses)
+        print_result(
+            as_json,
+            document,
+            plan_table(plan),
+            f"{count} step{'s' * (count != 1)}: loss {first:.4f} -> {last:.4f}, fastest step {fastest}",
             f"at most {format_bytes(self._peak)} of parameters on the device at once",
         )
+
+
+def save_options(folder: Path, options: Mapping[str, Any]) -> None:
+    """Writes options that are not at their defaults into a saved state's folder.
+
+    Args:
+      folder: the saved state.
+      options: JSON values and paths, by the names of the command's arguments.
+    """
+    # The run may be resumed in another folder, so files are named by absolute paths.
+    files = [name for name in ("plan", "profile") if options.get(name) not in (None, MEASURE, ESTIMATE)]
+    named = {**options, **{name: str(Path(options[name]).absolute()) for name in files}}
+    fresh = folder / f"{_FILE}.new"
+    write_json(fresh, {"format": FORMAT, "options": named})
+    os.replace(fresh, folder / _FILE)
+
+
+def resumed_options(folder: Path, known: Collection[str], given: Collection[str]) -> dict[str, Any]:
+    """Returns the saved run's options that this command line does not give.
+
+    Args:
+      folder: the saved state; without a file of options (a state that a program saved) there are none.
+      known: names of the options that are kept.
+      given: names of the options on this command line.
+
+    Raises:
+      InputError: if the file is damaged.
+    """
+    # One of several saved states, named by its step, and a numbered save of it have their options above them.
+    while not (file := folder / _FILE).is_file():
+        if not folder.name.removeprefix("save_").isdigit():
+            return {}
+        folder = folder.parent
+    options = load_record(file, _read)
+    for name, value in options.items():
+        if name not in known:
+            raise InputError(f"{file}: unknown option {name!r}; known are {', '.join(known)}")
+        what, types = _TYPES.get(name, ("a string", str))
+        if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
+            raise InputError(f"{file}: option {name} must be {what}, got {value!r}")
+    replaced = {*given, *(_EXCLUDING[name] for name in given if name in _EXCLUDING)}
+    return {name: value for name, value in options.items() if name not in replaced}
+
+
+def _read(document: Any) -> dict[str, Any]:
+    options = check_format(document, FORMAT).get("options")
+    if not isinstance(options, dict):
+        raise InputError(f"options must be a JSON object, got {options!r}")
+    return options
+
+
+def as_arguments(options: Mapping[str, Any]) -> str:
+    """Returns the options as the command line would give them."""
+    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in options.items()]
+    return " ".join(flags)

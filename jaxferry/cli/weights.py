@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import rich.table
 import typer
 
-from jaxferry.cli import COMMANDS
-from jaxferry.cli.common import AsJson, naming, print_json, print_report, progress, read_budget
+from jaxferry.cli.common import AsJson, naming, print_result, progress, read_budget
 from jaxferry.costs.records import PROFILE_FORMAT, Profile
 from jaxferry.errors import InputError
 from jaxferry.records import load_record, write_json
@@ -22,11 +21,6 @@ from jaxferry.weights.records import Event, Outcome
 
 _MAX_ROWS = 60
 """The table of a schedule shows at most this many events; `--json` prints longer schedules."""
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command to the application."""
-    app.command("weights", short_help=COMMANDS["weights"])(weights)
 
 
 def weights(
@@ -50,10 +44,10 @@ def weights(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Chooses the weights to offload under a memory limit, and schedules their transfers.
+    """Choose the weights to offload under a memory limit (Weight Offloading Strategies).
 
-    The algorithms are those of "Weight Offloading Strategies for Training Large DNN Models" (Beaumont et al., 2022).
-    `bound` is a lower bound on the duration of any schedule.
+    Schedules the transfers too. The algorithms come from "Weight Offloading Strategies for Training Large DNN Models"
+    (Beaumont et al., 2022). `bound` is a lower bound on the duration of any schedule.
     """
     check_policy(policy)
     budget = read_budget(memory_budget)
@@ -64,10 +58,7 @@ def weights(
         outcome = solve(instance, policy)
     if output is not None and profile is not None:
         write_json(output, predict(profile, export_plan(profile, policy, outcome.choices)).to_json())
-    if as_json:
-        print_json(outcome.to_json())
-    else:
-        _print(instance, outcome)
+    print_result(as_json, outcome.to_json(), *_tables(instance, outcome))
 
 
 def _load(path: pathlib.Path, budget: int | None) -> tuple[Instance, Profile | None]:
@@ -84,31 +75,25 @@ def _load(path: pathlib.Path, budget: int | None) -> tuple[Instance, Profile | N
     return load_record(path, read)
 
 
-def _print(instance: Instance, outcome: Outcome) -> None:
+def _tables(instance: Instance, outcome: Outcome) -> list[Any]:
     facts = rich.table.Table(show_header=False, box=None, pad_edge=False)
+    memory, smallest = format_bytes(instance.memory_bytes), format_bytes(instance.smallest_memory_bytes)
     facts.add_row("policy", outcome.policy)
     facts.add_row("duration", format_seconds(outcome.duration_s))
     facts.add_row("compute", format_seconds(outcome.compute_s))
     facts.add_row("overhead", "-" if outcome.overhead is None else f"{100 * outcome.overhead:.2f} %")
-    facts.add_row("memory", f"{format_bytes(instance.memory_bytes)}, at least {_smallest(instance)}")
+    facts.add_row("memory", f"{memory}, at least {smallest} for any schedule")
     facts.add_row("absent from forward to backward", _ranges(c.layer for c in outcome.choices if c.before_backward))
     facts.add_row("absent from backward to forward", _ranges(c.layer for c in outcome.choices if not c.before_backward))
     if outcome.schedule is not None:
         for kind in ("prefetch", "offload"):
-            facts.add_row(f"{kind}es" if kind == "prefetch" else f"{kind}s", _traffic(instance, outcome, kind))
+            facts.add_row({"prefetch": "prefetches", "offload": "offloads"}[kind], _traffic(instance, outcome, kind))
     if outcome.note:
         facts.add_row("note", outcome.note)
     events = () if outcome.schedule is None else outcome.schedule.events
     if len(events) > _MAX_ROWS:
-        print_report(facts, f"\nschedule: {len(events)} events, printed by --json")
-    elif events:
-        print_report(facts, "", _event_table(events))
-    else:
-        print_report(facts)
-
-
-def _smallest(instance: Instance) -> str:
-    return f"{format_bytes(instance.smallest_memory_bytes)} for any schedule"
+        return [facts, f"\nschedule: {len(events)} events, printed by --json"]
+    return [facts, "", _event_table(events)] if events else [facts]
 
 
 def _traffic(instance: Instance, outcome: Outcome, kind: str) -> str:

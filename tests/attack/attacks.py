@@ -25,9 +25,8 @@ import jaxferry
 import killed_saves
 from checkpoints import content, plain
 from jaxferry import checkpoint
-from jaxferry.cli.recording import Recording
-from jaxferry.cli.reports.page import report_page
-from jaxferry.cli.reports.summaries import Summary
+from jaxferry.cli.recording import Recording, Summary
+from jaxferry.cli.report import report_page
 from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace

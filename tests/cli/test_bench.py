@@ -1,4 +1,4 @@
-"""`jaxferry bench` and `jaxferry report` from outside."""
+"""`jaxferry bench`, trained and dry, and its report."""
 
 import dataclasses
 import json
@@ -10,15 +10,13 @@ import pytest
 
 import jaxferry as package
 from jaxferry.cli.compare import Comparison, PolicyRun, compare_policies, works_s
-from jaxferry.cli.model import call_model
-from jaxferry.cli.reports.bench_tables import bench_lines
+from jaxferry.cli.workload import call_model
 from jaxferry.costs.records import Profile
 from jaxferry.errors import InputError
 from jaxferry.records import read_json
 from jaxferry.step.schedule import Lane
 
-POLICIES = ("--policy", "zero-offload", "--policy", "native-overlapped", "--policy", "exact")
-SHORT = ("--steps", 4, "--rounds", 2)
+NAMES = ["zero-offload", "native-overlapped", "exact"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,18 +27,18 @@ def own_cache(tmp_path_factory):
         yield
 
 
-@pytest.fixture
-def bench(jaxferry, user_model, tmp_path):
-    path = tmp_path / "bench.json"
-    result = jaxferry("bench", "--model", user_model("functions"), *POLICIES, *SHORT, "-o", path, "--json")
+def policies(*names):
+    return [word for name in names for word in ("--policy", name)]
+
+
+def test_a_bench_holds_measured_and_predicted_steps_and_is_reported_again(jaxferry, user_model, tmp_path):
+    path, picture, page = tmp_path / "bench.json", tmp_path / "lanes.png", tmp_path / "report.html"
+    short = (*policies(*NAMES), "--steps", 4, "--rounds", 2)
+    result = jaxferry("bench", "--model", user_model("functions"), *short, "-o", path, "--json")
     assert result.status == 0, result.err
-    return path, json.loads(result.out)
-
-
-def test_a_bench_holds_measured_and_predicted_steps(bench):
-    path, document = bench
+    document = json.loads(result.out)
     assert read_json(path) == document
-    assert [row["policy"] for row in document["rows"]] == ["zero-offload", "native-overlapped", "exact"]
+    assert [row["policy"] for row in document["rows"]] == NAMES
     assert set(document["work_s"]) == {"compute", "upload", "download", "update"}
     for row in document["rows"]:
         assert len(row["step_s"]) == 2 * 3
@@ -56,18 +54,13 @@ def test_a_bench_holds_measured_and_predicted_steps(bench):
     assert losses[0] == losses[1]
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)  # products in host memory may be summed in another order
 
-
-def test_a_report_shows_a_bench_again(bench, jaxferry, tmp_path):
-    path, document = bench
-    picture, page = tmp_path / "lanes.png", tmp_path / "report.html"
     result = jaxferry("report", path, "--plot", picture, "-o", page)
     assert result.status == 0
-    assert re.findall("<h2>(.*?)</h2>", page.read_text()) == ["zero-offload", "native-overlapped", "exact"]
-    assert page.read_text().count(">predicted<") == 1 + 3  # a column of the table, and a row of lanes each
+    assert re.findall("<h2>(.*?)</h2>", page.read_text()) == NAMES
+    assert page.read_text().count(">predicted<") == 1 + 3  # a column of the table, and a chart each
     assert "native-overlapped" in result.out and "own bound" in result.out
     assert picture.read_bytes().startswith(b"\x89PNG")
-    again = json.loads(jaxferry("report", path, "--json").out)
-    assert again["rows"] == document["rows"]
+    assert json.loads(jaxferry("report", path, "--json").out)["rows"] == document["rows"]
 
 
 @pytest.fixture
@@ -78,43 +71,41 @@ def measured(jaxferry, user_model, tmp_path):
     return path
 
 
-def dry(jaxferry, user_model, *options):
-    """Runs `bench --dry` on a model of shapes, which cannot be trained; returns its JSON."""
-    result = jaxferry("bench", "--dry", "--model", user_model("shapes"), *options, "--json")
-    assert result.status == 0, result.err
-    return json.loads(result.out)
+@pytest.fixture
+def dry(jaxferry, user_model):
+    """Runs `bench --dry` on a model of shapes, which cannot be trained; returns its rows."""
+
+    def run(*options):
+        result = jaxferry("bench", "--dry", "--model", user_model("shapes"), *options, "--json")
+        assert result.status == 0, result.err
+        return json.loads(result.out)["rows"]
+
+    return run
 
 
-def test_a_dry_run_shows_the_plans_that_plan_shows(jaxferry, user_model, measured, tmp_path):
+def test_a_dry_run_shows_the_plans_that_plan_shows_also_within_a_budget(jaxferry, dry, measured, tmp_path):
     path = tmp_path / "dry.json"
-    options = ("--profile", measured, "--policy", "memferry", "--policy", "l2l", "--policy", "auto")
-    document = dry(jaxferry, user_model, *options, "-o", path)
-    assert read_json(path) == document
-    assert [row["policy"] for row in document["rows"]] == ["memferry", "l2l", "auto"]
-    assert document["work_s"] == works_s(Profile.load(measured))
-    for row in document["rows"]:
+    rows = dry("--profile", measured, *policies("memferry", "l2l", "auto"), "-o", path)
+    assert [row["policy"] for row in rows] == ["memferry", "l2l", "auto"]
+    assert read_json(path)["rows"] == rows and read_json(path)["work_s"] == works_s(Profile.load(measured))
+    for row in rows:
         assert row["plan"] == json.loads(jaxferry("plan", measured, "--policy", row["policy"], "--json").out)
         assert row["own_bound_s"] <= row["plan"]["predicted"]["steady_step_s"]
         assert sum(row["modes"].values()) == 6
-
-
-def test_a_dry_run_shows_the_plan_within_a_budget(jaxferry, user_model, measured):
-    free = dry(jaxferry, user_model, "--profile", measured, "--policy", "exact")["rows"][0]["peak_device_bytes"]
-    limits = ("--policy", "auto", "--memory-budget", free)
-    [row] = dry(jaxferry, user_model, "--profile", measured, *limits)["rows"]
+    limits = ("--policy", "auto", "--memory-budget", rows[0]["peak_device_bytes"])
+    [row] = dry("--profile", measured, *limits)
     assert row["plan"] == json.loads(jaxferry("plan", measured, *limits, "--json").out)
-    assert row["peak_device_bytes"] <= free
+    assert row["peak_device_bytes"] <= rows[0]["peak_device_bytes"]
 
 
-def test_a_dry_run_says_which_plan_the_budget_has_changed(jaxferry, user_model, measured):
-    given = ("--profile", measured, "--policy", "zero-offload", "--policy", "exact", "--memory-budget")
-    changed, chosen = dry(jaxferry, user_model, *given, 30000)["rows"]
+def test_a_dry_run_says_which_plan_the_budget_has_changed(jaxferry, user_model, dry, measured):
+    given = ("--profile", measured, *policies("zero-offload", "exact"))
+    changed, chosen = dry(*given, "--memory-budget", 30000)
     assert changed["changed_by_budget"] and changed["modes"]["RELOAD"] and changed["peak_device_bytes"] <= 30000
     assert not chosen["changed_by_budget"]
-    shown = jaxferry("bench", "--dry", "--model", user_model("shapes"), *given, 30000).out
+    shown = jaxferry("bench", "--dry", "--model", user_model("shapes"), *given, "--memory-budget", 30000).out
     assert shown.count("(changed to fit)") == 1
-    free = dry(jaxferry, user_model, *given[:4])["rows"]
-    assert not free[0]["changed_by_budget"]
+    assert not dry(*given)[0]["changed_by_budget"]
 
 
 def test_a_profile_for_another_remat_is_said_to_be_one(jaxferry, user_model, measured):
@@ -124,67 +115,29 @@ def test_a_profile_for_another_remat_is_said_to_be_one(jaxferry, user_model, mea
     assert "measured.json is for --remat none, and this bench has --remat full" in said
 
 
-def test_a_dry_run_measures_where_no_profile_is_given_and_says_what_does_not_fit(jaxferry, user_model):
-    [row] = dry(jaxferry, user_model, "--policy", "exact", "--memory-budget", 1000)["rows"]
+def test_a_dry_run_measures_where_no_profile_is_given_and_says_what_does_not_fit(jaxferry, user_model, dry):
+    [row] = dry("--policy", "exact", "--memory-budget", 1000)
     assert not row["fits"] and row["smallest_budget_bytes"] > 1000
-    given = ("--model", user_model("shapes"), "--policy", "exact")
-    assert "needs" in jaxferry("bench", "--dry", *given, "--memory-budget", 1000).out
-    shown = jaxferry("bench", "--dry", *given).out
+    given = ("bench", "--dry", "--model", user_model("shapes"), "--policy", "exact")
+    assert "needs" in jaxferry(*given, "--memory-budget", 1000).out
+    shown = jaxferry(*given).out
     assert "policies, not trained" in shown and "own bound" in shown and re.search(r"\d (DHA|DFGB|GFGB)", shown)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{}", 'format must be "jaxferry.bench/1"'),
-        ('{"format": "jaxferry.bench/1"}', 'key "rows" is missing'),
-        ('{"format": "jaxferry.bench/1", "rows": [], "work_s": {}}', "must have rows"),
-        ('{"format": "jaxferry.bench/1", "rows": [{}], "work_s": {"compute": 1}}', "do not come from a bench"),
-        ("[", "malformed JSON"),
-    ],
-)
-def test_a_report_refuses_what_is_no_bench(refused, tmp_path, content, message):
-    path = tmp_path / "bench.json"
-    path.write_text(content)
-    error = refused("report", path)
-    assert message in error and "bench.json" in error
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--policy", "best"), "unknown policy 'best'"),
-        (("--profile", "none.json"), "cannot read none.json"),
-        (("--dry", "--plot", "lanes.png"), "--plot draws measured steps, and --dry measures none"),
-        (("--plot", "lanes.txt"), "a plot's name must end in .png, .pdf, .svg"),
-        (("--steps", 2), "--steps"),
-        (("--optimizer", "best"), "--optimizer must be one of"),
-        (("--granularity", "auto"), "--granularity must be block or module, got 'auto'"),
-    ],
-)
-def test_a_bench_refuses_bad_input(refused, user_model, options, message):
-    assert message in refused("bench", "--model", user_model("arrays"), *options)
-
-
-def test_another_models_profile_is_refused_by_its_name(refused, user_model, profile):
-    error = refused("bench", "--model", user_model("arrays"), "--policy", "exact", "--profile", profile, *SHORT)
-    assert "profile.json" in error and "is for another model" in error
 
 
 def test_a_ratio_below_one_to_a_bound_is_explained():
     def row(policy, own_bound_s):
         return PolicyRun(policy, (2.0,), 2.0, own_bound_s, 1, (0.5,), {}, {})
 
-    told = bench_lines(Comparison({"update": 3.0, "compute": 1.0}, (row("exact", 2.5), row("auto", 1.5))))
-    assert any("below the own bound: exact 0.800. No step can be: the machine was busier" in line for line in told)
-    assert any("below the bound: auto, whose plan does not move" in line for line in told)
-    assert len(bench_lines(Comparison({"compute": 2.0}, (row("exact", 2.0),)))) == len(told) - 2
+    lines = Comparison({"update": 3.0, "compute": 1.0}, (row("exact", 2.5), row("auto", 1.5))).lines()
+    assert any("below the own bound: exact 0.800. No step can be: the machine was busier" in line for line in lines)
+    assert any("below the bound: auto, whose plan does not move" in line for line in lines)
+    assert len(Comparison({"compute": 2.0}, (row("exact", 2.0),)).lines()) == len(lines) - 2
 
 
 def test_one_at_a_time_holds_one_state(user_model):
     user = call_model(user_model("arrays"))
-    measured = package.train_step(user.loss_fn, optax.sgd(0.1)).measure(user.params, user.batch)
-    alive, most = set(), 0
+    profile = package.train_step(user.loss_fn, optax.sgd(0.1)).measure(user.params, user.batch)
+    alive, most, order = set(), 0, []
 
     def new_state(step):
         nonlocal most
@@ -195,38 +148,22 @@ def test_one_at_a_time_holds_one_state(user_model):
         return state
 
     def make_step(policy):
-        return package.train_step(user.loss_fn, optax.sgd(0.1), policy=policy, profile=measured, record_steps=4)
+        return package.train_step(user.loss_fn, optax.sgd(0.1), policy=policy, profile=profile, record_steps=4)
 
-    order = []
-    compared = compare_policies(
-        ("zero-offload", "l2l"),
-        measured,
-        make_step,
-        new_state,
-        user.batch,
-        num_steps=4,
-        num_rounds=2,
-        one_at_a_time=True,
-        report=lambda part, done, total: order.append((part, done, total)),
-    )
+    options = {"num_steps": 4, "num_rounds": 2, "one_at_a_time": True, "report": lambda *part: order.append(part)}
+    compared = compare_policies(("zero-offload", "l2l"), profile, make_step, new_state, user.batch, **options)
     assert most == 1
     assert order == [("zero-offload", n, 6) for n in range(3)] + [("l2l", n, 6) for n in range(3, 6)]
     assert [len(row.step_s) for row in compared.rows] == [6, 6]
     assert Comparison.from_json(compared.to_json()).rows == compared.rows
-
-
-def test_too_few_steps_are_refused(profile):
     with pytest.raises(InputError, match="at least 4 steps and 1 round, got 3 and 1"):
-        compare_policies((), Profile.load(profile), None, None, None, num_steps=3, num_rounds=1)
+        compare_policies((), profile, make_step, new_state, user.batch, num_steps=3, num_rounds=1)
 
 
 def test_the_work_of_tied_layers_counts_each_load_and_update_once(profile):
     known = Profile.load(profile)
-    tied = Profile(
-        known.machine,
-        (*known.layers[:-1], dataclasses.replace(known.layers[-1], parameters=known.layers[0].parameters)),
-    )
-    works = works_s(tied)
+    tied = (*known.layers[:-1], dataclasses.replace(known.layers[-1], parameters=known.layers[0].parameters))
+    works = works_s(Profile(known.machine, tied))
     assert works["upload"] == pytest.approx(sum(layer.load_s for layer in known.layers[:-1]))
     assert works["download"] == pytest.approx(sum(layer.offload_s for layer in known.layers))
 

@@ -91,36 +91,6 @@ def test_arrays_of_a_batch_change_their_leading_axis(jaxferry, user_model, tmp_p
     assert by_axis["rows"][0]["tokens_per_s"] is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("gpt2:tiny",), "--machine"),
-        (("gpt2:tiny", "--machine", "z80"), "machine must be one of"),
-        (("gpt2:big", *A100), "WORKLOAD gpt2:big: sizes of gpt2 are tiny"),
-        (("gpt2:tiny", *A100, "--memory-budget", "none"), "fit answers for a size of memory"),
-        (("gpt2:tiny", *A100, "--host-memory", "much"), "--host-memory must be a number of bytes or a size"),
-        (("gpt2:tiny", *A100, "--batch", "0"), "--batch"),
-        (("gpt2:tiny", *A100, "--granularity", "auto"), "--granularity must be block or module, got 'auto'"),
-        (("vit:tiny", *A100, "--seq", "4"), "--seq needs a workload whose function has a parameter `length`"),
-        (
-            ("gpt2:tiny", *A100, "--batch", "1", "--memory-budget", "1KiB", "-o", "plan.json"),
-            "there is no plan to write",
-        ),
-        (("scalar.py:make", *A100), "without an axis of samples"),
-        (("scalar.py:other", *A100), "WORKLOAD scalar.py:other must return (loss_fn, params, batch), got int"),
-        (("scalar.py:broken", *A100), "ZeroDivisionError"),
-    ],
-)
-def test_bad_input_is_one_line(refused, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "scalar.py").write_text(
-        "import jax.numpy as jnp\ndef make(): return (lambda p, x: p['w'] * x), {'w': jnp.ones(())}, jnp.ones(())\n"
-        "def other(): return 3\ndef broken(): return 1 / 0\n"
-        "def rows(): return (lambda p, x: (p['w'] * x).sum()), {'w': jnp.ones(4)}, jnp.ones((1, 4))\n"
-    )
-    assert message in refused("fit", *arguments)
-
-
 def test_it_plans_layers_of_modules(jaxferry, tmp_path):
     options = ("--granularity", "module")
     own = fit(jaxferry, "gpt2:tiny", *A100, *options, "--batch", 2)["rows"][0]

@@ -1,6 +1,8 @@
-"""`jaxferry plan`."""
+"""`jaxferry plan`, `simulate` and `tune`: what they print and write, against the planner and the simulator."""
 
 import dataclasses
+import decimal
+import itertools
 import json
 import os
 import re
@@ -9,42 +11,54 @@ import sys
 
 import pytest
 
-from jaxferry.cli import main
+from jaxferry.cli.figures import sweep_figure
+from jaxferry.cli.plan import read_range
 from jaxferry.costs.records import Profile
-from jaxferry.planner.planning import make_plan
+from jaxferry.errors import InputError
+from jaxferry.planner.planning import SweepPoint, make_plan
+from jaxferry.planner.preference import EQUAL_WITHIN
 from jaxferry.planner.registry import policies
-from jaxferry.step.records import Plan
+from jaxferry.step.records import LayerPlan, Plan, Predicted, Updates
+from jaxferry.step.schedule import needed_bytes
+from jaxferry.step.simulate.report import simulate
+from jaxferry.units import format_bytes
 from profiles import recomputing, smallest_peak_bytes, transformer
 
 
-@pytest.mark.parametrize("policy", policies())
-def test_json_is_the_plan_itself_and_nothing_else(jaxferry, profile, policy):
-    result = jaxferry("plan", profile, "--policy", policy, "--reserve-factor", "0.29", "--json")
-    assert (result.status, result.err) == (0, "")
-    plan = Plan.from_json(json.loads(result.out))
-    assert plan == make_plan(Profile.load(profile), policy, reserve_factor=0.29)
+@pytest.fixture
+def plan(jaxferry, profile, tmp_path):
+    path = tmp_path / "plan.json"
+    jaxferry("plan", profile, "-o", path)
+    return path
 
 
-def test_output_writes_what_json_prints(jaxferry, profile, tmp_path):
-    result = jaxferry("plan", profile, "-o", tmp_path / "plan.json", "--json")
-    assert json.loads(result.out) == json.loads((tmp_path / "plan.json").read_text())
-
-
-def test_the_table_names_modes_prediction_and_gap(jaxferry, profile):
-    result = jaxferry("plan", profile, "--objective", "step")
-    assert result.status == 0
-    for text in ("table0", "DHA", "GFGB", "predicted: forward", "objective step", "above the proven lower bound"):
-        assert text in result.out
-
-
-def _on_a_machine(path, **facts):
+def on_a_machine(path, **facts):
     known = Profile.load(path)
     dataclasses.replace(known, machine={"name": "a card", **facts}).save(path)
     return known
 
 
+@pytest.mark.parametrize("policy", policies())
+def test_json_is_the_plan_itself_and_nothing_else(jaxferry, profile, tmp_path, policy):
+    path = tmp_path / "plan.json"
+    result = jaxferry("plan", profile, "--policy", policy, "--reserve-factor", "0.29", "-o", path, "--json")
+    assert (result.status, result.err) == (0, "")
+    assert json.loads(result.out) == json.loads(path.read_text())
+    assert Plan.load(path) == make_plan(Profile.load(profile), policy, reserve_factor=0.29)
+
+
+def test_the_table_names_modes_prediction_gap_and_host_memory(jaxferry, profile):
+    on_a_machine(profile, host_bytes={"master parameters": 3 * 2**30, "gradients": 2**29})
+    shown = jaxferry("plan", profile, "--objective", "step").out
+    for text in ("table0", "DHA", "GFGB", "predicted: forward", "objective step", "above the proven lower bound"):
+        assert text in shown
+    assert "host memory 3.50 GiB: master parameters 3.00 GiB, gradients 512.0 MiB" in shown
+    auto = jaxferry("plan", profile, "--policy", "auto", "--memory-budget", "113MB").out
+    assert "binding constraint: memory" in auto
+
+
 def test_the_machines_memory_is_the_default_budget(jaxferry, refused, profile):
-    known = _on_a_machine(profile, memory_bytes=160_000_000)
+    known = on_a_machine(profile, memory_bytes=160_000_000)
     shown = jaxferry("plan", profile, "--policy", "exact")
     assert "memory budget 114.4 MiB: 75% of the device memory of a card (JAX's own limit" in shown.out
     by_json = jaxferry("plan", profile, "--policy", "exact", "--json")
@@ -55,52 +69,34 @@ def test_the_machines_memory_is_the_default_budget(jaxferry, refused, profile):
     assert (Plan.from_json(json.loads(free.out)), free.err) == (make_plan(known, "exact"), "")
 
 
-def test_the_plan_states_the_host_memory_that_training_needs(jaxferry, profile):
-    _on_a_machine(profile, host_bytes={"master parameters": 3 * 2**30, "gradients": 2**29})
-    assert "host memory 3.50 GiB: master parameters 3.00 GiB, gradients 512.0 MiB" in jaxferry("plan", profile).out
-
-
-def test_auto_says_what_binds(jaxferry, profile):
-    result = jaxferry("plan", profile, "--policy", "auto", "--memory-budget", "113MB")
-    assert "binding constraint: memory" in result.out
-
-
 def test_a_plan_whose_transfers_could_be_late_says_which_budget_it_needs(jaxferry, refused, tmp_path):
     path = tmp_path / "profile.json"
     transformer(4, seed=1).save(path)
     given = ("plan", path, "--policy", "memferry", "--reserve-factor", "0.6")
-    shown = jaxferry(*given).out
-    [needed_bytes] = map(int, re.findall(r"needs a memory budget of .* \((\d+) bytes\)", shown))
+    [needed] = map(int, re.findall(r"needs a memory budget of .* \((\d+) bytes\)", jaxferry(*given).out))
     plan = Plan.from_json(json.loads(jaxferry(*given, "--json").out))
-    assert plan.predicted.peak_device_bytes < needed_bytes
-    within = json.loads(jaxferry(*given, "--memory-budget", needed_bytes, "--json").out)
+    assert plan.predicted.peak_device_bytes < needed
+    within = json.loads(jaxferry(*given, "--memory-budget", needed, "--json").out)
     assert Plan.from_json(within).modes == plan.modes
-    assert "smallest feasible" in refused(*given, "--memory-budget", needed_bytes - 1)
+    assert "smallest feasible" in refused(*given, "--memory-budget", needed - 1)
     assert "needs a memory budget" not in jaxferry("plan", path, "--policy", "zero-offload").out
 
 
-def test_compare_prints_every_policy(jaxferry, profile):
-    result = jaxferry("plan", profile, "--compare")
-    assert all(name in result.out for name in policies())
-    rows = json.loads(jaxferry("plan", profile, "--compare", "--json", "--memory-budget", "150MB").out)["policies"]
+def test_compare_prints_every_policy_with_its_gap_to_one_bound(jaxferry, profile):
+    shown = jaxferry("plan", profile, "--compare").out
+    assert all(name in shown for name in policies()) and "a lower bound" in shown
+    document = json.loads(jaxferry("plan", profile, "--compare", "--json", "--memory-budget", "150MB").out)
+    rows = document["policies"]
     assert [row["policy"] for row in rows] == list(policies())
     assert {row["fits"] for row in rows} == {False, True}
     for row in rows:
         if row["fits"]:
             assert {"forward_s", "step_s", "steady_step_s", "peak_device_bytes", "link_bytes", "gap"} < row.keys()
             assert row["peak_device_bytes"] <= 150e6
+            assert row["gap"] == pytest.approx(row["steady_step_s"] / document["lower_bound_s"] - 1, abs=1e-12)
+            assert row["gap"] >= 0
         else:
             assert row["smallest_budget_bytes"] > 150e6
-
-
-def test_gaps_are_to_one_bound_that_holds_for_every_row(jaxferry, tmp_path):
-    profile = tmp_path / "profile.json"
-    transformer(6, seed=1).save(profile)
-    document = json.loads(jaxferry("plan", profile, "--compare", "--json").out)
-    for row in document["policies"]:
-        assert row["gap"] == pytest.approx(row["steady_step_s"] / document["lower_bound_s"] - 1, abs=1e-12)
-        assert row["gap"] >= 0
-    assert "a lower bound" in jaxferry("plan", profile, "--compare").out
 
 
 def test_a_comparison_writes_the_policy_s_plan_or_says_why_not(jaxferry, refused, profile, tmp_path):
@@ -108,94 +104,11 @@ def test_a_comparison_writes_the_policy_s_plan_or_says_why_not(jaxferry, refused
     transformer(6).save(profile)
     budget = make_plan(Profile.load(profile), "zero-offload").predicted.peak_device_bytes - 1
     some = ("plan", profile, "--compare", "--memory-budget", budget, "-o", path)
-    err = refused(*some, "--policy", "zero-offload")
-    assert "smallest feasible for policy zero-offload" in err and "profile.json" in err
+    error = refused(*some, "--policy", "zero-offload")
+    assert "smallest feasible for policy zero-offload" in error and "profile.json" in error
     assert not path.exists()
     assert jaxferry(*some, "--policy", "auto").status == 0
     assert Plan.load(path).policy == "auto"
-
-
-@pytest.mark.parametrize("more", [(), ("--json",), ("-o", "x.json")])
-def test_a_comparison_in_which_nothing_fits_names_the_smallest_feasible_budget(refused, profile, more, monkeypatch):
-    transformer(6).save(profile)
-    monkeypatch.chdir(profile.parent)
-    err = refused("plan", profile, "--compare", "--memory-budget", "1", *more)
-    assert f"({smallest_peak_bytes(Profile.load(profile))} bytes)" in err
-    assert not (profile.parent / "x.json").exists()
-
-
-def test_bad_input_is_one_line_and_status_2(refused, profile, tmp_path):
-    assert "unknown policy 'best'" in refused("plan", profile, "--policy", "best")
-    assert "objective must be one of forward, step, steady" in refused("plan", profile, "--objective", "speed")
-    assert "reserve_factor must lie in [0, 1]" in refused("plan", profile, "--reserve-factor", "1.5")
-    assert "reserve_factor must lie in [0, 1]" in refused("plan", profile, "--reserve-factor", "nan")
-    assert "--reserve-factor" in refused("plan", profile, "--reserve-factor", "half")
-    assert "memory budget must be" in refused("plan", profile, "--memory-budget", "8 parsecs")
-    err = refused("plan", profile, "--policy", "auto", "--memory-budget", "1KB")
-    assert "smallest feasible" in err and "profile.json: memory budget" in err
-    err = refused("plan", profile, "--memory-budget", "999999999999TiB")
-    assert "memory budget" in err and "999999999999TiB" in err and "8 PiB" in err
-    assert "smallest feasible" in refused("plan", profile, "--policy", "memferry", "--memory-budget", "1KB")
-    assert "No such option" in refused("plan", profile, "--fast")
-    assert "PROFILE.json" in refused("plan")
-    assert "cannot read" in refused("plan", tmp_path / "none.json")
-    assert "cannot write" in refused("plan", profile, "-o", tmp_path / "no" / "plan.json")
-    assert "lunch" in refused("lunch")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "line 1, column 2"),
-        ('{"format": "jaxferry.profile/1", "layers": []}', "at least one layer"),
-        ('{"format": "jaxferry.profile/1", "layers": [{"name": "a"}]}', 'layer "a": key "param_bytes" is missing'),
-        ("[]", "JSON object"),
-        ('{"format": "jaxferry.profile/2"}', "format"),
-    ],
-)
-def test_a_profile_that_is_none_is_one_line_and_status_2(refused, tmp_path, text, message):
-    path = tmp_path / "bad.json"
-    path.write_text(text)
-    err = refused("plan", path)
-    assert "bad.json" in err and message in err
-
-
-def test_help_of_every_command(jaxferry):
-    for arguments in ((), ("--help",), ("plan", "--help"), ("simulate", "--help"), ("tune", "--help")):
-        result = jaxferry(*arguments)
-        assert result.status == 0
-        assert "Usage" in result.out
-
-
-@pytest.mark.parametrize("module", ["jaxferry", pytest.param("jaxferry.cli", marks=pytest.mark.slow)])
-def test_modules_run_as_programs(module, profile):
-    command = [sys.executable, "-m", module, "plan", str(profile), "--policy", "memferry", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["policy"] == "memferry"
-    done = subprocess.run([*command, "--nonsense"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-
-
-def test_letters_that_the_terminal_does_not_know_are_escaped(tmp_path):
-    path = tmp_path / "profile.json"
-    layers = [dataclasses.replace(x, name=f"schicht_ä{i}", parameters="") for i, x in enumerate(transformer(4).layers)]
-    Profile({}, tuple(layers)).save(path)
-    command = [sys.executable, "-m", "jaxferry", "plan", str(path), "--policy", "memferry"]
-    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ascii_only)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert r"schicht_\xe40" in done.stdout
-
-
-def test_names_in_brackets_are_printed_as_they_are(tmp_path, capsys):
-    layers = tuple(dataclasses.replace(layer, name=f"h[{i}]") for i, layer in enumerate(transformer(4).layers))
-    path = tmp_path / "profile.json"
-    Profile({}, tuple(dataclasses.replace(layer, parameters=layer.name) for layer in layers)).save(path)
-    with pytest.raises(SystemExit) as caught:
-        main(["plan", str(path), "--policy", "memferry"])
-    assert caught.value.code == 0
-    assert "h[0]" in capsys.readouterr().out
 
 
 def test_a_plan_that_recomputes_says_where_and_simulates_as_predicted(jaxferry, profile, tmp_path):
@@ -208,3 +121,153 @@ def test_a_plan_that_recomputes_says_where_and_simulates_as_predicted(jaxferry, 
     assert plan.recomputes == (True,) * 5 + (False,)
     simulated = json.loads(jaxferry("simulate", profile, path, "--json").out)
     assert simulated["peak_device_bytes"] == plan.predicted.peak_device_bytes == budget
+
+
+def test_the_program_prints_letters_and_brackets_on_any_terminal_and_ends_with_a_status(tmp_path):
+    path = tmp_path / "profile.json"
+    layers = [
+        dataclasses.replace(x, name=f"schicht_ä[{i}]", parameters="") for i, x in enumerate(transformer(4).layers)
+    ]
+    Profile({}, tuple(layers)).save(path)
+    command = [sys.executable, "-m", "jaxferry", "plan", str(path), "--policy", "memferry"]
+    run = {"capture_output": True, "text": True, "check": False, "env": os.environ | {"PYTHONIOENCODING": "ascii"}}
+    done = subprocess.run(command, **run)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"schicht_\xe4[0]" in done.stdout
+    done = subprocess.run([*command, "--nonsense"], **run)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_a_simulation_says_times_memory_lanes_and_the_critical_path(jaxferry, profile, plan):
+    result = jaxferry("simulate", profile, plan, "--json")
+    assert (result.status, result.err) == (0, "")
+    document = json.loads(result.out)
+    assert document == json.loads(json.dumps(simulate(Profile.load(profile), Plan.load(plan)).to_json()))
+    assert set(document["lanes"]) == {"GPU", "H2D", "D2H", "host"}
+    assert {"forward_s", "step_s", "steady_step_s", "peak_device_bytes"} < document.keys()
+    written = json.loads(plan.read_text())["predicted"]
+    assert all(document[key] == value for key, value in written.items())
+    shown = jaxferry("simulate", profile, plan).out
+    assert all(text in shown for text in ("GPU", "H2D", "D2H", "host", "critical path:", "update "))
+    one_step = max(held for _, held in document["device_bytes"])
+    assert one_step <= document["peak_device_bytes"]
+    assert f"{format_bytes(document['peak_device_bytes'])} over a chain of 3 steps" in shown
+    assert f"{format_bytes(one_step)} in a single step" in shown
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_trace_of_some_steps_is_written(jaxferry, profile, plan, tmp_path, steps):
+    assert jaxferry("simulate", profile, plan, "--trace", tmp_path / "t.json", "--steps", steps).status == 0
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == set(range(steps))
+
+
+def test_a_plan_for_blocks_is_simulated_with_its_profile_of_modules(jaxferry, tmp_path):
+    profile, plan = tmp_path / "modules.json", tmp_path / "plan.json"
+    options = ("--machine", "h100-pcie5", "--granularity", "module")
+    assert jaxferry("profile", "--model", "gpt2:tiny", *options, "-o", profile).status == 0
+    for granularity in ("block", "module"):
+        assert jaxferry("plan", profile, "--granularity", granularity, "-o", plan).status == 0
+        result = jaxferry("simulate", profile, plan, "--json")
+        assert (result.status, result.err) == (0, "")
+        written = json.loads(plan.read_text())["predicted"]
+        assert {key: json.loads(result.out)[key] for key in written} == written
+
+
+@pytest.mark.parametrize(("update", "mode"), [("gpu", "GFGB"), ("resident", "RESIDENT")])
+@pytest.mark.parametrize("missing", ["update_gpu_s", "state_bytes"])
+def test_updates_on_the_device_are_not_free_where_the_profile_does_not_state_their_cost(
+    jaxferry, refused, profile, plan, update, mode, missing
+):
+    stated = {"update_gpu_s": 0.001, "state_bytes": 4096}
+    for path, changed in ((profile, stated), (plan, {"update": update, "mode": mode, "gradient": "device"})):
+        document = json.loads(path.read_text())
+        document["layers"][1] |= changed
+        path.write_text(json.dumps(document))
+    assert jaxferry("simulate", profile, plan).status == 0
+    document = json.loads(profile.read_text())
+    del document["layers"][1][missing]
+    profile.write_text(json.dumps(document))
+    assert f"the profile does not state its {missing!r}" in refused("simulate", profile, plan)
+
+
+def test_reserve_factors_are_swept_as_decimals(jaxferry, profile):
+    document = json.loads(jaxferry("tune", profile, "--reserve-factor", "0:1:0.25", "--json").out)
+    assert [row["reserve_factor"] for row in document["points"]] == [0, 0.25, 0.5, 0.75, 1]
+    assert document["policy"] == "exact"
+    assert document["knee"] in document["points"]
+
+
+def test_budgets_are_swept_with_auto_and_more_memory_is_never_slower(jaxferry, profile):
+    arguments = ("--reserve-factor", "1", "--memory-budget", "50MB:550MB:100MB", "--json")
+    document = json.loads(jaxferry("tune", profile, *arguments).out)
+    assert document["policy"] == "auto"
+    fits = [row["fits"] for row in document["points"]]
+    assert fits == sorted(fits) and fits[-1] and not fits[0]
+    times = [row["steady_step_s"] for row in document["points"] if row["fits"]]
+    assert all(after <= before * (1 + EQUAL_WITHIN) for before, after in itertools.combinations(times, 2))
+
+
+def test_the_default_budget_of_a_sweep_is_that_of_the_profile_s_machine(jaxferry, tmp_path):
+    path, known = tmp_path / "profile.json", transformer(6)
+    plan = make_plan(known, "exact", reserve_factor=1.0)
+    budget = needed_bytes(known, plan) - 1
+    machine = {**known.machine, "name": "small", "memory_limit_bytes": budget}
+    dataclasses.replace(known, machine=machine).save(path)
+    result = jaxferry("tune", path, "--reserve-factor", "1", "--json")
+    [row] = json.loads(result.out)["points"]
+    assert row["memory_budget_bytes"] == budget and "the device memory of small" in result.err
+    free = jaxferry("tune", path, "--reserve-factor", "1", "--memory-budget", "none", "--json")
+    [row] = json.loads(free.out)["points"]
+    assert row["memory_budget_bytes"] is None and free.err == ""
+    assert row["steady_step_s"] == plan.predicted.steady_step_s
+
+
+@pytest.mark.parametrize(("name", "start"), [("p.PNG", b"\x89PNG"), ("p.pdf", b"%PDF"), ("p.svg", b"<?xml")])
+def test_the_knee_s_plan_and_a_plot_of_the_format_that_its_name_says_are_written(jaxferry, tmp_path, name, start):
+    path, output = tmp_path / "profile.json", tmp_path / "plan.json"
+    dataclasses.replace(transformer(6), updates_after_all=True).save(path)
+    options = ("--policy", "memferry", "--reserve-factor", "1", "--plot", tmp_path / name, "-o", output)
+    assert "knee: reserve factor" in jaxferry("tune", path, *options).out
+    assert (tmp_path / name).read_bytes().startswith(start)
+    assert Plan.load(output) == make_plan(Profile.load(path), "memferry", reserve_factor=1.0)
+    assert Plan.load(output).updates is Updates.AFTER_ALL
+
+
+def point(memory, time, factor=1.0):
+    predicted = Predicted(time, time, time, memory)
+    return SweepPoint(factor, None, Plan("exact", 1.0, (LayerPlan("a", "DHA"),), predicted=predicted))
+
+
+def test_ranges_hold_both_ends():
+    assert read_range("0:1:0.1", decimal.Decimal)[-1] == 1
+    assert len(read_range("0:1:0.1", decimal.Decimal)) == 11
+    assert read_range("5", int) == [5]
+    assert read_range("1:6:2", int) == [1, 3, 5]
+    for text in ("1:2", "1:2:0", "2:1:1", "0:1:0.0001"):
+        with pytest.raises(InputError, match="range"):
+            read_range(text, decimal.Decimal)
+
+
+def test_nothing_is_written_over_the_points_of_a_plot():
+    points = [point(10, 10.0), point(20, 2.0), point(90, 1.2)]
+    figure = sweep_figure(points, points[1])
+    (axes,) = figure.axes
+    legend = axes.get_legend()
+    figure.canvas.draw()
+    assert not axes.texts
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+    assert [text.get_text() for text in legend.get_texts()] == ["Pareto front", "reserve factor 1", "knee"]
+
+
+def test_a_plot_joins_only_the_points_that_no_other_beats():
+    known = [(20, 3.0), (95, 1.2), (10, 10.0), (20, 2.0), (90, 1.2)]
+    points = [point(*place, factor=number / 10) for number, place in enumerate(known)]
+    (axes,) = sweep_figure(points, points[3]).axes
+    joined = [line for line in axes.lines if line.get_linestyle() != "None"]
+    assert len(joined) == 1 and joined[0].get_drawstyle() == "steps-post"
+    assert list(joined[0].get_ydata()) == [10.0, 2.0, 1.2, 1.2]
+    assert [bytes * 2**30 for bytes in joined[0].get_xdata()] == [10, 20, 90, 95]
+    dots = [line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    faint = [(line.get_ydata()[0], line.get_alpha()) for line in dots if line.get_alpha() != 1]
+    assert len(dots) == 5 and faint == [(3.0, 0.3), (1.2, 0.3)]

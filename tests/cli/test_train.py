@@ -11,20 +11,11 @@ import pytest
 
 import jaxferry as package
 from faults import first_save_fails
-from jaxferry.cli.model import call_model
 from jaxferry.cli.recording import Recording
-from jaxferry.cli.resumed import as_arguments, resumed_options, save_options
+from jaxferry.cli.train import as_arguments, resumed_options, save_options
+from jaxferry.cli.workload import call_model
 from jaxferry.errors import InputError
 from jaxferry.training.train_step import TrainStep
-
-
-def test_a_recording_has_the_tasks_of_the_last_steps(jaxferry, user_model, tmp_path):
-    path, model = tmp_path / "run.json", user_model("arrays")
-    assert jaxferry("train", "--model", model, "--steps", 3, "--record", path).status == 0
-    recording = Recording.load(path)
-    assert (recording.model, recording.accumulate) == (model, 1)
-    assert max(task.step for task in recording.tasks) == 2
-    assert {task.layer for task in recording.tasks} == {f"layer_{i}" for i in range(6)}
 
 
 def test_it_trains_as_a_loop_of_ones_own_does(jaxferry, user_model):
@@ -75,34 +66,6 @@ def test_a_resumed_run_has_the_options_of_the_saved_one_unless_given(jaxferry, u
     assert losses[0] + losses[1] + losses[2] == losses[3]
 
 
-def test_a_plan_given_again_replaces_the_saved_run_s_policy(tmp_path):
-    save_options(tmp_path, {"policy": "exact", "accumulate": 2, "offload_activations": True, "profile": "p.json"})
-    known = ("policy", "plan", "accumulate", "offload_activations", "profile")
-    kept = resumed_options(tmp_path, known, {"plan", "profile"})
-    assert kept == {"accumulate": 2, "offload_activations": True}
-    assert as_arguments(kept) == "--accumulate 2 --offload-activations"
-    assert resumed_options(tmp_path, known, ())["profile"] == str(Path("p.json").absolute())
-    assert resumed_options(tmp_path / "none", known, ()) == {}
-    with pytest.raises(InputError, match=r"train.json: unknown option 'accumulate'; known are policy, plan"):
-        resumed_options(tmp_path, known[:2], ())
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("devices", "two", "a whole number, got 'two'"),
-        ("accumulate", True, "a whole number, got True"),
-        ("learning_rate", "x", "a number, got 'x'"),
-        ("optimizer", {"a": 1}, "a string, got {'a': 1}"),
-        ("offload_activations", 1, "true or false, got 1"),
-    ],
-)
-def test_an_option_of_the_saved_run_of_another_type_is_named(tmp_path, name, value, message):
-    save_options(tmp_path, {name: value})
-    with pytest.raises(InputError, match=f"train.json: option {name} must be {message}"):
-        resumed_options(tmp_path, (name,), ())
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -119,22 +82,6 @@ def test_options_reach_the_step(jaxferry, user_model, options):
     result = jaxferry("train", "--model", user_model("arrays"), "--steps", 4, *options)
     assert result.status == 0, result.err
     assert "4 steps: loss" in result.out
-
-
-def test_a_trace_shows_the_last_steps(jaxferry, user_model, tmp_path):
-    trace = tmp_path / "trace.json"
-    assert jaxferry("train", "--model", user_model("arrays"), "--steps", 3, "--trace", trace).status == 0
-    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
-    assert {"load layer_0", "forward layer_5", "offload layer_0", "update layer_3"} <= names
-
-
-@pytest.mark.parametrize("option", ["--save", "--trace"])
-def test_where_nothing_can_be_written_is_told_before_anything_is_trained(option, jaxferry, user_model, tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    result = jaxferry("train", "--model", user_model("arrays"), "--steps", 2, option, tmp_path / "file" / "x")
-    assert result.status == 2
-    assert "cannot write" in result.err and "Traceback" not in result.err
-    assert "loss" not in result.err and not result.out
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -194,32 +141,34 @@ def test_a_save_that_fails_in_between_is_told_and_training_goes_on(jaxferry, use
     assert package.train_step(call_model(model).loss_fn, optax.adamw(1e-3)).restore(folder).step == 5
 
 
-@pytest.mark.parametrize(
-    ("function", "options", "message"),
-    [
-        ("shapes", (), "returns shapes for the parameters: return arrays, or a function that makes them"),
-        ("shaped_batch", (), "returns shapes for the batch: return arrays, or a function that makes them"),
-        ("broken", (), "ValueError: no such thing"),
-        ("missing", (), "has no function 'missing'"),
-        ("arrays", ("--optimizer", "best"), "--optimizer must be one of adamw, adam"),
-        ("arrays", ("--policy", "best"), "unknown policy 'best'"),
-        ("arrays", ("--plan", "none.json"), "cannot read none.json"),
-        ("arrays", ("--resume", "nowhere"), "nowhere is not a JaxFerry checkpoint"),
-        ("arrays", ("--save-every", 2), "--save-every needs --save"),
-        ("arrays", ("--keep-last", 2), "--keep-last needs --save"),
-        ("arrays", ("--save", "gs://bucket/run"), "is remote storage"),
-        ("arrays", ("--memory-budget", "1KiB"), "memory"),
-        ("arrays", ("--learning-rate", -1), "--learning-rate must be a number above 0, got -1"),
-        ("arrays", ("--learning-rate", "nan"), "--learning-rate must be a number above 0, got nan"),
-        ("arrays", ("--compute-dtype", "int8"), "--compute-dtype must be a floating dtype"),
-        ("arrays", ("--steps", 0, "--trace", "t.json"), "--trace needs at least one step"),
-    ],
-)
-def test_bad_input_is_one_line(refused, user_model, function, options, message):
-    assert message in refused("train", "--model", user_model(function), *options)
+def test_the_last_steps_are_recorded_and_traced(jaxferry, user_model, tmp_path):
+    path, trace, model = tmp_path / "run.json", tmp_path / "trace.json", user_model("arrays")
+    assert jaxferry("train", "--model", model, "--steps", 3, "--record", path, "--trace", trace).status == 0
+    recording = Recording.load(path)
+    assert (recording.model, recording.accumulate) == (model, 1)
+    assert max(task.step for task in recording.tasks) == 2
+    assert {task.layer for task in recording.tasks} == {f"layer_{i}" for i in range(6)}
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"load layer_0", "forward layer_5", "offload layer_0", "update layer_3"} <= names
 
 
-def test_a_loss_that_is_not_finite_ends_it_with_a_line(jaxferry, user_model):
-    result = jaxferry("train", "--model", user_model("diverging"), "--steps", 2)
-    assert result.status == 2
-    assert "the loss of step 0 is" in result.err
+def test_a_plan_given_again_replaces_the_saved_run_s_policy_and_wrong_types_are_named(tmp_path):
+    save_options(tmp_path, {"policy": "exact", "accumulate": 2, "offload_activations": True, "profile": "p.json"})
+    known = ("policy", "plan", "accumulate", "offload_activations", "profile")
+    kept = resumed_options(tmp_path, known, {"plan", "profile"})
+    assert kept == {"accumulate": 2, "offload_activations": True}
+    assert as_arguments(kept) == "--accumulate 2 --offload-activations"
+    assert resumed_options(tmp_path, known, ())["profile"] == str(Path("p.json").absolute())
+    assert resumed_options(tmp_path / "none", known, ()) == {}
+    with pytest.raises(InputError, match=r"train.json: unknown option 'accumulate'; known are policy, plan"):
+        resumed_options(tmp_path, known[:2], ())
+    for name, value, message in (
+        ("devices", "two", "a whole number, got 'two'"),
+        ("accumulate", True, "a whole number, got True"),
+        ("learning_rate", "x", "a number, got 'x'"),
+        ("optimizer", {"a": 1}, "a string, got {'a': 1}"),
+        ("offload_activations", 1, "true or false, got 1"),
+    ):
+        save_options(tmp_path, {name: value})
+        with pytest.raises(InputError, match=f"train.json: option {name} must be {message}"):
+            resumed_options(tmp_path, (name,), ())

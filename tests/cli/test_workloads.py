@@ -8,8 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxferry.cli.model import call_model
-from jaxferry.cli.user_code import EXAMPLES, find_function
+from jaxferry.cli.workload import EXAMPLES, call_model, find_function
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,29 +55,9 @@ def test_a_module_in_a_package_names_a_workload(user_model, jaxferry, tmp_path):
     assert (result.status, len(json.loads(result.out)["losses"])) == (0, 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gpt2:7b", "--model gpt2:7b: sizes of gpt2 are tiny, 124m, medium, xl, 2.7b, 6.7b, got '7b'"),
-        ("none.py:make", "--model none.py:make: there is no file 'none.py'"),
-        ("gpt2", '"file.py:function"'),
-        ("setup.py:", '"file.py:function"'),
-    ],
-)
-def test_a_name_of_nothing_is_one_line(refused, tmp_path, monkeypatch, name, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused("train", "--model", name, "--steps", 1)
-
-
-def test_an_error_in_a_file_names_its_line(refused, tmp_path):
-    (tmp_path / "bad.py").write_text("x = 1\nraise KeyError('foot')\n")
-    path = tmp_path / "bad.py"
-    assert f"--model {path}:make: {path}, line 2: KeyError: 'foot'" in refused("train", "--model", f"{path}:make")
-
-
 def test_a_users_own_module_with_an_examples_name_is_found(tmp_path):
     (tmp_path / "vit.py").write_text("def make():\n    return 6.0\n")
-    code = "from jaxferry.cli.user_code import find_function; print(find_function('vit:make')())"
+    code = "from jaxferry.cli.workload import find_function; print(find_function('vit:make')())"
     found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert found.stdout == "6.0\n"
 
@@ -88,7 +67,7 @@ def test_examples_in_the_package_are_found_as_beside_it(tmp_path):
     bundled.mkdir(parents=True)
     (bundled / "examples").symlink_to(ROOT / "examples")
     code = (
-        "import pathlib, jaxferry.cli.user_code as c\n"
+        "import pathlib, jaxferry.cli.workload as c\n"
         f"c._PACKAGE = pathlib.Path({str(bundled.parent)!r})\n"
         "print(c.find_function('gpt2:tiny').func.__code__.co_filename)"
     )

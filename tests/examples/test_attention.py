@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from examples.common.layers import attention
-from jaxferry.cli.fitting.traced import trace
+from jaxferry.cli.traced import trace
 from jaxferry.costs.machines import find_machine
 from jaxferry.costs.segment_costs import partition_costs
 from jaxferry.errors import InputError

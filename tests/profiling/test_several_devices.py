@@ -18,7 +18,7 @@ import costs
 import jaxferry
 import jaxferry.training.measure.contention
 from jaxferry.cli import main
-from jaxferry.cli.reports.tables import host_memory_lines
+from jaxferry.cli.plan import host_memory_lines
 from jaxferry.costs.estimate import estimate_profile
 from jaxferry.costs.records import Profile
 from jaxferry.costs.sharing import shared_by

@@ -23,7 +23,7 @@ addEventListener("load", () => {
     return {
       width: root.clientWidth,
       content: root.scrollWidth,
-      bars: shown("rect"),
+      bars: shown(".bar"),
       charts: shown("svg"),
       cut: [...page.querySelectorAll("svg text")].filter(cut).map(it => it.textContent),
       texts: [...page.querySelectorAll("td.text")].map(it => it.getBoundingClientRect().right),

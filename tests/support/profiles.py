@@ -13,6 +13,16 @@ from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.step.records import LayerPlan, Loads, Plan, UpdateOrder, Updates
 from jaxferry.step.schedule import schedule_step
 
+INSTANCE = {
+    "weights": [5, 5, 5, 5],
+    "activations": [0, 1, 1, 1, 1],
+    "forward_s": [4, 4, 4, 4],
+    "backward_s": [6, 6, 6, 6],
+    "memory_bytes": 19,
+    "bandwidth_bytes_per_s": 2,
+}
+"""Weights to offload, as `jaxferry weights` reads them."""
+
 
 def examples(most):
     """Settings for this many examples; fewer in runs without the slow tests (tests/conftest.py)."""

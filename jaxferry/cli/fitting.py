@@ -2,16 +2,16 @@
 
 own batch --trace--> smallest budget --secant--> another size --trace--> ... --> largest batch --auto--> forecast
 
-The device memory of the leanest plan is close to linear in the batch size, from what parameters and gradients alone
-need. So a few traces find the largest batch: its size was traced, and the next one, which does not fit. Larger batches
-may fit if layers are read in host memory. That is no answer: products of many rows read a layer again and again, so
-such steps are slower for each sample.
+The device memory of the leanest plan is close to linear in the batch size, so a few traces find the largest batch: its
+size was traced, and the next one, which does not fit. Larger batches may fit if layers are read in host memory. They
+do not count: products of many rows read a layer again and again, so such steps take longer for each sample.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.cli.fitting.records import BatchForecast, Fit
-from jaxferry.cli.fitting.traced import Traced
+from jaxferry.cli.traced import Traced
 from jaxferry.modes import MODULE
 from jaxferry.optimizer.host_memory import pinned_bytes
 from jaxferry.planner.base import Request
@@ -31,16 +30,93 @@ from jaxferry.planner.planning import planner_of, with_gap
 from jaxferry.step.bottleneck import find_bottleneck
 from jaxferry.step.holdings import streamed_state_bytes
 from jaxferry.step.records import Plan
+from jaxferry.step.schedule import needed_bytes
 from jaxferry.step.simulate.report import predict, simulate
 from jaxferry.units import format_apart
 
+FORMAT = "jaxferry.fit/1"
 MOST_TRACES = 30
-"""Traces of a search; a memory that is linear in the batch size needs three, one that is nearly so a few more."""
+"""Traces of a search; memory that is linear in the batch size needs three, nearly linear memory a few more."""
 
 _MOST_GUESSES = 6
 """Traces at sizes where a line meets the budget; the search then halves."""
 
 _MOST_SAMPLES = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchForecast:
+    """Training with batches of one size, as predicted.
+
+    Attributes:
+      batch_size: samples a batch.
+      step_s: seconds a step in the steady state.
+      samples_per_s: samples a second.
+      tokens_per_s: integers of the batch's largest integer array a second; None without an integer array of 2 or more
+        axes.
+      device_bytes: device memory by kind at the step's peak.
+      busy_share: the share of a step in which each lane works: `gpu`, `h2d`, `d2h`, `host`.
+      limit: what limits the speed: `GPU`, `link`, `host` or `device memory`.
+      reason: the same in a sentence.
+      plan: the plan, with its prediction.
+    """
+
+    batch_size: int
+    step_s: float
+    samples_per_s: float
+    tokens_per_s: float | None
+    device_bytes: Mapping[str, int]
+    busy_share: Mapping[str, float]
+    limit: str
+    reason: str
+    plan: Plan
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the forecast as JSON values."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | {"plan": self.plan.to_json()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Whether and how a model trains on a machine, as predicted.
+
+    Attributes:
+      model: the model's name.
+      machine: the machine's name.
+      budget_bytes: device memory that training may take.
+      host_bytes: host memory that training keeps, by what it is for.
+      host_memory_bytes: host memory that training may take; None if it is not known.
+      pinned_bytes: the pinned part of `host_bytes`, including masters and optimizer state that stream through the GPU.
+      smallest_bytes: the smallest feasible budget for batches of `smallest_batch_size`.
+      smallest_batch_size: the workload's own batch size, or 1 if that does not fit.
+      largest_batch_size: the largest batch for which a plan that loads all layers fits into the budget; or, if no batch
+        of `smallest_batch_size` does, for which any plan fits; 0 if none does.
+      rows: for the workload's own batch size, if it fits, and for the largest one.
+      problem: why the model does not fit, with the remedy; empty if it fits.
+    """
+
+    model: str
+    machine: str
+    budget_bytes: int
+    host_bytes: Mapping[str, int]
+    host_memory_bytes: int | None
+    pinned_bytes: int
+    smallest_bytes: int
+    smallest_batch_size: int
+    largest_batch_size: int
+    rows: tuple[BatchForecast, ...]
+    problem: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether batches of any size fit into device and host memory."""
+        return not self.problem
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the answer as `jaxferry.fit/1`."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {"format": FORMAT, "fits": self.fits, **fields, "rows": [row.to_json() for row in self.rows]}
 
 
 def find_fit(
@@ -59,8 +135,8 @@ def find_fit(
     Args:
       trace: traces the model for batches of a size.
       batch_size: the workload's own batch size, at least 1.
-      model: its name.
-      machine: its name.
+      model: the model's name.
+      machine: the machine's name.
       budget_bytes: device memory that training may take.
       host_bytes: returns the host memory that training keeps, by what it is for, with batches of any size.
       host_memory_bytes: host memory that training may take; None if it is not known.
@@ -72,13 +148,16 @@ def find_fit(
         report(f"tracing batches of {size}")
         return trace(size)
 
-    # For what waits in host memory for its backward; batches need nothing else there.
     of_training = host_bytes(traced(batch_size))
+    # What is left holds saved activations: batches need nothing else in host memory.
     left_bytes = None if host_memory_bytes is None else host_memory_bytes - sum(of_training.values())
     sizes = Sizes(traced, budget_bytes, left_bytes)
 
     def fits(each: Traced) -> bool:
         return each.smallest_bytes <= budget_bytes and sizes.fits_on_host(each)
+
+    def kept(each: Traced) -> dict[str, int]:
+        return {**of_training, **({"saved activations": each.saved_bytes} if each.saved_bytes else {})}
 
     own = sizes.of(batch_size)
     smallest = own if fits(own) or batch_size == 1 else sizes.of(1)
@@ -90,45 +169,46 @@ def find_fit(
     for size, each in wanted.items():
         report(f"planning for batches of {size}")
         rows.append(forecast(each, budget_bytes))
-    kept = with_saved(of_training, max([smallest, *wanted.values()], key=lambda each: each.batch_size))
+    host = kept(max([smallest, *wanted.values()], key=lambda each: each.batch_size))
     streamed = [streamed_state_bytes(wanted[row.batch_size].profile, row.plan) for row in rows]
     return Fit(
-        model,
-        machine,
-        budget_bytes,
-        kept,
-        host_memory_bytes,
-        pinned_bytes(kept, max(streamed, default=0)),
-        smallest.smallest_bytes,
-        smallest.batch_size,
-        max(wanted, default=0),
-        tuple(rows),
-        _problem(smallest, budget_bytes, with_saved(of_training, smallest), host_memory_bytes),
+        model=model,
+        machine=machine,
+        budget_bytes=budget_bytes,
+        host_bytes=host,
+        host_memory_bytes=host_memory_bytes,
+        pinned_bytes=pinned_bytes(host, max(streamed, default=0)),
+        smallest_bytes=smallest.smallest_bytes,
+        smallest_batch_size=smallest.batch_size,
+        largest_batch_size=max(wanted, default=0),
+        rows=tuple(rows),
+        problem=_problem(smallest, budget_bytes, kept(smallest), host_memory_bytes),
     )
 
 
-def with_saved(host_bytes: Mapping[str, int], traced: Traced) -> dict[str, int]:
-    """Host memory by what it is for, with the activations of a batch that wait there."""
-    return {**host_bytes, **({"saved activations": traced.saved_bytes} if traced.saved_bytes else {})}
-
-
 class Sizes:
-    """The batch sizes that have been traced."""
+    """The batch sizes that have been traced.
+
+    Args:
+      trace: traces the model for batches of a size.
+      budget_bytes: device memory that training may take.
+      left_bytes: host memory that is left for saved activations; None if it is not known.
+    """
 
     def __init__(self, trace: Callable[[int], Traced], budget_bytes: int, left_bytes: int | None = None) -> None:
         self._trace, self._budget_bytes, self._left_bytes = trace, budget_bytes, left_bytes
         self._known: dict[int, Traced] = {}
-        self._need: Callable[[Traced], int] = _loading_bytes
+        self._need: Callable[[Traced], int] = operator.attrgetter("loading_bytes")
 
     def of(self, batch_size: int) -> Traced:
-        """The model for batches of a size."""
+        """Returns the model for batches of a size."""
         if batch_size not in self._known:
             self._known[batch_size] = self._trace(batch_size)
         return self._known[batch_size]
 
     def largest(self, loading: bool) -> Traced:
-        """The largest size that fits, with all layers loaded or not; one that fits so must be known."""
-        self._need = _loading_bytes if loading else _smallest_bytes
+        """Returns the largest size that fits, with all layers loaded or not; a size that fits so must be known."""
+        self._need = operator.attrgetter("loading_bytes" if loading else "smallest_bytes")
         while len(self._known) < MOST_TRACES:
             size = self._next()
             if size is None:
@@ -137,18 +217,15 @@ class Sizes:
         return self._known[max(size for size, traced in self._known.items() if self._fits(traced))]
 
     def fits_on_host(self, traced: Traced) -> bool:
-        """Whether host memory has room for what waits there, beside what training keeps anyway."""
-        # Batches without such values are not what does not fit.
-        return not self._saved_bytes(traced) or self._saved_bytes(traced) <= (self._left_bytes or 0)
-
-    def _saved_bytes(self, traced: Traced) -> int:
-        return 0 if self._left_bytes is None else traced.saved_bytes
+        """Returns whether saved activations fit into the host memory that training leaves; true without any."""
+        saved_bytes = 0 if self._left_bytes is None else traced.saved_bytes
+        return not saved_bytes or saved_bytes <= (self._left_bytes or 0)
 
     def _fits(self, traced: Traced) -> bool:
         return self._need(traced) <= self._budget_bytes and self.fits_on_host(traced)
 
     def _next(self) -> int | None:
-        """The size to trace next; None if the largest is known."""
+        """Returns the size to trace next; None if the largest is known."""
         needs = sorted((size, self._need(traced)) for size, traced in self._known.items())
         fitting = [each for each in needs if self._fits(self._known[each[0]])]
         others = [each for each in needs if not self._fits(self._known[each[0]])]
@@ -160,28 +237,16 @@ class Sizes:
         return min(max(self._where_the_budget_ends([*fitting[-2:], *others[:1]][-2:]), first), last)
 
     def _where_the_budget_ends(self, needs: list[tuple[int, int]]) -> int:
-        """The size at which the line through the largest two sizes, or through one and none, meets the budget."""
+        """Returns where the line through the largest two sizes, or through one and none, meets the budget."""
         first = next(iter(self._known.values()))
         (one, bytes_of_one), (two, bytes_of_two) = [(0, self._need(first.without_samples)), *needs][-2:]
         slope = (bytes_of_two - bytes_of_one) / (two - one)
         return int(one + (self._budget_bytes - bytes_of_one) / slope) if slope > 0 else 2 * two
 
 
-def _loading_bytes(traced: Traced) -> int:
-    return traced.loading_bytes
-
-
-def _smallest_bytes(traced: Traced) -> int:
-    return traced.smallest_bytes
-
-
 def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
-    """Plans by `auto` for a budget.
-
-    Raises:
-      BudgetError: if no plan fits.
-    """
-    plan, device_bytes = _planned(traced, budget_bytes)
+    """Plans by `auto` for a budget; raises `BudgetError` if no plan fits."""
+    plan = _planned(traced, budget_bytes)
     simulation = simulate(traced.profile, plan)
     step_s = simulation.steady_step_s
     busy = {lane: use.busy_s / step_s if step_s > 0 else 0.0 for lane, use in simulation.lanes.items()}
@@ -192,7 +257,7 @@ def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
         step_s=step_s,
         samples_per_s=traced.batch_size / step_s,
         tokens_per_s=None if tokens is None else tokens / step_s,
-        device_bytes=device_bytes,
+        device_bytes=traced.device_bytes(plan, budget_bytes),
         busy_share={lane.value: share for lane, share in busy.items()},
         limit=bottleneck.limit,
         reason=bottleneck.reason,
@@ -200,8 +265,8 @@ def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
     )
 
 
-def _planned(traced: Traced, budget_bytes: int) -> tuple[Plan, dict[str, int]]:
-    """The plan of `auto` and its device memory, which leaves room for what the allocator takes beyond buffers."""
+def _planned(traced: Traced, budget_bytes: int) -> Plan:
+    """Returns the plan of `auto`, which leaves memory for what the allocator takes beyond buffers."""
     planner = FinestPlanner(traced.profile, "auto", Request(), MODULE)
 
     @functools.cache
@@ -212,20 +277,21 @@ def _planned(traced: Traced, budget_bytes: int) -> tuple[Plan, dict[str, int]]:
         return sum(traced.device_bytes(plan, budget_bytes).values()) - budget_bytes
 
     def others() -> list[Plan]:
-        planners = [planner_of(traced.profile, name, Request()) for name in SIMPLE_POLICIES]
-        return [planner(None) for planner in planners]
+        return [planner_of(traced.profile, name, Request())(None) for name in SIMPLE_POLICIES]
 
-    found = fastest_that_fits(plan_within, excess_bytes, budget_bytes, traced.counted_bytes(budget_bytes), others)
-    if found is None:
-        # Of plans with equally little memory, the one that `auto` prefers may need more beyond buffers.
-        leanest = with_update_order(traced.profile, traced.leanest(budget_bytes))
-        details = {**plan_within(budget_bytes).details, "binding": "memory"}
-        found = predict(traced.profile, dataclasses.replace(leanest, details=details))
-    return found, traced.device_bytes(found, budget_bytes)
+    leanest = traced.leanest(budget_bytes)
+    least_bytes = needed_bytes(traced.profile, leanest)
+    found = fastest_that_fits(plan_within, excess_bytes, budget_bytes, least_bytes, others)
+    if found is not None:
+        return found
+    # Of plans with equally little memory, the one that `auto` prefers may need more beyond buffers.
+    details = {**plan_within(budget_bytes).details, "binding": "memory"}
+    leanest = dataclasses.replace(with_update_order(traced.profile, leanest), details=details)
+    return predict(traced.profile, leanest)
 
 
 def _tokens(batch: Any) -> int | None:
-    """The number of integers in the largest integer array whose rows have several."""
+    """Returns the number of integers in the largest integer array with 2 or more axes."""
     leaves = [leaf for leaf in jax.tree.leaves(batch) if hasattr(leaf, "shape") and len(leaf.shape) >= 2]
     sizes = [int(np.prod(leaf.shape)) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.integer)]
     return max(sizes, default=None)

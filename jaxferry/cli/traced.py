@@ -1,4 +1,4 @@
-"""A model traced for batches of one size, with its estimated profile on a machine."""
+"""A model traced for batches of one size on a machine: its segments, their estimated costs, its device memory."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from jaxferry.engine import (
 )
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.engine.memory import footprints, peak_bytes
+from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK, Remat
 from jaxferry.partition import AUTO, partition
 from jaxferry.planner.base import make_plan
@@ -66,12 +67,12 @@ class Traced:
 
     @property
     def saved_bytes(self) -> int:
-        """The host memory in which activations wait for their backward."""
+        """Bytes of activations that wait in host memory for their backward."""
         return self.profile.saved_bytes
 
     @property
     def widened(self) -> dict[int, int]:
-        """The groups whose gradients the host sums in more bits, as for `StepProgram`."""
+        """The groups whose gradients the host sums in more bits, as in `StepProgram`."""
         return widened_groups(self.variants.base, self.variants.derivatives)
 
     @functools.cached_property
@@ -83,10 +84,6 @@ class Traced:
     def smallest_bytes(self) -> int:
         """The device memory of the leanest plan, which may read all layers in host memory: DHA."""
         return min(self.loading_bytes, self._bytes_of(self._leanest(DHA)))
-
-    def counted_bytes(self, budget_bytes: int) -> int:
-        """The device memory of the leanest plan, without what the allocator takes beyond it."""
-        return needed_bytes(self.profile, self.leanest(budget_bytes))
 
     def leanest(self, budget_bytes: int) -> Plan:
         """Returns the leanest plan, which loads all layers if that fits into the budget."""
@@ -114,7 +111,7 @@ class Traced:
         return min(plans, key=lambda plan: needed_bytes(self.profile, plan))
 
     def _bytes_of(self, plan: Plan) -> int:
-        """The device memory of a plan's step; with what XLA's allocator takes beyond buffers, if there is a batch."""
+        """Returns the device memory of a plan's step, including what XLA's allocator takes if there is a batch."""
         counted = needed_bytes(self.profile, plan)
         if self.batch is None:
             return counted
@@ -126,7 +123,7 @@ class Traced:
         return lower(parts, self.variants.derivatives, plan, self.profile, self.offload_activations)
 
     def device_bytes(self, plan: Plan, budget_bytes: int) -> dict[str, int]:
-        """Device memory by kind, in the program of a plan's step that needs the most."""
+        """Returns device memory by kind, in the program of a plan's step that needs the most."""
         program = self._lowered(plan)
         temporaries = self._temporary_bytes(program)
         ahead = loads_ahead(program, lambda loads: peak_bytes(program, temporaries, ahead=loads), budget_bytes)
@@ -165,6 +162,10 @@ def trace(
     compute_dtype: Any,
     granularity: str = BLOCK,
     offload_activations: bool = False,
+    *,
+    remat: str = AUTO,
+    devices: int = 1,
+    processes: int = 1,
 ) -> Traced:
     """Traces a loss function and estimates its profile.
 
@@ -177,13 +178,23 @@ def trace(
       compute_dtype: dtype of the parameters on the device; None for their own.
       granularity: how fine layers are: `"block"` or `"module"`.
       offload_activations: whether values that cross segments wait in host memory for their backward; all segments then
-        recompute (`remat="full"`).
+        recompute.
+      remat: which segments recompute; `"auto"` leaves that to plans.
+      devices: the devices of all processes, which share the batch.
+      processes: the processes, a machine for each.
+
+    Raises:
+      InputError: if several devices cannot share the batch.
     """
-    remat = Remat.FULL.value if offload_activations else AUTO
+    remat = Remat.FULL.value if offload_activations else remat
     merge = functools.partial(merges_of_small, machine=machine) if granularity == BLOCK else None
     settings: dict[str, Any] = {"compute_dtype": compute_dtype, "merge": merge, "granularity": granularity}
+    settings |= {"num_devices": devices, "num_processes": processes}
     parts = for_planned_gpu(lambda: partition(loss_fn, params, (batch,), **settings))
+    if devices > 1 and not parts.graph.batch_size:
+        raise InputError(f"the first axis of the model's batch must be a multiple of {devices} devices")
     variants = RematVariants(parts, remat)
-    profile = estimate_profile(partition_costs(parts, remat, temporaries=True), machine)
+    costs = partition_costs(parts, remat, temporaries=True)
+    profile = estimate_profile(costs, machine, None, devices, processes)
     profile = with_program_facts(profile, variants.base, variants.derivatives, offload_activations)
     return Traced(batch_size, batch, variants, profile, offload_activations)

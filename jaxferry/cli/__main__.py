@@ -1,5 +1,0 @@
-"""`python -m jaxferry.cli`."""
-
-from jaxferry.cli import main
-
-main()

@@ -1,0 +1,272 @@
+"""Figures by matplotlib, which is imported when one is drawn."""
+
+from __future__ import annotations
+
+import bisect
+import importlib
+import io
+import os
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxferry.errors import InputError
+from jaxferry.planner.planning import SweepPoint, pareto_front
+from jaxferry.step.schedule import Lane
+from jaxferry.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from jaxferry.cli.compare import Comparison
+
+COLOURS = {
+    "forward": "#2a9d5c",
+    "backward": "#1c6b8c",
+    "load": "#4a7fd4",
+    "offload": "#e08a1e",
+    "activations": "#8a62b3",
+    "update": "#c8443c",
+    "state": "#8c564b",
+    "contention": "#d3d6d9",
+    "temporaries": "#9aa0a6",
+}
+"""Colours of stages of work and of kinds of memory."""
+
+_COLOURS_OF_LANES = {
+    Lane.GPU: COLOURS["forward"],
+    Lane.H2D: COLOURS["load"],
+    Lane.D2H: COLOURS["offload"],
+    Lane.HOST: COLOURS["update"],
+}
+_FORMATS = ("png", "pdf", "svg")
+_MOST_NAMED = 6
+"""Reserve factors in the legend of a sweep."""
+
+_LEAST_WIDTH = 4e-4
+"""The width of the thinnest bar, as a share of its axes."""
+
+_LEGEND_WIDTH = 125
+"""Letters in a row of a legend."""
+
+_TITLE = "title: "
+"""What the ids of artists with a title start with."""
+
+Span = tuple[float, float, str, str]
+"""Start and end of a bar in seconds, its colour, and the text that a browser shows under the pointer."""
+
+Changes = Sequence[tuple[float, float]]
+"""Times in seconds in ascending order, and the value from each time on."""
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Returns an empty `matplotlib.figure.Figure`; sizes are in inches."""
+    return importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+
+
+def plot_format(path: str | os.PathLike[str]) -> str:
+    """Returns the format that the name of a figure's file implies.
+
+    Raises:
+      InputError: if the format is not supported.
+    """
+    ending = pathlib.PurePath(path).suffix.lower().removeprefix(".")
+    if ending not in _FORMATS:
+        raise InputError(f"a plot's name must end in {', '.join('.' + x for x in _FORMATS)}, got {os.fspath(path)!r}")
+    return ending
+
+
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a figure in the format that the file's name implies.
+
+    Raises:
+      InputError: if the format is not supported, or the file cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=120, format=plot_format(path))
+    except OSError as error:
+        raise InputError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
+
+
+def to_svg(figure: Any) -> str:
+    """Returns a figure as an SVG element of an HTML page; bars of `draw_lanes` have their texts as titles."""
+    file = io.StringIO()
+    # Text stays text, and ids, which are hashes, are the same for the same figure.
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "jaxferry"}
+    with importlib.import_module("matplotlib").rc_context(settings):
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    drawn = re.sub(r'^.*?<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 role="img">', file.getvalue(), flags=re.DOTALL)
+    drawn = re.sub(rf"""<g id=(["']){_TITLE}(.*?)\1>""", r'<g class="bar"><title>\2</title>', drawn)
+    return re.sub(r'<g id="[^"]*">', "<g>", drawn)  # matplotlib counts groups from 1 in each figure
+
+
+def lanes_figure(charts: Mapping[str, Mapping[str, Sequence[Span]]], end_s: float) -> Any:
+    """Draws a chart of lanes over the time from 0 to `end_s` for each title, below each other.
+
+    Args:
+      charts: by title, the bars of each lane; an empty title is not shown.
+      end_s: the end of the time that is shown, in seconds.
+    """
+    figure = new_figure(9.6, sum(0.35 + 0.27 * len(lanes) + 0.2 * bool(title) for title, lanes in charts.items()) + 0.4)
+    heights = [len(lanes) for lanes in charts.values()]
+    axes = figure.subplots(len(charts), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for each, (title, lanes) in zip(axes, charts.items(), strict=True):
+        draw_lanes(each, lanes, end_s)
+        each.set_title(title, loc="left", fontsize=9)
+    spans = [span for lanes in charts.values() for lane in lanes.values() for span in lane]
+    used = {colour for _, _, colour, _ in spans}
+    _add_legend(figure, [(name, colour) for name, colour in COLOURS.items() if colour in used])
+    return figure
+
+
+def draw_lanes(axes: Any, lanes: Mapping[str, Sequence[Span]], end_s: float) -> None:
+    """Draws a row of bars for each lane."""
+    least_s = _LEAST_WIDTH * end_s
+    for number, spans in enumerate(lanes.values()):
+        cut = [(max(start, 0.0), min(end, end_s)) for start, end, _, _ in spans]
+        widths, starts = [max(end - start, least_s) for start, end in cut], [start for start, _ in cut]
+        bars = axes.barh(number, widths, left=starts, color=[colour for _, _, colour, _ in spans])
+        for bar, (_, _, _, text) in zip(bars, spans, strict=True):
+            bar.set_gid(f"{_TITLE}{text}")
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set(xlim=(0, end_s or 1.0), ylim=(len(lanes) - 0.4, -0.6))
+    axes.tick_params(left=False)
+    _show_seconds(axes)
+
+
+def lines_figure(series: Sequence[tuple[str, str, Changes]], end_s: float, unit: str) -> Any:
+    """Draws a line of steps for each name, colour, and changes."""
+    figure, axes = _over_time(end_s, unit)
+    for name, colour, changes in series:
+        times, values = zip(*changes, strict=True)
+        axes.stairs(values, (*times, end_s), color=colour, label=name, baseline=None)
+    axes.set_ylim(bottom=0)
+    _add_legend(figure, [(name, colour) for name, colour, _ in series])
+    return figure
+
+
+def areas_figure(series: Sequence[tuple[str, str, Changes]], end_s: float, unit: str) -> Any:
+    """Draws the values of each name, colour, and changes on top of each other, the first one at the bottom."""
+    figure, axes = _over_time(end_s, unit)
+    inner = {time for _, _, changes in series for time, _ in changes if 0 < time < end_s}
+    times = sorted({0.0, end_s} | inner)
+    values = [_values_at(changes, times) for _, _, changes in series]
+    if series:
+        axes.stackplot(times, values, colors=[colour for _, colour, _ in series], step="post")
+    axes.set_ylim(bottom=0)
+    _add_legend(figure, [(name, colour) for name, colour, _ in series])
+    return figure
+
+
+def counts_figure(charts: Sequence[tuple[str, str, Mapping[int, int]]]) -> Any:
+    """Draws the counts of sizes in bytes, which are powers of 2, for each title and colour, below each other."""
+    figure = new_figure(9.6, 1.9 * len(charts))
+    for axes, (title, colour, counts) in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts, strict=True):
+        bars = axes.bar([size.bit_length() for size in counts], list(counts.values()), width=0.9, color=colour)
+        for bar, (size, count) in zip(bars, counts.items(), strict=True):
+            bar.set_gid(f"{_TITLE}{format_bytes(size)}: {count}")
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.xaxis.set_major_locator(_ticker("MaxNLocator", 12, integer=True))
+        axes.xaxis.set_major_formatter(lambda power, _: format_bytes(2 ** max(round(power) - 1, 0)))
+        axes.yaxis.set_major_locator(_ticker("MaxNLocator", 4, integer=True))
+    return figure
+
+
+def plot_sweep(points: list[SweepPoint], best: SweepPoint | None, path: str | os.PathLike[str]) -> None:
+    """Writes the figure of `sweep_figure`; errors are those of `save_figure`."""
+    plot_format(path)
+    save_figure(sweep_figure(points, best), path)
+
+
+def sweep_figure(points: list[SweepPoint], best: SweepPoint | None) -> Any:
+    """Draws step time against device memory: all points, their Pareto front, and the knee.
+
+    The front is a staircase: the fastest step within each size of device memory. The legend stands beside the axes.
+    """
+    figure = new_figure(9, 4.5)
+    axes, colours = figure.add_subplot(), importlib.import_module("matplotlib").colormaps["viridis"]
+    factors = sorted({point.reserve_factor for point in points})
+    front = [_place(point) for point in pareto_front(points)]
+    end = max((_place(point)[0] for point in points if point.plan is not None), default=0.0)
+    stairs = [*front, *((end, front[-1][1]) for _ in front[:1])]
+    axes.step(*zip(*stairs, strict=True), where="post", color="black", linewidth=1, label="Pareto front", zorder=1)
+    named = _evenly(factors, _MOST_NAMED)
+    for number, factor in enumerate(factors):
+        # Later dots are smaller, so that earlier dots at the same place stay visible.
+        share = number / max(len(factors) - 1, 1)
+        look = {"color": colours(share), "markersize": 11 - 7 * share, "linestyle": "none", "marker": "o"}
+        places = {_place(point) for point in points if point.reserve_factor == factor and point.plan is not None}
+        for place in sorted(places):
+            is_beaten = place not in front
+            axes.plot(*place, alpha=0.3 if is_beaten else 1, zorder=2 if is_beaten else 3, **look)
+        if places and factor in named:
+            axes.plot([], [], label=f"reserve factor {factor:g}", **look)
+    if best is not None:
+        axes.plot(*_place(best), "*", color="crimson", markersize=9, label="knee", zorder=4)
+    axes.margins(0.08)
+    axes.set(xlabel="peak device memory / GiB", ylabel="steady step / s", title="step time against device memory")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
+    return figure
+
+
+def plot_timelines(compared: Comparison, path: str | os.PathLike[str]) -> None:
+    """Writes a figure of two steps of each policy, measured beside predicted; errors are those of `save_figure`."""
+    plot_format(path)
+    rows = compared.rows
+    figure = new_figure(16, 0.8 + 2.1 * len(rows))
+    for pair, row in zip(figure.subplots(len(rows), 2, squeeze=False), rows, strict=True):
+        charts = {"measured": row.measured, "predicted": row.predicted}
+        end_s = max((end for bars in charts.values() for lane in bars.values() for _, end in lane), default=1.0)
+        for axes, (title, bars) in zip(pair, charts.items(), strict=True):
+            spans = {
+                lane.value: [(start, end, _COLOURS_OF_LANES[lane], "") for start, end in bars.get(lane, ())]
+                for lane in Lane
+            }
+            draw_lanes(axes, spans, end_s)
+            axes.set_title(f"{row.policy}: {title}", fontsize=10)
+    figure.supxlabel("from the end of a step's last program", fontsize=10)
+    save_figure(figure, path)
+
+
+def _over_time(end_s: float, unit: str) -> tuple[Any, Any]:
+    """Returns an empty figure and its axes, over the time from 0 to `end_s`."""
+    figure = new_figure(9.6, 2.3)
+    axes = figure.add_subplot()
+    axes.set(xlim=(0, end_s or 1.0), ylabel=unit)
+    _show_seconds(axes)
+    return figure, axes
+
+
+def _show_seconds(axes: Any) -> None:
+    axes.xaxis.set_major_locator(_ticker("MaxNLocator", 6))
+    axes.xaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
+
+
+def _ticker(name: str, *arguments: Any, **options: Any) -> Any:
+    return getattr(importlib.import_module("matplotlib.ticker"), name)(*arguments, **options)
+
+
+def _add_legend(figure: Any, entries: Sequence[tuple[str, str]]) -> None:
+    """Adds a legend of names and colours above the axes."""
+    patch = importlib.import_module("matplotlib.patches").Patch
+    handles = [patch(color=colour, label=name) for name, colour in entries]
+    columns = max(_LEGEND_WIDTH // (4 + max((len(name) for name, _ in entries), default=0)), 1)
+    figure.legend(handles=handles, loc="outside upper left", ncols=columns, fontsize=9, frameon=False, handlelength=1)
+
+
+def _values_at(changes: Changes, times: Sequence[float]) -> list[float]:
+    """Returns the value at each of these ascending times; 0 before the first change."""
+    starts = [start for start, _ in changes]
+    places = [bisect.bisect_right(starts, time) for time in times]
+    return [changes[place - 1][1] if place else 0.0 for place in places]
+
+
+def _evenly(values: Sequence[float], most: int) -> list[float]:
+    """Returns at most this many of the values, evenly chosen, with the first and the last."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(number * (len(values) - 1) / (most - 1))] for number in range(most)]
+
+
+def _place(point: SweepPoint) -> tuple[float, float]:
+    assert point.plan is not None and point.plan.predicted is not None
+    return point.plan.predicted.peak_device_bytes / 2**30, point.plan.predicted.steady_step_s

@@ -1,0 +1,246 @@
+"""What a command line trains: the workload that it names, the optimizer, and the options of a training step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import math
+import os
+import pathlib
+import sys
+import sysconfig
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import typer
+
+from jaxferry.errors import InputError, JaxFerryError
+from jaxferry.modes import BLOCK, MODULE
+
+if TYPE_CHECKING:
+    from jaxferry.engine import TrainState
+    from jaxferry.training.train_step import TrainStep
+
+EXAMPLES = ("gpt2", "llama", "bert", "roberta", "transformer_xl", "vit", "resnet")
+"""Examples whose models have names by size, such as `gpt2:6.7b`."""
+
+FORMS = "module:function, file.py:function, or an example's name and size such as gpt2:6.7b"
+
+OPTIMIZERS: Mapping[str, Callable[[float], optax.GradientTransformation]] = {
+    "adamw": optax.adamw,
+    "adam": optax.adam,
+    "lion": optax.lion,
+    "adafactor": optax.adafactor,
+    "momentum": functools.partial(optax.sgd, momentum=0.9),
+    "sgd": optax.sgd,
+}
+"""Optimizers by name, as functions of the learning rate."""
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+
+ModelName = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="WORKLOAD",
+        help=f"A function that returns (loss_fn, params, batch): {FORMS}.",
+        show_default=False,
+    ),
+]
+Optimizer = Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")]
+MemoryBudget = Annotated[str | None, typer.Option(metavar="SIZE", help='Device memory, such as "8GiB".')]
+ReserveFactor = Annotated[
+    float | None, typer.Option(help="Share of all gradient bytes, in [0, 1], that may stay on the device.")
+]
+ComputeDtype = Annotated[str | None, typer.Option(help="Dtype of the parameters on the device.")]
+Remat = Annotated[str, typer.Option(help="What is recomputed in the backward.")]
+OffloadActivations = Annotated[
+    bool, typer.Option("--offload-activations", help="Offload values that cross segments to host memory.")
+]
+FixedGranularity = Annotated[
+    str, typer.Option("--granularity", help="Layers that plans move: block, or module (finer).")
+]
+Devices = Annotated[
+    int, typer.Option(min=1, help="Devices that share each batch; without an accelerator, virtual CPU devices.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the initial parameters, if a function makes them.")]
+
+
+@dataclasses.dataclass(frozen=True)
+class UserModel:
+    """The return value of the user's function.
+
+    Attributes:
+      name: as given on the command line.
+      loss_fn: `loss_fn(params, batch)`.
+      params: a tree of arrays or shapes; or a function from a PRNG key to the tree, evaluated layer by layer.
+      batch: a tree of arrays or shapes; or a function from a step's number to the tree.
+    """
+
+    name: str
+    loss_fn: Callable[..., Any]
+    params: Any
+    batch: Any
+
+    def shapes(self) -> Any:
+        """Returns the parameters' shapes."""
+        return jax.eval_shape(self.params, jax.random.key(0)) if callable(self.params) else self.params
+
+    def batch_of(self, number: int) -> Any:
+        """Returns the batch of a step."""
+        return self.batch(number) if callable(self.batch) else self.batch
+
+    def check_is_whole(self) -> None:
+        """Raises `InputError` if parameters or batch are shapes instead of arrays."""
+        for what, tree in (("parameters", () if callable(self.params) else self.params), ("batch", self.batch_of(0))):
+            if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)):
+                raise InputError(
+                    f"--model {self.name} returns shapes for the {what}: return arrays, or a function that makes them"
+                )
+
+    def new_state(self, step: TrainStep, seed: int) -> TrainState:
+        """Returns the initial training state."""
+        return step.init_from(self.params, jax.random.key(seed)) if callable(self.params) else step.init(self.params)
+
+
+def call_model(name: str) -> UserModel:
+    """Calls the function of that name (`find_function`) and checks what it returns."""
+    return read_workload(name, find_function(name)())
+
+
+def read_workload(name: str, made: Any, option: str = "--model") -> UserModel:
+    """Checks that the user's function has returned `(loss_fn, params, batch)`; `option` gave its name."""
+    if not isinstance(made, tuple) or len(made) != 3 or not callable(made[0]):
+        raise InputError(f"{option} {name} must return (loss_fn, params, batch), got {type(made).__name__}")
+    return UserModel(name, *made)
+
+
+def make_optimizer(name: str, learning_rate: float = 1e-3) -> optax.GradientTransformation:
+    """Makes one of `OPTIMIZERS`; raises `InputError` for another name or a learning rate that is not above 0."""
+    if not (math.isfinite(learning_rate) and learning_rate > 0):
+        raise InputError(f"--learning-rate must be a number above 0, got {learning_rate:g}")
+    if name not in OPTIMIZERS:
+        raise InputError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
+    return OPTIMIZERS[name](learning_rate)
+
+
+def read_dtype(name: str | None) -> Any:
+    """Reads a floating dtype by name; None stays None; raises `InputError` for anything else."""
+    if name is None:
+        return None
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise InputError(f'--compute-dtype must be a floating dtype such as "bfloat16", got {name!r}')
+    return dtype
+
+
+def check_fixed_granularity(granularity: str) -> None:
+    """Raises `InputError` for a granularity other than block and module."""
+    if granularity not in (BLOCK, MODULE):
+        raise InputError(f"--granularity must be {BLOCK} or {MODULE}, got {granularity!r}")
+
+
+def find_function(name: str, option: str = "--model") -> Callable[..., Any]:
+    """Finds the function that makes a workload.
+
+    Args:
+      name: `module:function`, also in modules of the current directory; `file.py:function`; or the name and size of an
+        example's model, such as `gpt2:6.7b`.
+      option: the option or argument that gives the name, for errors.
+
+    Raises:
+      InputError: if there is none.
+    """
+    module_name, colon, function_name = name.rpartition(":")
+    if not (module_name and colon and function_name):
+        raise InputError(f'{option} must be "module:function", "file.py:function" or such as "gpt2:6.7b", got {name!r}')
+    if module_name.endswith(".py"):
+        module = _load(name, pathlib.Path(module_name), option)
+    else:
+        made = _of_example(name, module_name, function_name, option) if module_name in EXAMPLES else None
+        if made is not None:
+            return made
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        with user_code(name, option):
+            try:
+                module = importlib.import_module(module_name)
+            except ModuleNotFoundError as error:
+                if not f"{module_name}.".startswith(f"{error.name}."):
+                    raise  # the module exists; one of its imports does not
+                where = "here or on the Python path"
+                raise InputError(f"{option} {name}: no module named {error.name!r} {where}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise InputError(f"{option} {name}: module {module_name} has no function {function_name!r}")
+    return function
+
+
+def _of_example(name: str, example: str, size: str, option: str) -> Callable[..., Any] | None:
+    """Returns the function that makes an example's model; None if the user has a module of the example's name."""
+    root = next((path for path in (_PACKAGE / "bundled", _PACKAGE.parent) if (path / "examples").is_dir()), None)
+    own = pathlib.Path(example).is_dir() or pathlib.Path(f"{example}.py").exists()
+    if root is None:
+        return None
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    workload = importlib.import_module(f"examples.{example}.workload")
+    if size in workload.SIZES:
+        return functools.partial(workload.make, size)
+    if own:
+        return None
+    raise InputError(f"{option} {name}: sizes of {example} are {', '.join(workload.SIZES)}, got {size!r}")
+
+
+def _load(name: str, path: pathlib.Path, option: str) -> types.ModuleType:
+    """Loads a file as a module; its imports see the modules of its folder."""
+    if not path.is_file():
+        raise InputError(f"{option} {name}: there is no file {os.fspath(path)!r}")
+    if str(path.resolve().parent) not in sys.path:
+        sys.path.insert(0, str(path.resolve().parent))
+    module_name = f"jaxferry_workload_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses look for the module of their class
+    with user_code(name, option):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def user_code(name: str, option: str = "--model") -> Iterator[None]:
+    """Turns errors of the user's own code into one line with their location; this package's errors pass unchanged."""
+    try:
+        yield
+    except JaxFerryError:
+        raise
+    except (Exception, SystemExit) as error:
+        what = next(iter(str(error).strip().splitlines()), "")
+        location = _location_in_user_code(error)
+        where = f"{location[0]}, line {location[1]}: " if location else ""
+        raise InputError(f"{option} {name}: {where}{type(error).__name__}: {what}".removesuffix(": ")) from error
+
+
+def _location_in_user_code(error: BaseException) -> tuple[str, int] | None:
+    """Returns file and line of the innermost frame that is neither installed code nor this package's."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return error.filename, error.lineno or 1
+    installed = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+    others = (*installed, str(_PACKAGE), "<")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        # Packages of another environment may be on the path as well.
+        if not frame.filename.startswith(others) and "site-packages" not in pathlib.Path(frame.filename).parts:
+            return frame.filename, frame.lineno or 1
+    return None
