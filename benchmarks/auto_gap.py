@@ -8,7 +8,7 @@ budgets of a model on a machine are the device memory that a JAX process takes t
 scale a half and a quarter of the way from the least memory that any plan needs to it (`middle`, `tight`). A fourth row
 shows that least memory itself, which hardly leaves a choice. Where not even the leanest plan fits into the machine, the
 budgets are 4, 2 and 1.4 times its memory. The bound holds for any plan within the budget: any modes, gradients, places
-of updates, recomputation (`jaxferry/planner/any_bound.py`). Planning times are processor time.
+of updates, recomputation (`jaxferry/planner/bounds.py`). Planning times are processor time.
 
 Expected: gaps of at most 5 %, 2 s for 128 layers.
 """
@@ -29,19 +29,12 @@ from rich.table import Table
 import measure
 from benchmarks.machine import facts
 from jaxferry.cli.workload import find_function
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.machines import MACHINES, default_budget_bytes
-from jaxferry.costs.records import Profile
-from jaxferry.costs.segment_costs import partition_costs
-from jaxferry.engine import RematVariants
-from jaxferry.engine.facts import with_program_facts
+from jaxferry.costs import MACHINES, Profile, default_budget_bytes, estimate_profile, partition_costs
+from jaxferry.engine import RematVariants, with_program_facts
 from jaxferry.errors import BudgetError
 from jaxferry.partition import AUTO, partition
-from jaxferry.planner.any_bound import any_plan_lower_bound_s
-from jaxferry.planner.auto import AutoSearch
-from jaxferry.planner.base import Request
-from jaxferry.step.records import Plan
-from jaxferry.step.simulate.report import predict
+from jaxferry.planner import AutoSearch, Request, any_plan_lower_bound_s
+from jaxferry.step import Plan, predict
 
 MODELS = (
     "resnet:50",

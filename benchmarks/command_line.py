@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import facts
 from benchmarks.planner_gap import transformer
 from jaxferry.cli.recording import Recording, Summary
-from jaxferry.planner.planning import make_plan
+from jaxferry.planner import make_plan
 from jaxferry.records import write_json
 
 RESULTS = Path(__file__).parent / "results" / "command_line.json"

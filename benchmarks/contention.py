@@ -4,7 +4,7 @@
 
 A layer of 16M parameters is updated by AdamW again and again: by the fused update of `jaxferry.adamw`, which passes
 over memory once, or by Optax's compiled by XLA. Beside it, 64 MiB are copied between pinned host memory and the device,
-in either direction (`jaxferry/training/measure/contention.py`). Speeds are relative to those of each alone; medians
+in either direction (`jaxferry/training/contention.py`). Speeds are relative to those of each alone; medians
 over rounds that take turns. `benchmarks/gpu/check.sh` runs it on a GPU.
 
 On a GPU, copies are the link's. On a CPU without one, a core makes each copy: updates get `--threads` cores, so that
@@ -31,12 +31,11 @@ import optax
 
 import jaxferry
 import measure
-from jaxferry.costs.contention import DOWN, HOST, SHARING, UP, Contention
-from jaxferry.engine import make_placement
+from jaxferry.costs import DOWN, HOST, SHARING, UP, Contention
 from jaxferry.native import library
-from jaxferry.step.instruction import Arrival
-from jaxferry.training.measure.contention import in_turn, speeds_in_pairs, transfers
-from jaxferry.training.measure.microbenchmarks import HostUpdate
+from jaxferry.step import Arrival
+from jaxferry.training import HostUpdate, in_turn, speeds_in_pairs, transfers
+from jaxferry.transport import make_placement
 
 WIDTH = 4096
 OPTIMIZERS = {"fused AdamW": jaxferry.adamw, "Optax's AdamW": optax.adamw}

@@ -35,19 +35,11 @@ from user_gain import MACHINE, recomputing, without_recomputation
 import measure
 import model as gpt2
 from benchmarks.papers.paper_models import known_models
-from jaxferry.engine import (
-    RematVariants,
-    derivatives_of,
-    lower,
-    lower_traced,
-    make_placement,
-    peak_bytes,
-    trace_program,
-)
+from jaxferry.engine import RematVariants, derivatives_of, lower, lower_traced, peak_bytes, trace_program
 from jaxferry.partition import partition
-from jaxferry.planner.planning import make_plan
-from jaxferry.training.choice import choose_plan, planning_profile
-from jaxferry.training.options import Options
+from jaxferry.planner import make_plan
+from jaxferry.training import Options, choose_plan, planning_profile
+from jaxferry.transport import make_placement
 from native.compile_for_gpu import compile_lowered
 from native.compiled_steps import CompiledModel, compare_step
 from native.cuda_library import cuda_library

@@ -46,8 +46,7 @@ from rich.table import Table
 
 import jaxferry
 import measure
-from jaxferry.native import library
-from jaxferry.native.host_step import FACTORS, HostStep, StepFactors, StepPart
+from jaxferry.native import FACTORS, HostStep, StepFactors, StepPart, library
 
 try:
     import torch

@@ -32,13 +32,12 @@ from rich.table import Table
 
 import jaxferry
 import measure
-from jaxferry.costs.timers import Effort
-from jaxferry.optimizer.optimizer import HostOptimizer
-from jaxferry.partition.layout import make_layer
+from jaxferry.optimizer import HostOptimizer
+from jaxferry.partition import make_layer
 from jaxferry.settings import own_settings
-from jaxferry.step.instruction import Arrival
-from jaxferry.training.measure.microbenchmarks import update_subject
-from jaxferry.transport.placement import make_placement
+from jaxferry.step import Arrival
+from jaxferry.training import Effort, update_subject
+from jaxferry.transport import make_placement
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_LAYERS, NUM_STEPS, NUM_TOKENS = 24, 12, 2048

@@ -41,7 +41,7 @@ from rich.table import Table
 
 import jaxferry
 import measure
-from jaxferry.engine import Placement
+from jaxferry.transport import Placement
 
 WIDTH = 8
 GOAL_S = 0.15e-3

@@ -59,12 +59,10 @@ import measure
 import model
 from jaxferry.cli.compare import compare_policies, ends_of_steps, own_bound_s, steps_in_the_middle, works_s
 from jaxferry.cli.figures import plot_timelines
-from jaxferry.engine.lanes import Lanes
-from jaxferry.engine.ready_tasks import TaskList
-from jaxferry.native.library import library
-from jaxferry.planner.planning import make_plan, with_update_order
-from jaxferry.step.schedule import Lane, leading_loads, repeat, schedule_step
-from jaxferry.step.simulate import machine
+from jaxferry.engine import Lanes, TaskList
+from jaxferry.native import library
+from jaxferry.planner import make_plan, with_update_order
+from jaxferry.step import Lane, leading_loads, machine, repeat, schedule_step
 from profiles import transformer
 
 POLICIES = ("zero-offload", "native-offload", "native-overlapped", "l2l", "memferry", "exact", "auto")

@@ -24,13 +24,10 @@ from rich.table import Table
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.papers.memferry_printed import MemFerryPrinted
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
-from jaxferry.planner.base import Objective, Policy, Request
-from jaxferry.planner.planning import make_plan
-from jaxferry.planner.registry import make_policy, policies
+from jaxferry.costs import LayerProfile, Profile
+from jaxferry.planner import Objective, Policy, Request, make_plan, make_policy, policies
 from jaxferry.records import write_json
-from jaxferry.step.simulate.report import simulate
+from jaxferry.step import simulate
 
 RESULTS = Path(__file__).parent / "results" / "planner_gap.json"
 TIMES = {Objective.FORWARD: "forward_s", Objective.STEP: "step_s", Objective.STEADY: "steady_step_s"}

@@ -38,11 +38,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import facts
 from benchmarks.planner_gap import transformer
-from jaxferry.costs.machines import MACHINES, default_budget_bytes
-from jaxferry.costs.records import Profile
-from jaxferry.planner.any_bound import any_plan_lower_bound_s
-from jaxferry.planner.planning import make_plan
-from jaxferry.planner.registry import policies
+from jaxferry.costs import MACHINES, Profile, default_budget_bytes
+from jaxferry.planner import any_plan_lower_bound_s, make_plan, policies
 from jaxferry.records import write_json
 
 RESULTS = Path(__file__).parent / "results" / "planner_scale.json"
@@ -92,10 +89,8 @@ def gpt_like(num_blocks: int, granularity: str, machine: str) -> Profile:
     import jax.numpy as jnp
 
     from examples.gpt2 import model
-    from jaxferry.costs.estimate import estimate_profile
-    from jaxferry.costs.segment_costs import partition_costs
-    from jaxferry.engine import RematVariants
-    from jaxferry.engine.facts import with_program_facts
+    from jaxferry.costs import estimate_profile, partition_costs
+    from jaxferry.engine import RematVariants, with_program_facts
     from jaxferry.partition import AUTO, partition
 
     config = model.Config(num_layers=num_blocks, num_heads=32, channels=4096)

@@ -52,7 +52,7 @@ def trained(task, in_host_memory=False, **where):
     import jaxferry
     from jaxferry.modes import GradientPlace, Mode
     from jaxferry.processes import distributed
-    from jaxferry.step.records import LayerPlan, Plan
+    from jaxferry.step import LayerPlan, Plan
 
     warnings.simplefilter("ignore")
     optimizer, batch = optax.adamw(LEARNING_RATE), distributed.alike(task.batch)

@@ -87,7 +87,7 @@ class Member(processes.Member):
 
         import jaxferry
         from jaxferry.modes import Mode
-        from jaxferry.step.records import LayerPlan, Plan
+        from jaxferry.step import LayerPlan, Plan
 
         layers = tuple(LayerPlan(f"layer_{i}", Mode(mode)) for i in range(num_layers))
         step = jaxferry.train_step(loss_fn, optax.adamw(1e-4), mesh=self.mesh, plan=Plan("any", 1.0, layers))

@@ -49,9 +49,8 @@ def simulated(batch, num_devices):
     """The seconds of a step by policy, and the host memory bandwidth's share of it."""
     from papers.paper_models import transformer_xl
 
-    from jaxferry.costs.estimate import estimate_profile
-    from jaxferry.costs.machines import find_machine
-    from jaxferry.planner.planning import make_plan
+    from jaxferry.costs import estimate_profile, find_machine
+    from jaxferry.planner import make_plan
 
     machine = dataclasses.replace(find_machine(MACHINE), network_bytes_per_s=NETWORK_BYTES_PER_S)
     num_processes = -(-num_devices // DEVICES_OF_A_MACHINE)

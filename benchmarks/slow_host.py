@@ -44,18 +44,12 @@ from rich.table import Table
 import jaxferry
 import measure
 from jaxferry.cli.compare import works_s
-from jaxferry.costs.timers import Effort
-from jaxferry.engine import make_placement
-from jaxferry.engine.device_updates import DeviceUpdateCompiler
-from jaxferry.native.library import library
-from jaxferry.planner.any_bound import any_plan_lower_bound_s
-from jaxferry.planner.auto import AutoSearch
-from jaxferry.planner.base import Request
-from jaxferry.planner.planning import make_plan
-from jaxferry.step.simulate.report import simulate
-from jaxferry.step.streaming import num_subgroups_of
-from jaxferry.training.measure.microbenchmarks import device_update_subject, streamed_update_subject
-from jaxferry.transport.choice import make_transport
+from jaxferry.engine import DeviceUpdateCompiler
+from jaxferry.native import library
+from jaxferry.planner import AutoSearch, Request, any_plan_lower_bound_s, make_plan
+from jaxferry.step import num_subgroups_of, simulate
+from jaxferry.training import Effort, device_update_subject, streamed_update_subject
+from jaxferry.transport import make_placement, make_transport
 
 HOST, LINK = 2.0, 0.1
 SPARE = {"little": 1.1, "more": 1.5}

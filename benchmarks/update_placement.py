@@ -47,20 +47,13 @@ from rich.table import Table
 import jaxferry
 import measure
 from examples.gpt2 import model
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.machines import MACHINES
-from jaxferry.costs.segment_costs import partition_costs
-from jaxferry.engine import derivatives_of
-from jaxferry.engine.facts import with_program_facts
+from jaxferry.costs import MACHINES, estimate_profile, partition_costs
+from jaxferry.engine import derivatives_of, with_program_facts
 from jaxferry.errors import BudgetError
 from jaxferry.modes import UpdatePlace
 from jaxferry.partition import partition
-from jaxferry.planner.any_bound import any_plan_lower_bound_s
-from jaxferry.planner.auto import Auto, AutoSearch
-from jaxferry.planner.base import Request
-from jaxferry.planner.device_updates import plain_training
-from jaxferry.planner.planning import make_plan
-from jaxferry.step.simulate.report import predict
+from jaxferry.planner import Auto, AutoSearch, Request, any_plan_lower_bound_s, make_plan, plain_training
+from jaxferry.step import predict
 
 MODELS = {
     "1.5B": model.Config(num_layers=48, num_heads=25, channels=1600),

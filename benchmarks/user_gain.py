@@ -38,18 +38,12 @@ from rich.table import Table
 
 import measure
 from benchmarks.machine import facts
-from jaxferry.costs.machines import MACHINES, default_budget_bytes
-from jaxferry.costs.records import Profile
+from jaxferry.costs import MACHINES, Profile, default_budget_bytes
 from jaxferry.modes import Remat
-from jaxferry.planner.auto import AutoSearch
-from jaxferry.planner.base import Request
-from jaxferry.planner.base import make_plan as plan_of_codes
-from jaxferry.planner.planning import make_plan
+from jaxferry.planner import AutoSearch, Request, make_plan
+from jaxferry.planner import coded_plan as plan_of_codes
 from jaxferry.records import read_json
-from jaxferry.step.holdings import DHA, RELOAD
-from jaxferry.step.records import Plan
-from jaxferry.step.schedule import CROSSING_SLOTS, needed_bytes
-from jaxferry.step.simulate.report import predict
+from jaxferry.step import CROSSING_SLOTS, DHA, RELOAD, Plan, needed_bytes, predict
 from native.compiled_steps import TOLERANCE, CompiledModel, compare_step, peak_bytes
 from native.cuda_library import cuda_library
 

@@ -30,8 +30,10 @@ from jaxferry.modes import GradientPlace, Mode
 
 if TYPE_CHECKING:
     from jaxferry.checkpoint import SavedCheckpoint, list_checkpoints
-    from jaxferry.optimizer.optimizers import adam, adamw, lion, sgd
-    from jaxferry.training.train_step import TrainState, TrainStep, train_step
+    from jaxferry.engine import TrainState
+    from jaxferry.optimizer import adam, adamw, lion, sgd
+    from jaxferry.training import TrainStep, train_step
+
 
 __version__ = "0.1.0"
 
@@ -61,14 +63,14 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("SavedCheckpoint", "list_checkpoints"), "jaxferry.checkpoint"),
     **dict.fromkeys(("adam", "adamw", "lion", "sgd"), "jaxferry.optimizer.optimizers"),
-    **dict.fromkeys(("TrainState", "TrainStep", "train_step"), "jaxferry.training.train_step"),
+    **dict.fromkeys(("TrainState", "TrainStep", "train_step"), "jaxferry.training.trainer"),
 }
 
 
 _ALIASES = {
     "jaxferry.distributed": "jaxferry.processes.distributed",
     "jaxferry.pretrained": "jaxferry.checkpoint.pretrained",
-    "jaxferry.train_step": "jaxferry.training.train_step",
+    "jaxferry.train_step": "jaxferry.training.trainer",
 }
 
 

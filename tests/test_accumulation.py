@@ -12,7 +12,7 @@ import pytest
 import jaxferry
 import models
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Plan
 from planned import assert_same_bits, segment_names
 from steps import with_sums_in_host_memory
 

@@ -12,11 +12,10 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.engine import Source
 from jaxferry.modes import Mode
-from jaxferry.native.library import is_available
-from jaxferry.transport.allocator import Allocator
-from jaxferry.transport.placement import Placement
+from jaxferry.native import is_available
+from jaxferry.step import Source
+from jaxferry.transport import Allocator, Placement
 from planned import assert_same_bits, plan_of, train
 from steps import after_each_program
 from tolerances import LOSS_RTOL

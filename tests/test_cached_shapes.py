@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.training.recent import Recent
+from jaxferry.training import Recent
 
 PARAMS = {"a": {"w": np.full((4, 4), 0.1, np.float32)}, "b": {"w": np.full((4, 4), 0.2, np.float32)}}
 

@@ -9,21 +9,14 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.machines import MACHINES
-from jaxferry.costs.records import Profile
-from jaxferry.costs.segment_costs import partition_costs
-from jaxferry.engine import RematVariants, derivatives_of
-from jaxferry.engine.facts import with_program_facts
+from jaxferry.costs import MACHINES, LayerProfile, Profile, estimate_profile, partition_costs
+from jaxferry.engine import RematVariants, derivatives_of, with_program_facts
 from jaxferry.errors import BudgetError
 from jaxferry.modes import Mode
 from jaxferry.partition import partition
-from jaxferry.planner.planning import make_plan, with_update_order
-from jaxferry.step.schedule import schedule_step
-from jaxferry.step.simulate.machine import steady_step_s
-from jaxferry.training.choice import choose_plan
-from jaxferry.training.options import Options
+from jaxferry.planner import make_plan, with_update_order
+from jaxferry.step import schedule_step, steady_step_s
+from jaxferry.training import Options, choose_plan
 
 
 def loss_fn(params, x):

@@ -13,7 +13,7 @@ from jaxferry.native import cpus, status
 SCRIPT = """
 from jaxferry.native import cpus
 from jaxferry.native import library
-from jaxferry.costs.cache import surroundings
+from jaxferry.training.profile_cache import surroundings
 about = surroundings("cpu", "cpu")
 print(library("cpu").host_threads, cpus.num_cpus(), about["num_threads"], about["native"]["cpu"]["host_threads"])
 """

@@ -14,7 +14,7 @@ import pytest
 import jaxferry
 import models
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Plan
 from planned import assert_same_bits, segment_names, train
 from tolerances import LOSS_RTOL
 

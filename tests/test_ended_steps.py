@@ -8,7 +8,7 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.engine import Operation
+from jaxferry.step import Operation
 from planned import assert_same_bits, step_of, train, trained
 from steps import fail, wrap
 

@@ -12,12 +12,11 @@ import pytest
 
 import jaxferry
 from jaxferry import checkpoint
-from jaxferry.engine import host_array, make_placement
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.optimizer import host_memory
-from jaxferry.partition import Span
-from jaxferry.partition.packed import from_bytes, shape_from_stored, stored_struct, to_bytes
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.optimizer import host_array, host_memory
+from jaxferry.partition import Span, from_bytes, shape_from_stored, stored_struct, to_bytes
+from jaxferry.step import LayerPlan, Plan
+from jaxferry.transport import make_placement
 
 NUMPY = ["bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))]
 NUMPY += ["float16", "float32", "float64", "complex64", "complex128"]

@@ -16,8 +16,7 @@ import models
 from accelerator import emulate
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import host_stores
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.step.schedule import Kind
+from jaxferry.step import Kind, LayerPlan, Plan
 from planned import assert_same_bits, train
 from tolerances import LOSS_RTOL, PARAMS_RTOL
 from watched import live_arrays

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.gpu import build, check, link_rates, models, overlap, panel_rates, settings, stages, steps
 from benchmarks.gpu.rates import Overlap, Rate
-from jaxferry.planner.registry import policies
+from jaxferry.planner import policies
 
 ROOT = pathlib.Path(__file__).parents[1]
 

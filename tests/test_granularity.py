@@ -13,17 +13,12 @@ from flax import linen
 import jaxferry
 import models
 from jaxferry.cli import main
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.machines import MACHINES
-from jaxferry.costs.records import Profile
-from jaxferry.costs.segment_costs import partition_costs
+from jaxferry.costs import MACHINES, Profile, estimate_profile, partition_costs
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK, FASTER, MODULE, Mode
 from jaxferry.partition import partition
-from jaxferry.planner.base import Request
-from jaxferry.planner.granularity import coarser, finer, plan_finest, step_s
-from jaxferry.planner.planning import plan_for
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.planner import Request, coarser, finer, plan_finest, plan_for, step_s
+from jaxferry.step import LayerPlan, Plan
 from profiles import transformer, unit_layer
 
 MACHINE = MACHINES["a100-pcie3"]

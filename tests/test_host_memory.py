@@ -21,9 +21,8 @@ from jaxferry.checkpoint import leaves
 from jaxferry.cli.plan import host_memory_lines
 from jaxferry.cli.recording import make_recording
 from jaxferry.optimizer import host_memory
-from jaxferry.step.schedule import Kind
-from jaxferry.transport.allocator import Allocator
-from jaxferry.transport.placement import Placement
+from jaxferry.step import Kind
+from jaxferry.transport import Allocator, Placement
 from jaxferry.units import format_bytes, parse_bytes
 from watched import live_arrays, settled
 

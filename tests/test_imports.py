@@ -183,7 +183,7 @@ def test_a_circle_through_a_package_is_seen(package):
     graph = package(
         {
             "engine/trace/__init__.py": "from pack.engine.trace import recorder\n",
-            "engine/trace/recorder.py": "from pack.engine.step import StepResult\n",
+            "engine/recorder.py": "from pack.engine.step import StepResult\n",
             "engine/trace/marks.py": "",
             "engine/step.py": "from pack.engine.trace.marks import Marks\n",
         }

@@ -7,15 +7,22 @@ import threading
 import numpy as np
 import pytest
 
-from jaxferry.engine.lanes import ONE_EACH, Lanes
-from jaxferry.engine.ready_tasks import TaskList
+from jaxferry.engine import ONE_EACH, Lanes, TaskList
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
-from jaxferry.step import streaming
-from jaxferry.step.records import LayerPlan, Plan, Updates
-from jaxferry.step.schedule import Kind, Lane, needed_bytes, schedule_step
-from jaxferry.step.simulate import machine
-from jaxferry.step.simulate.chain import Chain
-from jaxferry.step.tasks import in_one_period, repeat
+from jaxferry.step import (
+    Chain,
+    Kind,
+    Lane,
+    LayerPlan,
+    Plan,
+    Updates,
+    in_one_period,
+    machine,
+    needed_bytes,
+    repeat,
+    schedule_step,
+    streaming,
+)
 from profiles import transformer
 
 MOST_S = 1e-3

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.engine import LossScale, loss_scale
+from jaxferry.engine import LossScale
+from jaxferry.engine import norms as loss_scale
 from planned import assert_same_bits
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)

@@ -13,13 +13,10 @@ import rich.console
 
 import jaxferry
 from accelerator import emulate
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.machines import MACHINES
-from jaxferry.costs.segment_costs import partition_costs
-from jaxferry.engine import Placement
+from jaxferry.costs import MACHINES, estimate_profile, partition_costs
 from jaxferry.partition import partition, print_table
-from jaxferry.planner.merging import merges_of_names, merges_of_small
-from jaxferry.planner.planning import make_plan
+from jaxferry.planner import make_plan, merges_of_names, merges_of_small
+from jaxferry.transport import Placement
 from plain_optax import plain_losses
 
 H200 = MACHINES["h200-pcie5"]

@@ -19,16 +19,13 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxferry
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.machines import MACHINES
-from jaxferry.costs.segment_costs import partition_costs
-from jaxferry.engine import ProgramKind, Programs, device_updates, lower_traced, make_placement
+from jaxferry.costs import MACHINES, estimate_profile, partition_costs
+from jaxferry.engine import Programs, device_updates, lower_traced
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
-from jaxferry.partition import Ownership, make_layer, partition, shared
-from jaxferry.partition.graph import trace
-from jaxferry.step.program_keys import Source, Target
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.partition import Ownership, make_layer, partition, shared, trace
+from jaxferry.step import LayerPlan, Plan, ProgramKind, Source, Target
+from jaxferry.transport import make_placement
 from native.compile_for_gpu import compile_lowered
 from native.compile_for_gpu import text as compiled_text
 from watched import SCALARS_BYTES, most_on_one_device

@@ -14,16 +14,12 @@ import pytest
 import jaxferry
 import models
 from jaxferry.cli import main
-from jaxferry.costs.records import Profile
-from jaxferry.engine.memory import peak_bytes
+from jaxferry.costs import Profile
+from jaxferry.engine import peak_bytes
 from jaxferry.errors import BudgetError
 from jaxferry.modes import GradientPlace, Mode, Remat
-from jaxferry.planner.planning import make_plan
-from jaxferry.planner.registry import policies
-from jaxferry.step.records import LayerPlan, Plan, Updates
-from jaxferry.step.schedule import needed_bytes
-from jaxferry.step.simulate import machine
-from jaxferry.step.simulate.report import simulate
+from jaxferry.planner import make_plan, policies
+from jaxferry.step import LayerPlan, Plan, Updates, machine, needed_bytes, simulate
 
 
 def frozen_lookup():

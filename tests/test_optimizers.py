@@ -12,10 +12,8 @@ import pytest
 import jaxferry
 import models
 from jaxferry.modes import Mode
-from jaxferry.native.host_step import StepRule
-from jaxferry.optimizer.fused import FusedUpdate
-from jaxferry.optimizer.optimizers import FusedTransformation, HostRule
-from jaxferry.optimizer.separable import WholeUpdate, part_content
+from jaxferry.native import StepRule
+from jaxferry.optimizer import FusedTransformation, FusedUpdate, HostRule, WholeUpdate, part_content
 from planned import assert_same_bits, plan_of, train
 from tolerances import LOSS_RTOL
 

@@ -6,10 +6,9 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
+from jaxferry.costs import LayerProfile, Profile
 from jaxferry.modes import Mode
-from jaxferry.planner.registry import policies
+from jaxferry.planner import policies
 from planned import assert_same_bits, step_of, train, trained
 from tolerances import LOSS_RTOL
 

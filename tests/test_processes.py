@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 import jaxferry
 import process_starts
 import processes
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from processes import BATCH, KINDS, NUM_LONG, NUM_STEPS, OPTIONS
 from test_mesh import batches, loss_fn, params
 from watched import SCALARS_BYTES

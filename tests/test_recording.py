@@ -10,9 +10,7 @@ import pytest
 import jaxferry
 from jaxferry.cli.recording import Recording, make_recording
 from jaxferry.errors import InputError, StateError
-from jaxferry.step.records import Plan
-from jaxferry.step.schedule import Kind, Lane
-from jaxferry.step.simulate.report import simulate
+from jaxferry.step import Kind, Lane, Plan, simulate
 
 WIDTH, DEPTH = 16, 3
 LAYER_BYTES = 4 * WIDTH * WIDTH

@@ -4,11 +4,10 @@ import copy
 
 import pytest
 
-from jaxferry.costs.machines import MACHINES, Machine
-from jaxferry.costs.records import Profile
+from jaxferry.costs import MACHINES, Machine, Profile
 from jaxferry.errors import InputError
-from jaxferry.step.records import Plan
-from jaxferry.weights.instance import Instance
+from jaxferry.step import Plan
+from jaxferry.weights import Instance
 from profiles import transformer
 
 PREDICTED = {"forward_s": 1, "step_s": 2, "steady_step_s": 2, "peak_device_bytes": 3}

@@ -8,14 +8,23 @@ import pytest
 from hypothesis import given
 
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.planner.planning import make_plan
-from jaxferry.planner.registry import policies
-from jaxferry.step.copy_spans import copy_bytes, copy_spans
-from jaxferry.step.holdings import effective
-from jaxferry.step.records import Loads, UpdateOrder, Updates
-from jaxferry.step.room import NO_WAIT, waits
-from jaxferry.step.schedule import Kind, Lane, repeat, schedule_step, step_demand
-from jaxferry.step.simulate import machine
+from jaxferry.planner import make_plan, policies
+from jaxferry.step import (
+    NO_WAIT,
+    Kind,
+    Lane,
+    Loads,
+    UpdateOrder,
+    Updates,
+    copy_bytes,
+    copy_spans,
+    effective,
+    machine,
+    repeat,
+    schedule_step,
+    step_demand,
+    waits,
+)
 from profiles import UNLIMITED_BYTES, deterministic, drawn, examples, fused, planned, transformer, with_modes
 
 many = examples(100)

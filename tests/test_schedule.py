@@ -5,11 +5,10 @@ import dataclasses
 import pytest
 from hypothesis import given
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, Remat
-from jaxferry.step.schedule import Kind, Lane, repeat, schedule_chain, schedule_step
-from jaxferry.step.simulate import machine
+from jaxferry.step import Kind, Lane, machine, repeat, schedule_chain, schedule_step
 from profiles import deterministic, planned, profiles, recomputing, transformer, unit_layer, with_modes
 
 

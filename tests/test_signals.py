@@ -12,7 +12,7 @@ import pytest
 import jaxferry
 import scanned
 from jaxferry.optimizer import pieces
-from jaxferry.transport.interrupts import Terminated, deferred_interrupts, raising_terminated
+from jaxferry.transport import Terminated, deferred_interrupts, raising_terminated
 from planned import assert_same_bits
 
 ADAM = optax.adam(1e-2)

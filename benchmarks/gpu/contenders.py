@@ -23,11 +23,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" 
 import jaxferry
 from benchmarks import measure
 from benchmarks.gpu import inputs, models, settings, timing
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
-from jaxferry.step.schedule import Kind, Lane
-from jaxferry.step.simulate import machine
-from jaxferry.step.simulate.trace import chrome_trace
+from jaxferry.step import Kind, Lane, chrome_trace, machine
 
 COMPUTE_DTYPE = jnp.bfloat16
 THREADS = {"issuing": "jaxferry H2D", "host": "jaxferry host"}

@@ -20,10 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" 
 
 import model
 from benchmarks.gpu import inputs, settings
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.machines import find_machine
-from jaxferry.costs.records import Profile
-from jaxferry.costs.segment_costs import partition_costs
+from jaxferry.costs import Profile, estimate_profile, find_machine, partition_costs
 from jaxferry.partition import partition
 
 TIMES = (

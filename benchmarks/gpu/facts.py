@@ -10,8 +10,7 @@ import jaxlib
 import numpy as np
 
 from benchmarks.gpu.stages import emit
-from jaxferry.transport import pinned
-from jaxferry.transport.placement import make_placement
+from jaxferry.transport import make_placement, pinned
 
 MIB = (1, 64, 512)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from benchmarks.gpu.rates import Rate, median_seconds
 from benchmarks.measure import machine
-from jaxferry.native.targets import ALIGNED_NUMBERS
+from jaxferry.native import ALIGNED_NUMBERS
 from native import gpu_library
 from native.native_operations import DTYPES
 

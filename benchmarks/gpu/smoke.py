@@ -26,8 +26,7 @@ import model
 from benchmarks.gpu.stages import emit
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.partition import partition
-from jaxferry.step import streaming
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Plan, streaming
 
 HOST, STAYS = (UpdatePlace.HOST, Mode.GFGB), (UpdatePlace.RESIDENT, Mode.RESIDENT)
 STREAMS, COPY_STAYS = (UpdatePlace.GPU, Mode.GFGB), (UpdatePlace.GPU, Mode.RESIDENT)

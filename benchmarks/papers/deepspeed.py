@@ -6,7 +6,7 @@ second bucket that `overlap_comm` needs, and the fp32 masters of a group, which 
 compares with DeepSpeed without saying which bucket it uses; 5e8 elements are the default.
 """
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 
 REDUCE_BUCKET_SIZE = 500_000_000
 

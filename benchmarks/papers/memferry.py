@@ -23,15 +23,11 @@ import rich.table
 from figures import Row, arguments, legend, new_figure, save, write
 from paper_models import ITEM, Model, known_models, transformer_xl
 
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.machines import find_machine
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile, estimate_profile, find_machine
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.planner.base import Request
-from jaxferry.planner.registry import make_policy
+from jaxferry.planner import Request, make_policy
 from jaxferry.records import read_json
-from jaxferry.step.records import Plan
-from jaxferry.step.simulate.report import simulate
+from jaxferry.step import Plan, simulate
 
 SYSTEMS = {
     "zero-offload": ("DeepSpeed", "#b8352f"),

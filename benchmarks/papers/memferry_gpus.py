@@ -13,9 +13,8 @@ import rich.progress
 from figures import Row, arguments, legend, new_figure, save, write
 from paper_models import transformer_xl
 
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.machines import find_machine
-from jaxferry.planner.planning import make_plan
+from jaxferry.costs import estimate_profile, find_machine
+from jaxferry.planner import make_plan
 
 MACHINE = "a100-pcie3"
 LENGTH = 384

@@ -11,9 +11,7 @@ The paper's text gives only which way is faster, and 5 to 10 % for the slowdown 
 from figures import Row, arguments, legend, new_figure, save, write
 from paper_models import ITEM, known_models, product
 
-from jaxferry.costs.estimate import LayerCosts, estimate_profile
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.machines import find_machine
+from jaxferry.costs import LayerCosts, LayerProfile, estimate_profile, find_machine
 
 MACHINE = "a100-pcie3"
 LAYERS = {

@@ -5,10 +5,9 @@ Line numbers are the paper's. `tag = -1` means that there is nothing to backtrac
 
 import numpy as np
 
-from jaxferry.costs.records import Profile
-from jaxferry.planner.base import ModePolicy
-from jaxferry.planner.memferry import with_dfgb
-from jaxferry.step.holdings import DHA, GFGB
+from jaxferry.costs import Profile
+from jaxferry.planner import ModePolicy, with_dfgb
+from jaxferry.step import DHA, GFGB
 
 
 class MemFerryPrinted(ModePolicy):

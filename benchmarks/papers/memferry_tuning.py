@@ -15,14 +15,9 @@ from collections.abc import Sequence
 from figures import Row, arguments, new_figure, save, write
 from paper_models import known_models
 
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.machines import find_machine
-from jaxferry.costs.records import Profile
-from jaxferry.planner.auto import AutoSearch
-from jaxferry.planner.base import Request
-from jaxferry.planner.planning import SweepPoint, knee, make_plan, sweep
-from jaxferry.step.schedule import Lane
-from jaxferry.step.simulate.report import predict, simulate
+from jaxferry.costs import Profile, estimate_profile, find_machine
+from jaxferry.planner import AutoSearch, Request, SweepPoint, knee, make_plan, sweep
+from jaxferry.step import Lane, predict, simulate
 
 MACHINE = "a100-pcie3"
 SYSTEMS = {

@@ -30,7 +30,7 @@ from figures import RESULTS, Row, arguments, new_figure, save, write
 
 from jaxferry.cli.recording import RecordedTask, Recording, bytes_over_time, make_recording
 from jaxferry.records import read_json
-from jaxferry.step.schedule import Kind, Lane
+from jaxferry.step import Kind, Lane
 
 LINK, HOST = 0.35, 2.2
 STEPS, RECORDED, ITERATION = 10, 8, 2

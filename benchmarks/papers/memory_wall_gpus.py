@@ -20,14 +20,17 @@ import jax.numpy as jnp
 from figures import Row, arguments, write
 
 from examples.llama.workload import make
-from jaxferry.costs.estimate import UPDATE_BYTES_PER_PARAMETER, LayerCosts, estimate_profile
-from jaxferry.costs.machines import find_machine
-from jaxferry.costs.records import Profile
-from jaxferry.costs.segment_costs import partition_costs
+from jaxferry.costs import (
+    UPDATE_BYTES_PER_PARAMETER,
+    LayerCosts,
+    Profile,
+    estimate_profile,
+    find_machine,
+    partition_costs,
+)
 from jaxferry.partition import partition
-from jaxferry.planner.planning import make_plan
-from jaxferry.step.schedule import Kind, schedule_step
-from jaxferry.step.simulate import machine
+from jaxferry.planner import make_plan
+from jaxferry.step import Kind, machine, schedule_step
 
 SIZE, LENGTH = "2-13b", 2048
 DEVICES = (1, 2, 4)

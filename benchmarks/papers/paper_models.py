@@ -7,7 +7,7 @@ All numbers follow from shapes: parameters, products, bytes of activations in si
 import dataclasses
 from collections.abc import Iterator
 
-from jaxferry.costs.estimate import LayerCosts
+from jaxferry.costs import LayerCosts
 
 ITEM = 4
 

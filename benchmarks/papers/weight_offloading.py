@@ -22,9 +22,7 @@ from figures import Row, arguments, legend, new_figure, save, write
 
 from jaxferry.errors import BudgetError
 from jaxferry.records import read_json
-from jaxferry.weights.bound import bound, transfer_bound_s
-from jaxferry.weights.instance import Instance
-from jaxferry.weights.policies import solve
+from jaxferry.weights import Instance, bound, solve, transfer_bound_s
 
 BANDWIDTH = 12000 * 2**20
 HIDDEN = 3072

@@ -9,7 +9,7 @@ import typer
 
 from jaxferry.errors import InputError, JaxFerryError
 from jaxferry.processes import distributed as distributed_jax
-from jaxferry.processes.meshes import mesh_of
+from jaxferry.processes import mesh_of
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 

@@ -23,7 +23,7 @@ import jaxferry
 from examples.common.metrics import open_metrics
 from jaxferry.errors import CheckpointError, InputError
 from jaxferry.processes import distributed
-from jaxferry.transport.interrupts import Terminated, deferred_interrupts, raising_terminated
+from jaxferry.transport import Terminated, deferred_interrupts, raising_terminated
 
 NUM_VALIDATION_BATCHES = 4
 

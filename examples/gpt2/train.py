@@ -17,7 +17,7 @@ import weights as published
 from examples.common import command_line
 from examples.common.sampling import print_sample
 from examples.common.training import Run, console
-from jaxferry.processes.distributed import is_first
+from jaxferry.processes import is_first
 
 # GPT-3's (Brown et al. 2020, table 2.1), except for the tiny model.
 LEARNING_RATES = {"tiny": 1e-3, "124m": 6e-4, "medium": 3e-4, "xl": 2e-4, "2.7b": 1.6e-4, "6.7b": 1.2e-4}

@@ -18,7 +18,7 @@ from examples.common.sampling import print_sample
 from examples.common.training import Run, console, count_parameters
 from examples.llama import model, sample
 from examples.llama import weights as published
-from jaxferry.processes.distributed import is_first
+from jaxferry.processes import is_first
 
 # The published ones of pretraining, except for the tiny model.
 LEARNING_RATES = {"tiny": 1e-3, "3.2-1b": 3e-4, "2-7b": 3e-4, "2-13b": 3e-4, "3-8b": 3e-4}

@@ -49,9 +49,9 @@ from jaxferry.checkpoint.saves import (
     reason,
 )
 from jaxferry.errors import CheckpointError, InputError, JaxFerryError
-from jaxferry.optimizer.pieces import is_key
-from jaxferry.processes.all_processes import Messages
-from jaxferry.transport.interrupts import deferred_interrupts
+from jaxferry.optimizer import is_key
+from jaxferry.processes import Messages
+from jaxferry.transport import deferred_interrupts
 
 __all__ = [
     "BackgroundSaves",

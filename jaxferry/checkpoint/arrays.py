@@ -23,8 +23,8 @@ import tensorstore
 from jaxferry.checkpoint.about import Digest, Leaf, Piece
 from jaxferry.checkpoint.content import Checkpoint
 from jaxferry.errors import CheckpointError
-from jaxferry.optimizer.pieces import Owned, Stacked, is_key
-from jaxferry.processes.all_processes import Messages
+from jaxferry.optimizer import Owned, Stacked, is_key
+from jaxferry.processes import Messages
 
 FOLDER = "arrays"
 """The folder of the first process, relative to the save."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from jaxferry.settings import ThreadPool
-from jaxferry.transport.interrupts import deferred_interrupts
+from jaxferry.transport import deferred_interrupts
 
 _unreported: set[Future[None]] = set()
 

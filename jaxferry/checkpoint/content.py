@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jaxferry.errors import CheckpointError, InputError
-from jaxferry.partition.packed import is_stored_as_bytes, shape_from_stored
+from jaxferry.partition import is_stored_as_bytes, shape_from_stored
 
 
 @dataclasses.dataclass(frozen=True)

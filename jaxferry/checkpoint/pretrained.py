@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.errors import InputError
-from jaxferry.partition.groups import leaf_paths
+from jaxferry.partition import leaf_paths
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5_000_000_000

@@ -26,13 +26,12 @@ from jaxferry.cli.workload import (
     read_dtype,
     user_code,
 )
-from jaxferry.costs.progress import progress_bar
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile, progress_bar
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK
-from jaxferry.planner.registry import make_policy, policies
+from jaxferry.planner import make_policy, policies
 from jaxferry.records import write_json
-from jaxferry.training.train_step import TrainStep, train_step
+from jaxferry.training import TrainStep, train_step
 
 _DEFAULT_POLICIES = ("zero-offload", "native-overlapped", "memferry", "exact", "auto")
 

@@ -13,10 +13,9 @@ import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from jaxferry.costs.machines import JAX_SHARE, default_budget_bytes
-from jaxferry.costs.progress import Lines, shown
+from jaxferry.costs import JAX_SHARE, Lines, default_budget_bytes, shown
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.step.records import Plan
+from jaxferry.step import Plan
 from jaxferry.units import format_bytes, parse_bytes
 
 ProfilePath = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="The profile of the model on the machine.")]

@@ -13,19 +13,16 @@ from rich.table import Table
 
 from jaxferry.cli.common import make_table, plan_counts
 from jaxferry.cli.recording import Recording
-from jaxferry.costs.progress import Report
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile, Report
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.records import check_bytes, check_format, check_list, check_seconds, check_text, required
-from jaxferry.step.records import Plan
-from jaxferry.step.schedule import Lane, Run, Schedule
-from jaxferry.step.simulate import machine
+from jaxferry.step import Lane, Plan, Run, Schedule, machine
 from jaxferry.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from jaxferry.engine import TrainState
-    from jaxferry.training.prepared import Prepared
-    from jaxferry.training.train_step import TrainStep
+    from jaxferry.training import Prepared, TrainStep
+
 
 BENCH_FORMAT = "jaxferry.bench/1"
 _SHOWN_STEPS = 2

@@ -14,13 +14,8 @@ import typer
 
 from jaxferry.cli.common import AsJson, print_result, progress
 from jaxferry.errors import InputError, NativeError
-from jaxferry.native import cpus, run_self_test, status
-from jaxferry.native.build import Build, build_library
-from jaxferry.native.control_groups import read_lines
-from jaxferry.native.library import ffi_version
-from jaxferry.native.self_test import shortest_s
-from jaxferry.optimizer import host_memory
-from jaxferry.optimizer.host_memory import PINNED_VARIABLE
+from jaxferry.native import Build, build_library, cpus, ffi_version, read_lines, run_self_test, shortest_s, status
+from jaxferry.optimizer import PINNED_VARIABLE, host_memory
 from jaxferry.units import format_bytes, parse_bytes
 
 _XLA_THREADS = "tf_XLAEigen"

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxferry.errors import InputError
-from jaxferry.planner.planning import SweepPoint, pareto_front
-from jaxferry.step.schedule import Lane
+from jaxferry.planner import SweepPoint, pareto_front
+from jaxferry.step import Lane
 from jaxferry.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from jaxferry.cli.compare import Comparison
+
 
 COLOURS = {
     "forward": "#2a9d5c",

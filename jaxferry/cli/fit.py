@@ -29,13 +29,13 @@ from jaxferry.cli.workload import (
     read_workload,
     user_code,
 )
-from jaxferry.costs.machines import MACHINES, find_machine
+from jaxferry.costs import MACHINES, find_machine
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK
-from jaxferry.optimizer.host_memory import pinned_advice, pinned_problem
+from jaxferry.optimizer import pinned_advice, pinned_problem
 from jaxferry.records import write_json
-from jaxferry.step.bottleneck import Bottleneck
-from jaxferry.training.model import ACCELERATOR_DTYPE, host_bytes
+from jaxferry.step import Bottleneck
+from jaxferry.training import ACCELERATOR_DTYPE, host_bytes
 from jaxferry.units import format_bytes, format_seconds, parse_bytes
 
 _WORKLOAD = "WORKLOAD"

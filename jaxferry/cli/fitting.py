@@ -21,17 +21,17 @@ import numpy as np
 
 from jaxferry.cli.traced import Traced
 from jaxferry.modes import MODULE
-from jaxferry.optimizer.host_memory import pinned_bytes
-from jaxferry.planner.base import Request
-from jaxferry.planner.counted import SIMPLE_POLICIES, fastest_that_fits
-from jaxferry.planner.granularity import FinestPlanner
-from jaxferry.planner.order import with_update_order
-from jaxferry.planner.planning import planner_of, with_gap
-from jaxferry.step.bottleneck import find_bottleneck
-from jaxferry.step.holdings import streamed_state_bytes
-from jaxferry.step.records import Plan
-from jaxferry.step.schedule import needed_bytes
-from jaxferry.step.simulate.report import predict, simulate
+from jaxferry.optimizer import pinned_bytes
+from jaxferry.planner import (
+    SIMPLE_POLICIES,
+    FinestPlanner,
+    Request,
+    fastest_that_fits,
+    planner_of,
+    with_gap,
+    with_update_order,
+)
+from jaxferry.step import Plan, find_bottleneck, needed_bytes, predict, simulate, streamed_state_bytes
 from jaxferry.units import format_apart
 
 FORMAT = "jaxferry.fit/1"

@@ -22,23 +22,30 @@ from jaxferry.cli.common import (
     read_budget_on,
 )
 from jaxferry.cli.figures import plot_format, plot_sweep
-from jaxferry.costs.records import Profile
-from jaxferry.costs.sharing import shared_by
+from jaxferry.costs import Profile, shared_by
 from jaxferry.errors import InputError
 from jaxferry.modes import MODULE
-from jaxferry.planner.auto import Auto
-from jaxferry.planner.base import Request, read_objective
-from jaxferry.planner.exact import Exact
-from jaxferry.planner.granularity import check_granularity, compare_finest, plan_finest, profile_of_plan, sweep_finest
-from jaxferry.planner.planning import Compared, SweepPoint, check_updates, copies_bytes, knee
-from jaxferry.planner.registry import make_policy, policies
+from jaxferry.planner import (
+    Auto,
+    Compared,
+    Exact,
+    Request,
+    SweepPoint,
+    check_granularity,
+    check_updates,
+    compare_finest,
+    copies_bytes,
+    knee,
+    make_policy,
+    plan_finest,
+    policies,
+    profile_of_plan,
+    read_objective,
+    sweep_finest,
+)
 from jaxferry.records import check_share, write_json
-from jaxferry.step.records import Plan
-from jaxferry.step.schedule import needed_bytes, schedule_chain
-from jaxferry.step.simulate.machine import run
-from jaxferry.step.simulate.report import CHAIN_STEPS, Simulation
-from jaxferry.step.simulate.report import simulate as simulate_plan
-from jaxferry.step.simulate.trace import chrome_trace
+from jaxferry.step import CHAIN_STEPS, Plan, Simulation, chrome_trace, needed_bytes, run, schedule_chain
+from jaxferry.step import simulate as simulate_plan
 from jaxferry.units import format_bytes, format_seconds, parse_bytes
 
 _MAX_POINTS = 1000

@@ -20,16 +20,13 @@ from jaxferry.cli.workload import (
     read_dtype,
     user_code,
 )
-from jaxferry.costs.machines import MACHINES, find_machine
-from jaxferry.costs.records import Profile
-from jaxferry.engine import TRANSPORTS, make_placement
+from jaxferry.costs import MACHINES, Profile, find_machine
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK
 from jaxferry.partition import AUTO, REMAT
-from jaxferry.processes.meshes import mesh_of
-from jaxferry.training.model import Model
-from jaxferry.training.options import Options
-from jaxferry.training.train_step import train_step
+from jaxferry.processes import mesh_of
+from jaxferry.training import Model, Options, train_step
+from jaxferry.transport import TRANSPORTS, make_placement
 
 
 def profile(

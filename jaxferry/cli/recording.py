@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.errors import InputError, StateError
 from jaxferry.records import (
     MAX_SECONDS,
@@ -35,17 +35,25 @@ from jaxferry.records import (
     required,
     write_json,
 )
-from jaxferry.step.bottleneck import Bottleneck, find_bottleneck
-from jaxferry.step.records import Plan
-from jaxferry.step.schedule import Kind, Lane, Task, repeat, schedule_step
-from jaxferry.step.simulate.machine import run, steady_step_s
-from jaxferry.step.simulate.memory_kinds import device_bytes_by_kind
-from jaxferry.step.simulate.report import link_bytes
+from jaxferry.step import (
+    Bottleneck,
+    Kind,
+    Lane,
+    Plan,
+    Task,
+    device_bytes_by_kind,
+    find_bottleneck,
+    link_bytes,
+    repeat,
+    run,
+    schedule_step,
+    steady_step_s,
+)
 
 if TYPE_CHECKING:
     from jaxferry.engine import TrainState
-    from jaxferry.training.prepared import Prepared
-    from jaxferry.training.train_step import TrainStep
+    from jaxferry.training import Prepared, TrainStep
+
 
 RECORDING_FORMAT = "jaxferry.recording/1"
 

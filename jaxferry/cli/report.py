@@ -46,17 +46,26 @@ from jaxferry.cli.recording import (
     speed,
     window,
 )
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
-from jaxferry.costs.tables import flags_of
+from jaxferry.costs import LayerProfile, Profile, flags_of
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
-from jaxferry.planner.evaluate import PlanEvaluator
+from jaxferry.planner import PlanEvaluator
 from jaxferry.records import load_record, read_json
-from jaxferry.step.holdings import gradient_flags, mode_codes
-from jaxferry.step.records import LayerPlan, Loads, Plan, UpdateOrder, Updates
-from jaxferry.step.schedule import Lane
-from jaxferry.step.simulate.memory_kinds import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, TEMPORARIES
+from jaxferry.step import (
+    ACTIVATIONS,
+    GRADIENTS,
+    PARAMETERS,
+    STATE,
+    TEMPORARIES,
+    Lane,
+    LayerPlan,
+    Loads,
+    Plan,
+    UpdateOrder,
+    Updates,
+    gradient_flags,
+    mode_codes,
+)
 from jaxferry.units import format_bytes, format_seconds
 
 _KINDS = {

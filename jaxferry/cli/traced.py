@@ -9,33 +9,33 @@ from typing import Any
 
 import numpy as np
 
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.layer_records import backward_variant, forward_variant
-from jaxferry.costs.machines import Machine
-from jaxferry.costs.records import Profile
-from jaxferry.costs.segment_costs import partition_costs
+from jaxferry.costs import Machine, Profile, backward_variant, estimate_profile, forward_variant, partition_costs
 from jaxferry.engine import (
-    ProgramKey,
-    ProgramKind,
     RematVariants,
-    Source,
-    StepProgram,
+    footprints,
     loads_ahead,
     lower,
+    peak_bytes,
     unsplit_by_step,
     widened_groups,
+    with_program_facts,
 )
-from jaxferry.engine.facts import with_program_facts
-from jaxferry.engine.memory import footprints, peak_bytes
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK, Remat
 from jaxferry.partition import AUTO, partition
-from jaxferry.planner.base import make_plan
-from jaxferry.planner.merging import merges_of_small
+from jaxferry.planner import coded_plan, merges_of_small
 from jaxferry.settings import for_planned_gpu
-from jaxferry.step.holdings import DHA, RELOAD, updated_on_device
-from jaxferry.step.records import Plan
-from jaxferry.step.schedule import needed_bytes
+from jaxferry.step import (
+    DHA,
+    RELOAD,
+    Plan,
+    ProgramKey,
+    ProgramKind,
+    Source,
+    StepProgram,
+    needed_bytes,
+    updated_on_device,
+)
 
 _BATCH_BYTES = (
     "activation_bytes",
@@ -105,7 +105,7 @@ class Traced:
         modes, on_host = np.full(len(layers), mode, dtype=np.int8), np.ones(len(layers), dtype=bool)
         can = np.array([layer.can_recompute for layer in layers])
         plans = [
-            make_plan("auto", 0.0, self.profile, modes, on_host, recomputes=again)
+            coded_plan("auto", 0.0, self.profile, modes, on_host, recomputes=again)
             for again in (np.zeros_like(can), can)
         ]
         return min(plans, key=lambda plan: needed_bytes(self.profile, plan))

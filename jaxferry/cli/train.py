@@ -39,15 +39,12 @@ from jaxferry.cli.workload import (
 from jaxferry.engine import TrainState
 from jaxferry.errors import CheckpointError, InputError
 from jaxferry.modes import BLOCK
-from jaxferry.planner.registry import policies
-from jaxferry.processes.distributed import JOIN_TIMEOUT_S, is_first, own_rows, start
-from jaxferry.processes.meshes import mesh_of
+from jaxferry.planner import policies
+from jaxferry.processes import JOIN_TIMEOUT_S, is_first, mesh_of, own_rows, start
 from jaxferry.records import check_format, load_record, write_json
-from jaxferry.step.simulate.trace import chrome_trace
-from jaxferry.training.options import ESTIMATE, MEASURE
-from jaxferry.training.prepared import Prepared
-from jaxferry.training.train_step import TrainStep, train_step
-from jaxferry.transport.interrupts import Terminated, raising_terminated
+from jaxferry.step import chrome_trace
+from jaxferry.training import ESTIMATE, MEASURE, Prepared, TrainStep, train_step
+from jaxferry.transport import Terminated, raising_terminated
 from jaxferry.units import format_bytes, format_seconds
 
 FORMAT = "jaxferry.train/1"

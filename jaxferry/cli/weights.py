@@ -9,15 +9,12 @@ import rich.table
 import typer
 
 from jaxferry.cli.common import AsJson, naming, print_result, progress, read_budget
-from jaxferry.costs.records import PROFILE_FORMAT, Profile
+from jaxferry.costs import PROFILE_FORMAT, Profile
 from jaxferry.errors import InputError
 from jaxferry.records import load_record, write_json
-from jaxferry.step.simulate.report import predict
+from jaxferry.step import predict
 from jaxferry.units import format_bytes, format_seconds
-from jaxferry.weights.export import export_plan, instance_from_profile
-from jaxferry.weights.instance import Instance
-from jaxferry.weights.policies import POLICIES, check_policy, solve
-from jaxferry.weights.records import Event, Outcome
+from jaxferry.weights import POLICIES, Event, Instance, Outcome, check_policy, export_plan, instance_from_profile, solve
 
 _MAX_ROWS = 60
 """The table of a schedule shows at most this many events; `--json` prints longer schedules."""

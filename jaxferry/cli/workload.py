@@ -27,7 +27,8 @@ from jaxferry.modes import BLOCK, MODULE
 
 if TYPE_CHECKING:
     from jaxferry.engine import TrainState
-    from jaxferry.training.train_step import TrainStep
+    from jaxferry.training import TrainStep
+
 
 EXAMPLES = ("gpt2", "llama", "bert", "roberta", "transformer_xl", "vit", "resnet")
 """Examples whose models have names by size, such as `gpt2:6.7b`."""

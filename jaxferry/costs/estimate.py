@@ -14,14 +14,13 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxferry.costs.contention import Contention
-from jaxferry.costs.costs import HostRead
+from jaxferry.costs.counts import HostRead
 from jaxferry.costs.layer_records import LayerProfile
 from jaxferry.costs.machines import Machine
-from jaxferry.costs.records import Profile
+from jaxferry.costs.profile_records import Contention, Profile
 from jaxferry.costs.sharing import Devices, Links
 from jaxferry.errors import InputError
-from jaxferry.native.targets import SCRATCH_BYTES
+from jaxferry.native import SCRATCH_BYTES
 
 UPDATE_BYTES_PER_PARAMETER = 30
 """Host memory traffic of a one-pass AdamW step: it reads a 16-bit gradient, writes a 16-bit parameter, and reads and

@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from jaxferry.errors import InputError
-from jaxferry.records import (
-    check_bytes,
-    check_flag,
-    check_keys,
-    check_seconds,
-    check_text,
-    name_of_element,
-    required,
-)
+from jaxferry.records import check_bytes, check_flag, check_keys, check_seconds, check_text, name_of_element, required
 
 _PROGRAM_BYTES = (
     "save_bytes",
@@ -127,7 +119,7 @@ class LayerProfile:
         program's temporaries.
       backward_workspace_bytes: likewise for the backward, without its gradient.
       forward_read_s: time of the link up that a forward by DHA takes for its reads; at most `forward_dha_s`. Loads get
-        what is left of the link (`jaxferry.step.simulate.shared_work`).
+        what is left of the link (`jaxferry.step.machine`).
       backward_read_s: likewise for the backward; without what a backward by DHA reads that runs its forward again.
       backward_write_s: time of the link down that a GO backward takes for its gradient.
       update_gpu_s: the optimizer step on the device, with master parameters and optimizer state there; None if no

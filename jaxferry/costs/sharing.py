@@ -12,10 +12,9 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, Self
 
-from jaxferry.costs.contention import NO_CONTENTION, Contention
 from jaxferry.costs.layer_records import LayerProfile, backward_variant, forward_variant
 from jaxferry.costs.machines import Machine
-from jaxferry.costs.records import Profile
+from jaxferry.costs.profile_records import NO_CONTENTION, Contention, Profile
 from jaxferry.errors import InputError
 
 ALL, WITHIN, ACROSS = EXCHANGES = ("all", "within", "across")

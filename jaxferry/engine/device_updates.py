@@ -18,21 +18,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxferry.engine.norms import gathered, have_rows, total_of
 from jaxferry.engine.program_functions import squared_norm
 from jaxferry.engine.programs import Programs, lower_traced
 from jaxferry.engine.streamed_updates import Compiled, StreamedUpdates, Uses
-from jaxferry.engine.use_sums import gathered, have_rows, total_of
-from jaxferry.optimizer.on_devices import is_shared, num_bytes_on_each, unit_on_devices, where_on_devices
-from jaxferry.optimizer.optimizer import HostOptimizer
-from jaxferry.optimizer.streamed import subgroups_of
-from jaxferry.optimizer.update_group import Subgroup, UpdateGroup, masters_by_leaf
+from jaxferry.optimizer import (
+    HostOptimizer,
+    Subgroup,
+    UpdateGroup,
+    is_shared,
+    masters_by_leaf,
+    num_bytes_on_each,
+    subgroups_of,
+    unit_on_devices,
+    where_on_devices,
+)
 from jaxferry.partition import Gradient, Layer, Leaf, Span
-from jaxferry.step.instruction import Operation, StepProgram
-from jaxferry.step.streaming import SLOTS
-from jaxferry.transport.base import Transport
-from jaxferry.transport.choice import transport_like
-from jaxferry.transport.placement import Placement
-from jaxferry.transport.shared_programs import compile_shared
+from jaxferry.step import SLOTS, Operation, StepProgram
+from jaxferry.transport import Placement, Transport, compile_shared, transport_like
 
 
 @dataclasses.dataclass(frozen=True)

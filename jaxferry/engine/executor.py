@@ -18,16 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.profiler import TraceAnnotation
 
-from jaxferry.engine.calls import Call, CalledUse
 from jaxferry.engine.prefetch import wait_for_copy
+from jaxferry.engine.programs import Call, CalledUse
 from jaxferry.engine.step import StepContext
 from jaxferry.engine.step_run import Wait
-from jaxferry.optimizer.update_group import UpdateGroup
-from jaxferry.processes.global_arrays import moved
-from jaxferry.step.instruction import Operation
-from jaxferry.step.program_keys import ProgramKey
-from jaxferry.transport.held import PutCopy, delete_all
-from jaxferry.transport.pinned import Vectors
+from jaxferry.optimizer import UpdateGroup
+from jaxferry.processes import moved
+from jaxferry.step import Operation, ProgramKey
+from jaxferry.transport import PutCopy, Vectors, delete_all
 
 _add = jax.jit(jnp.add)
 

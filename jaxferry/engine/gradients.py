@@ -19,17 +19,14 @@ from typing import Any
 
 import jax
 
-from jaxferry.engine.calls import Call, CalledUse
 from jaxferry.engine.device_updates import DeviceUpdates
 from jaxferry.engine.norms import GradientNorms, Norms
 from jaxferry.engine.pending import Accumulated, LateFailure
-from jaxferry.optimizer.update_group import UpdateGroup
+from jaxferry.engine.programs import Call, CalledUse
+from jaxferry.optimizer import UpdateGroup
 from jaxferry.partition import wide_dtype
-from jaxferry.step.instruction import StepProgram
-from jaxferry.step.program_keys import ProgramKey, Target, variant_of
-from jaxferry.transport.base import Transport, added
-from jaxferry.transport.held import CopyInFlight, HostGradient
-from jaxferry.transport.pinned import Vectors
+from jaxferry.step import ProgramKey, StepProgram, Target, variant_of
+from jaxferry.transport import CopyInFlight, HostGradient, Transport, Vectors, added
 
 _add_onto = jax.jit(lambda known, more: list(map(added, known, more)), donate_argnums=0)
 _widened = jax.jit(lambda gradients: [gradient.astype(wide_dtype(gradient.dtype)) for gradient in gradients])

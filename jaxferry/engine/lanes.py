@@ -21,7 +21,7 @@ from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.engine.step_run import ALL_LANES, Action, Arrival, Monitor, StepRun
 from jaxferry.errors import StateError
 from jaxferry.settings import ThreadPool
-from jaxferry.step.schedule import Lane
+from jaxferry.step import Lane
 
 ONE_EACH = [(lane,) for lane in Lane]
 

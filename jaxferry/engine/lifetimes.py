@@ -13,9 +13,8 @@ from typing import Any
 
 from jaxferry.engine.memory import Transfers
 from jaxferry.partition import Derivative
-from jaxferry.step.instruction import Instruction, Operation, StepProgram
-from jaxferry.step.program_keys import ProgramKey, ProgramKind, Target
-from jaxferry.transport.allocator import Allocator, Buffer, unsplit_bytes
+from jaxferry.step import Instruction, Operation, ProgramKey, ProgramKind, StepProgram, Target
+from jaxferry.transport import Allocator, Buffer, unsplit_bytes
 
 _AWAITED, _COPIES, _RESULTS, _FREED, _TIMES = range(5)
 _SCALAR_BYTES = 1

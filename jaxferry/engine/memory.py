@@ -18,9 +18,7 @@ import jax
 import numpy as np
 
 from jaxferry.partition import Derivative, Partition, Segment
-from jaxferry.step.instruction import Instruction, Operation, StepProgram
-from jaxferry.step.program_keys import ProgramKey, ProgramKind
-from jaxferry.step.schedule import Lane
+from jaxferry.step import Instruction, Lane, Operation, ProgramKey, ProgramKind, StepProgram
 
 _SCALAR_BYTES = {ProgramKind.FORWARD: 1, ProgramKind.LOSS: 5, ProgramKind.BACKWARD: 4}
 """Until the step ends, programs keep a flag for finite outputs and the norm of their gradient."""

@@ -1,7 +1,20 @@
-"""Norms of gradients, computed in a separate thread while the step runs."""
+"""Arithmetic on gradients: norms, sums over uses on the device, loss scaling.
+
+Gradients of a parameter group that is updated on the device: the sum over its uses, within jitted functions.
+
+one device:       arrays of the parameters' shapes
+several devices:  shares of them, flat, where the update is element-wise; gathered otherwise
+
+Loss scaling: a factor that prevents underflow of small 16-bit gradients.
+
+The factor multiplies the loss before the backward and divides the gradients in the update, in fp32. If it is too large,
+gradients become infinite: the update is then skipped, exactly, and the factor halved (Micikevicius et al., Mixed
+Precision Training, 2018, section 3.2).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,10 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.program_functions import squared_norm
-from jaxferry.partition import Layer
+from jaxferry.engine.streamed_updates import Uses
+from jaxferry.native import as_stored
+from jaxferry.partition import Gradient, Layer, Leaf, RowGradient, SharedLayer
 from jaxferry.settings import ThreadPool
-from jaxferry.transport.pinned import Vectors
-from jaxferry.transport.placement import Placement
+from jaxferry.transport import Placement, Vectors, added, split
 
 SquaredNorm = Future[jax.Array] | jax.Array
 """A scalar in host memory that a thread computes, or one on the device."""
@@ -146,3 +160,86 @@ class GradientNorms:
 @functools.cache
 def _compile_together(num: int, where: jax.sharding.Sharding) -> Any:
     return _together.lower([jax.ShapeDtypeStruct((), np.float32, sharding=where)] * num).compile()
+
+
+def have_rows(uses: Sequence[Sequence[Any]]) -> bool:
+    """Whether some gradients are rows of lookups."""
+    return any(isinstance(gradient, RowGradient) for use in uses for gradient in use)
+
+
+def total_of(layer: Layer, uses: Uses, adds_rows: bool = False) -> list[jax.Array]:
+    """The sum over all uses, in the master dtypes, one array for each leaf; zeros without any.
+
+    Of a layer that devices share, they are flat, as of `SharedLayer.filled_up`. Rows of the first use are added in the
+    master dtypes as well if `adds_rows`, as the host does over micro-batches.
+    """
+    zeros = [jnp.zeros(leaf.shape, leaf.master_dtype) for leaf in layer.leaves]
+    total = None
+    for use in uses:
+        gradients = _of_shares(layer, use, zeros, adds_rows) if isinstance(layer, SharedLayer) else split(layer, use)
+        if total is None:
+            total = [_widened(g, z, adds_rows) for g, z in zip(gradients, zeros, strict=True)]
+        else:
+            total = [added(a, g) for a, g in zip(total, gradients, strict=True)]
+    if total is None and isinstance(layer, SharedLayer):
+        return layer.filled_up(zeros)
+    return zeros if total is None else total
+
+
+def _of_shares(
+    layer: SharedLayer, use: Sequence[Gradient], zeros: Sequence[jax.Array], adds_rows: bool
+) -> list[Gradient]:
+    """The gradients of a use as devices share them; those with rows are whole until now."""
+    if not have_rows([use]):
+        return [*layer.split_shares([array for array in use if not isinstance(array, RowGradient)])]
+    return [*layer.filled_up([_widened(g, z, adds_rows) for g, z in zip(use, zeros, strict=True)])]
+
+
+def _widened(gradient: Gradient, zeros: jax.Array, adds_rows: bool) -> jax.Array:
+    if not isinstance(gradient, RowGradient):
+        return gradient.astype(zeros.dtype)
+    return gradient.onto(zeros) if adds_rows else as_stored(gradient.dense()).astype(zeros.dtype)
+
+
+def gathered(array: jax.Array, leaf: Leaf) -> jax.Array:
+    """A parameter, or its gradient, of which devices may have shares; gathers them."""
+    return array if array.shape == leaf.shape else array[: leaf.size].reshape(leaf.shape)
+
+
+LARGEST = 2.0**24
+GROWTH_STEPS = 2000
+"""The number of consecutive updates with finite gradients after which the factor is doubled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """The factor and its history. Dynamic factors are powers of two, so scaling is exact.
+
+    Attributes:
+      value: the factor.
+      is_dynamic: whether it adapts.
+      num_finite: updates since its last change.
+    """
+
+    value: float = 2.0**16
+    is_dynamic: bool = True
+    num_finite: int = 0
+
+    @property
+    def is_least(self) -> bool:
+        """Whether the factor is at its minimum."""
+        return self.value <= 1
+
+    def after(self, is_finite: bool) -> LossScale:
+        """Returns the factor for the next update."""
+        if not self.is_dynamic:
+            return self
+        if not is_finite:
+            return LossScale(max(self.value / 2, 1.0))
+        if self.num_finite + 1 < GROWTH_STEPS:
+            return dataclasses.replace(self, num_finite=self.num_finite + 1)
+        return LossScale(min(self.value * 2, max(self.value, LARGEST)))
+
+
+UNSCALED = LossScale(1.0, is_dynamic=False)
+"""The identity: no scaling."""

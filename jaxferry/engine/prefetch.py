@@ -13,12 +13,8 @@ from typing import Protocol
 import jax
 
 from jaxferry.engine.step_run import StepRun
-from jaxferry.step.instruction import StepProgram
-from jaxferry.transport.base import Transport
-from jaxferry.transport.held import DeviceLayer
-from jaxferry.transport.marks import StepMarks, TaskMark
-from jaxferry.transport.pinned import Vectors
-from jaxferry.transport.placement import Placement
+from jaxferry.step import StepProgram
+from jaxferry.transport import DeviceLayer, Placement, StepMarks, TaskMark, Transport, Vectors
 
 
 class DeviceCopies:

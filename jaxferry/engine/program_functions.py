@@ -24,9 +24,8 @@ from jaxferry.partition import (
     read_in_place,
     store_in_place,
 )
-from jaxferry.step.program_keys import ProgramKey, ProgramKind, Source, Target
-from jaxferry.transport.placement import Placement, check_passes
-from jaxferry.transport.queued import queue_stores
+from jaxferry.step import ProgramKey, ProgramKind, Source, Target
+from jaxferry.transport import Placement, check_passes, queue_stores
 
 Function = Callable[..., Any]
 

@@ -9,7 +9,7 @@ import collections
 import heapq
 from collections.abc import Callable, Collection, Sequence
 
-from jaxferry.step.schedule import Kind, Lane, Schedule
+from jaxferry.step import Kind, Lane, Schedule
 
 _AHEAD = 6
 """Places in the list by which one thread issues copies before programs: two or three layers.

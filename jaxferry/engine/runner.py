@@ -21,9 +21,8 @@ from jaxferry.engine.step import RunnableStep, StepContext, StepResult
 from jaxferry.engine.step_run import StepRun
 from jaxferry.errors import StateError, TaskError
 from jaxferry.optimizer import host_memory
-from jaxferry.step.schedule import Lane
-from jaxferry.transport.interrupts import deferred_interrupts
-from jaxferry.transport.marks import Marks
+from jaxferry.step import Lane
+from jaxferry.transport import Marks, deferred_interrupts
 
 DEVICE_LANES = (Lane.GPU, Lane.D2H)
 """A step returns when these have finished, but for transfers down of state that was updated on the device."""

@@ -9,33 +9,38 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.engine.loss_scale import UNSCALED, LossScale
-from jaxferry.engine.owner import Owner, by_one_thread
+from jaxferry.engine.norms import UNSCALED, LossScale
 from jaxferry.engine.pending import (
     ROLLED_BACK,
     TO_LAST_UPDATE,
     Accumulated,
     Counts,
     EndingStep,
+    Owner,
     PendingStep,
+    by_one_thread,
     task_error,
 )
 from jaxferry.engine.prefetch import Prefetch
 from jaxferry.engine.step_run import StepRun
 from jaxferry.errors import StateError
-from jaxferry.optimizer import host_memory
-from jaxferry.optimizer.arrays import HostArrays
-from jaxferry.optimizer.given import given_leaves, hyperparameters
-from jaxferry.optimizer.lazy_parameter import LazyParameter
-from jaxferry.optimizer.optimizer import HostOptimizer
-from jaxferry.optimizer.pieces import Parts, elements_of, in_stored_form, is_key, numpy_bytes, on_host, whole_of
-from jaxferry.partition import Layer
-from jaxferry.partition.graph import aval_bytes
-from jaxferry.partition.packed import from_bytes, is_stored_as_bytes, to_bytes
-from jaxferry.transport.base import Transport
-from jaxferry.transport.held import DeviceLayer
-from jaxferry.transport.interrupts import deferred_interrupts
-from jaxferry.transport.placement import Placement
+from jaxferry.optimizer import (
+    HostArrays,
+    HostOptimizer,
+    LazyParameter,
+    Parts,
+    elements_of,
+    given_leaves,
+    host_memory,
+    hyperparameters,
+    in_stored_form,
+    is_key,
+    numpy_bytes,
+    on_host,
+    whole_of,
+)
+from jaxferry.partition import Layer, aval_bytes, from_bytes, is_stored_as_bytes, to_bytes
+from jaxferry.transport import DeviceLayer, Placement, Transport, deferred_interrupts
 from jaxferry.units import format_bytes
 
 _FREE_FIRST = "or free other states and copies first"

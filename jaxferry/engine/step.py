@@ -19,24 +19,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.engine.calls import Call, calls_of
 from jaxferry.engine.device_updates import DeviceUpdates
 from jaxferry.engine.gradients import StepGradients
 from jaxferry.engine.lanes import Lanes
 from jaxferry.engine.norms import Norms
 from jaxferry.engine.pending import task_errors
 from jaxferry.engine.prefetch import DeviceCopies, PrefetchSlot
-from jaxferry.engine.programs import Programs
+from jaxferry.engine.programs import Call, Programs, calls_of
 from jaxferry.engine.ready_tasks import TaskList
+from jaxferry.engine.recorder import Recorder
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.step_run import Failure, StepRun
 from jaxferry.engine.streamed_updates import StreamingStep
-from jaxferry.engine.trace.recorder import Recorder
-from jaxferry.optimizer.optimizer import HostOptimizer
-from jaxferry.step.instruction import Operation, StepProgram
-from jaxferry.transport.base import Transport
-from jaxferry.transport.marks import TaskMark
-from jaxferry.transport.placement import Placement
+from jaxferry.optimizer import HostOptimizer
+from jaxferry.step import Operation, StepProgram
+from jaxferry.transport import Placement, TaskMark, Transport
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from jaxferry.engine.ready_tasks import ReadyTasks, TaskList
 from jaxferry.settings import ThreadPool
-from jaxferry.step.schedule import Lane
+from jaxferry.step import Lane
 
 Wait = Callable[[], object]
 Action = Callable[[int], Wait | None]

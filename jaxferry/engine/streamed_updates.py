@@ -16,13 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.optimizer.arrays import HostArrays
-from jaxferry.optimizer.update_group import Subgroup
+from jaxferry.optimizer import HostArrays, Subgroup
 from jaxferry.partition import Gradient
-from jaxferry.transport.base import Transport
-from jaxferry.transport.held import DeviceLayer, HostGradient, delete_all
-from jaxferry.transport.marks import TaskMark
-from jaxferry.transport.placement import Placement
+from jaxferry.transport import DeviceLayer, HostGradient, Placement, TaskMark, Transport, delete_all
 
 Uses = Sequence[Sequence[Gradient]]
 """The gradients of a layer, one list for each segment that reads it, as its program returns them."""

@@ -13,7 +13,7 @@ import jax
 import jaxlib.version
 
 from jaxferry.errors import NativeError
-from jaxferry.native.library import canonical_platform, inspect_library
+from jaxferry.native.loading import canonical_platform, inspect_library
 from jaxferry.native.paths import DIRECTORY_VARIABLE, FILE_NAMES, PACKAGE_DIRECTORY, find_sources, user_directory
 
 

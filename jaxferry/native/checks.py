@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.native import targets
-from jaxferry.native.library import NativeLibrary
-from jaxferry.native.shapes import ProductShape
+from jaxferry.native.loading import NativeLibrary
+from jaxferry.native.targets import ProductShape
 
 NUM_ROWS = 32
 """Rows of a product's x: more than a direct read of the weight takes, so its panels are staged, as in training."""

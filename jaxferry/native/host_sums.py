@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxferry.native import targets
-from jaxferry.native.library import NativeLibrary, library, status
+from jaxferry.native.loading import NativeLibrary, library, status
 from jaxferry.native.targets import DTYPE_NUMBERS
 
 _LARGE_BYTES = 2**20

@@ -1,5 +1,11 @@
 """Operations on arrays in host memory: Direct Host Access (DHA) for reads, in-place stores for gradients.
 
+Rounded values as programs store them.
+
+XLA may compute with more bits than a program says (`xla_allow_excess_precision`, on by default): where a value is cast
+to 16 bits and used again in fp32, it drops both casts. The stored array may then be infinite while the same program
+finds its norm finite.
+
 Each operation is one custom call of the native library, or without the library its twin in plain JAX (`twins.py`).
 Results are equal up to the summation order of products. Use them inside jitted functions. They are differentiable once;
 under `jax.vmap`, reads run sequentially. Host arrays lie in `pinned_host` memory and stay there; `offset` selects a
@@ -22,10 +28,29 @@ import numpy as np
 
 from jaxferry.errors import InputError
 from jaxferry.native import targets, twins
-from jaxferry.native.library import is_available
-from jaxferry.native.rounding import as_stored
-from jaxferry.native.self_test import is_usable
-from jaxferry.native.shapes import GatherShape, ProductShape
+from jaxferry.native.loading import is_available
+from jaxferry.native.self_tests import is_usable
+from jaxferry.native.targets import GatherShape, ProductShape
+
+_FULL_BITS = 32
+
+
+def as_stored(values: Any) -> Any:
+    """Returns values, within a jitted function, so that what reads them there gets the bits that the program stores.
+
+    A barrier behind each value of fewer than 32 bits keeps XLA from looking through the value's cast. Others are
+    returned unchanged.
+
+    Args:
+      values: a tree of arrays.
+    """
+
+    def stored(value: jax.Array) -> jax.Array:
+        is_rounded = jnp.issubdtype(value.dtype, jnp.floating) and jnp.finfo(value.dtype).bits < _FULL_BITS
+        return jax.lax.optimization_barrier(value) if is_rounded else value
+
+    return jax.tree.map(stored, values)
+
 
 DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.float16))
 """Dtypes of the native operations; the twins accept any floating dtype."""

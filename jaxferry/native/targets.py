@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import enum
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.native.shapes import GatherShape, ProductShape
+
+@dataclasses.dataclass(frozen=True)
+class GatherShape:
+    """A table within a host array: `[rows, columns]`, row-major, starting at element `offset`."""
+
+    rows: int
+    columns: int
+    offset: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductShape:
+    """A weight within a host array: `[k, n]`, or `[n, k]` if `transpose`, row-major, starting at element `offset`.
+
+    Attributes:
+      k: length of the contracted dimension.
+      n: length of the other dimension.
+      transpose: whether the rows of the stored matrix have length k.
+      offset: its first element.
+    """
+
+    k: int
+    n: int
+    transpose: bool = False
+    offset: int = 0
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """The stored matrix's shape."""
+        return (self.n, self.k) if self.transpose else (self.k, self.n)
 
 
 class Vacancy(enum.Enum):

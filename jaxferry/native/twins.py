@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxferry.native.shapes import GatherShape, ProductShape
+from jaxferry.native.targets import GatherShape, ProductShape
 
 
 def to_device(array: jax.Array) -> jax.Array:

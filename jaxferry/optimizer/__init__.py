@@ -4,3 +4,7 @@ optimizer     which leaves are updated together   update_programs, fused   their
 arrays        the arrays of a state               pieces                   arrays whole or in parts
 optimizers    adamw, adam, lion, sgd              host_memory              how much is left
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -12,16 +12,12 @@ import jax
 import numpy as np
 
 from jaxferry.native import host_sums
-from jaxferry.optimizer.on_devices import OnDevices
+from jaxferry.optimizer.on_devices import OnDevices, masters_of, replace_state, state_of, stream, subgroups_of
 from jaxferry.optimizer.optimizer import HostOptimizer
-from jaxferry.optimizer.pieces import Key, Parts, Pieces, cut, filled, on_host
-from jaxferry.optimizer.streamed import masters_of, replace_state, state_of, stream, subgroups_of
+from jaxferry.optimizer.pieces import Key, Parts, Pieces, WholeCopies, cut, filled, on_host
 from jaxferry.optimizer.update_group import UpdateGroup
-from jaxferry.optimizer.whole_copies import WholeCopies
 from jaxferry.partition import Layer, Leaf
-from jaxferry.transport.orphaned_copies import ORPHANED_COPIES
-from jaxferry.transport.pinned import Vectors, from_shares, on_cpu, to_pinned, writes_in_place
-from jaxferry.transport.placement import Placement
+from jaxferry.transport import ORPHANED_COPIES, Placement, Vectors, from_shares, on_cpu, to_pinned, writes_in_place
 
 
 class HostArrays:

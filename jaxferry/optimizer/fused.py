@@ -17,14 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.native import is_available
-from jaxferry.native.host_step import FACTORS, HostStep, StepFactors, StepPart
-from jaxferry.native.operations import DTYPES
+from jaxferry.native import DTYPES, FACTORS, HostStep, StepFactors, StepPart, is_available
 from jaxferry.optimizer.optimizers import FusedTransformation, HostRule
 from jaxferry.optimizer.update_group import UpdateGroup
 from jaxferry.partition import Layer
-from jaxferry.transport.pinned import Vectors, as_numpy, updated_vectors
-from jaxferry.transport.placement import Placement
+from jaxferry.transport import Placement, Vectors, as_numpy, updated_vectors
 
 
 def fused_rule(optimizer: Any, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:

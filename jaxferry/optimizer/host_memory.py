@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from jaxferry.errors import HostMemoryError, InputError
-from jaxferry.native.control_groups import groups, read_lines
+from jaxferry.native import groups, read_lines
 from jaxferry.units import format_apart, format_bytes, parse_bytes
 
 VARIABLE = "JAXFERRY_HOST_MEMORY"

@@ -11,10 +11,19 @@ import numpy as np
 
 from jaxferry.native import host_sums
 from jaxferry.optimizer.pieces import Parts, filled
-from jaxferry.partition import Layer, Span
-from jaxferry.partition.graph import Atom, Graph, evaluate, live_equations, trace
-from jaxferry.partition.packed import is_stored_as_bytes, stored_struct, to_bytes
-from jaxferry.transport.placement import Placement
+from jaxferry.partition import (
+    Atom,
+    Graph,
+    Layer,
+    Span,
+    evaluate,
+    is_stored_as_bytes,
+    live_equations,
+    stored_struct,
+    to_bytes,
+    trace,
+)
+from jaxferry.transport import Placement
 
 BLOCK_BYTES = 2 << 20
 """The bytes of a stored array that are in memory at a time, beside its master."""

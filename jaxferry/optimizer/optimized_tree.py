@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import optax
 
-from jaxferry.optimizer.separable import WholeUpdate, part_content
-from jaxferry.optimizer.stacked_update import PartOptimizer
-from jaxferry.optimizer.subtree import select, subtree
-from jaxferry.partition.graph import result_shapes
+from jaxferry.optimizer.separable import PartOptimizer, WholeUpdate, part_content
+from jaxferry.optimizer.update_group import select, subtree
+from jaxferry.partition import result_shapes
 
 
 class OptimizedTree:

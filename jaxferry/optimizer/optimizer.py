@@ -18,12 +18,11 @@ import optax
 from jaxferry.errors import InputError
 from jaxferry.optimizer.optimized_tree import OptimizedTree
 from jaxferry.optimizer.pieces import Key
-from jaxferry.optimizer.stacked_update import part_aval
-from jaxferry.optimizer.subtree import path_names
-from jaxferry.optimizer.update_group import UpdateGroup, updated_together
+from jaxferry.optimizer.separable import part_aval
+from jaxferry.optimizer.update_group import UpdateGroup, path_names, updated_together
 from jaxferry.optimizer.update_programs import UpdatePrograms
 from jaxferry.partition import Layer, Leaf, Part, Span
-from jaxferry.transport.placement import Placement
+from jaxferry.transport import Placement
 
 NOT_SEPARABLE = (
     "the optimizer looks at all parameters at once, or cannot be shown not to{where}; it runs as one update after the "

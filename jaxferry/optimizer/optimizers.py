@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from jaxferry.errors import InputError
-from jaxferry.native.host_step import StepRule
+from jaxferry.native import StepRule
 
 Schedule = Callable[[Any], Any]
 
@@ -73,7 +73,7 @@ class HostRule:
         return jax.tree.leaves(spread)
 
     def factors(self, state: Any) -> dict[str, jax.Array]:
-        """Returns the factors of a step from this state, see `jaxferry.native.host_step.FACTORS`."""
+        """Returns the factors of a step from this state, see `jaxferry.native.host_steps.FACTORS`."""
         one = jnp.float32(1)
         found = {"rate": -_at(self.learning_rate, state[-1]), "first": one, "gradient": one, "second": one}
         found["decay"] = _at(0.0 if self.weight_decay is None else self.weight_decay, state[1])

@@ -1,4 +1,4 @@
-"""Update groups: which layers share one update, and how the parts that they hold are joined and split again."""
+"""Update groups: which layers share one update, and the subtree of the model that they hold."""
 
 from __future__ import annotations
 
@@ -8,11 +8,39 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxferry.optimizer.pieces import Key
-from jaxferry.partition import Layer, Part, Span
-from jaxferry.partition.graph import aval_bytes
-from jaxferry.step.instruction import Arrival
+from jaxferry.partition import Layer, Part, Span, aval_bytes
+from jaxferry.step import Arrival
+
+
+def subtree(tree: jax.tree_util.PyTreeDef, leaves: Mapping[int, Any], prune: bool = True) -> Any:
+    """Returns the tree with only the leaves whose indices are given, at their own paths.
+
+    Dictionaries lose their other entries. In other containers (lists, NNX states) an `optax.MaskedNode` replaces each
+    missing leaf, as Optax itself does to hide parameters from a transformation. With `prune=False` this applies to
+    dictionaries too, so that masks and labels given as a tree of the whole model still fit.
+    """
+    slots = [leaves.get(index, optax.MaskedNode()) for index in range(tree.num_leaves)]
+    whole = jax.tree.unflatten(tree, slots)
+    return _prune(whole) if prune else whole
+
+
+def _prune(node: Any) -> Any:
+    if type(node) is dict:
+        return {key: _prune(child) for key, child in node.items() if jax.tree.leaves(child)}
+    return node
+
+
+def path_names(tree: Any) -> list[str]:
+    """Returns the path of each leaf as a string, as `jax.tree_util.keystr` writes it."""
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def select(leaves: Sequence[Any], indices: Sequence[int]) -> dict[int, Any]:
+    """Returns the chosen leaves by index."""
+    return {index: leaves[index] for index in indices}
 
 
 @dataclasses.dataclass

@@ -23,16 +23,21 @@ from jaxferry.optimizer.fused import Factors, FusedUpdate, factors_program, fuse
 from jaxferry.optimizer.optimized_tree import OptimizedTree
 from jaxferry.optimizer.optimizers import FusedTransformation, HostRule
 from jaxferry.optimizer.pieces import filled
-from jaxferry.optimizer.separable import init_content
-from jaxferry.optimizer.stacked_update import Held
-from jaxferry.optimizer.subtree import path_names, select, subtree
-from jaxferry.optimizer.update_group import UpdateGroup, by_leaf, packed, put_together, taken_apart, vectors_arriving
-from jaxferry.partition import Layer
-from jaxferry.partition.graph import bits_of, result_shapes, trace, zeros_of
-from jaxferry.step.instruction import Arrival
-from jaxferry.transport.pinned import Vectors, updated_vectors, writes_in_place
-from jaxferry.transport.placement import Placement
-from jaxferry.transport.shared_programs import compile_shared
+from jaxferry.optimizer.separable import Held, init_content
+from jaxferry.optimizer.update_group import (
+    UpdateGroup,
+    by_leaf,
+    packed,
+    path_names,
+    put_together,
+    select,
+    subtree,
+    taken_apart,
+    vectors_arriving,
+)
+from jaxferry.partition import Layer, bits_of, result_shapes, trace, zeros_of
+from jaxferry.step import Arrival
+from jaxferry.transport import Placement, Vectors, compile_shared, updated_vectors, writes_in_place
 
 _FACTORS = "factors"
 

@@ -12,11 +12,10 @@ import jax
 from jaxferry.errors import InputError, PartitionError
 from jaxferry.modes import BLOCK, MODULE
 from jaxferry.partition import cuts
-from jaxferry.partition.dataflow import Dataflow, analyse
-from jaxferry.partition.derivative import joint_graph
+from jaxferry.partition.cuts import Dataflow, analyse
+from jaxferry.partition.derivatives import joint_graph
 from jaxferry.partition.graph import Equation, Graph
 from jaxferry.partition.groups import Group, group_leaves, leaf_paths, modules_of
-from jaxferry.partition.keys import Canonical, bytes_of
 from jaxferry.partition.layout import Layer, make_layer
 from jaxferry.partition.packed import stored_struct
 from jaxferry.partition.segments import (
@@ -28,8 +27,10 @@ from jaxferry.partition.segments import (
     prelude_with_views,
 )
 from jaxferry.partition.tracing import (
+    Canonical,
     Traced,
     abstract_params,
+    bytes_of,
     check_outputs,
     copying_parameters,
     ending_with_loss,

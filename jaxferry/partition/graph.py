@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxferry.processes.global_arrays import is_raw_key
+from jaxferry.processes import is_raw_key
 from jaxferry.settings import users_settings
 
 type_of_aval = Any  # jax.core.ShapedArray; its public alias has moved between JAX releases

@@ -1,5 +1,10 @@
 """Rewrites programs to read a layer's parameters in host memory: Direct Host Access (MemFerry, section III).
 
+Views: arrays that hold a stored weight's elements in another order, as after transposes and reshapes.
+
+A view's dimensions consist of pieces of the stored dimensions. These show whether a product with the view is a product
+with a plain matrix in storage order.
+
 Equations that read parameters become operations on the layer's flat vectors: lookups become `dha_gather`, products
 become `dha_matmul`, and all others read a device copy made by `dha_read`. Transposes, reshapes and casts of a parameter
 on the way to an operation are folded into it.
@@ -9,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +22,147 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxferry.native import operations, twins
-from jaxferry.native.shapes import GatherShape, ProductShape
-from jaxferry.partition import views
+from jaxferry.native import GatherShape, ProductShape, operations, twins
 from jaxferry.partition.graph import Equation, Graph, evaluate, trace
 from jaxferry.partition.layout import Layer, Leaf
-from jaxferry.partition.views import Matrix, View
+
+Piece = tuple[tuple[int, ...], int]
+"""A piece of a stored dimension: its position in storage order (compared as tuples) and its length."""
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The pieces of each dimension, slowest first; dimensions of length 1 have none."""
+
+    dims: tuple[tuple[Piece, ...], ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> View:
+        """Returns the view of a stored array in its own order."""
+        return cls(tuple((((i,), n),) if n != 1 else () for i, n in enumerate(shape)))
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All pieces in view order."""
+        return tuple(piece for dim in self.dims for piece in dim)
+
+    def transpose(self, permutation: Sequence[int]) -> View:
+        """Returns the view with its dimensions permuted."""
+        return View(tuple(self.dims[i] for i in permutation))
+
+    def reshape(self, shape: Sequence[int]) -> View | None:
+        """Returns the view in another shape; None if the shape splits a piece unevenly."""
+        left = list(self.pieces)
+        dims = []
+        for length in shape:
+            taken: list[Piece] = []
+            while length != 1:
+                if not left or 0 in (length, left[0][1]):
+                    return None
+                place, size = left.pop(0)
+                if length % size == 0:
+                    taken.append((place, size))
+                    length //= size
+                elif size % length == 0:
+                    taken.append(((*place, 0), length))
+                    left.insert(0, ((*place, 1), size // length))
+                    length = 1
+                else:
+                    return None
+            dims.append(tuple(taken))
+        return View(tuple(dims))
+
+
+def apply(equation: Equation, view: View) -> View | None:
+    """Applies an equation to a view; None if the equation does more than reorder."""
+    name, params = equation.primitive.name, equation.params
+    if name in ("convert_element_type", "copy"):
+        return view
+    if name == "transpose":
+        return view.transpose(params["permutation"])
+    if name == "reshape":
+        return None if params.get("dimensions") else view.reshape(params["new_sizes"])
+    if name in ("squeeze", "reduce_sum"):
+        dropped = {d % len(view.dims) for d in params.get("dimensions", params.get("axes"))}
+        if any(view.dims[d] for d in dropped):
+            return None
+        return View(tuple(dim for i, dim in enumerate(view.dims) if i not in dropped))
+    if name == "expand_dims":
+        rank = len(view.dims) + len(params["dimensions"])
+        added = {d % rank for d in params["dimensions"]}
+        kept = iter(view.dims)
+        return View(tuple(() if i in added else next(kept) for i in range(rank)))
+    if name == "broadcast_in_dim":
+        return _broadcast(view, params["shape"], params["broadcast_dimensions"])
+    return None
+
+
+def _broadcast(view: View, shape: Sequence[int], places: Sequence[int]) -> View | None:
+    """Applies a broadcast that only adds dimensions of length 1; None for any other."""
+    dims: list[tuple[Piece, ...]] = [()] * len(shape)
+    for dim, place in zip(view.dims, places, strict=True):
+        dims[place] = dim
+    lengths = [math.prod(size for _, size in dim) for dim in dims]
+    return View(tuple(dims)) if lengths == list(shape) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A view as a stored matrix whose rows or columns are the contracted dimensions.
+
+    Attributes:
+      summed: pieces of the contracted dimensions, in storage order.
+      free: pieces of the other dimensions, in storage order.
+      transpose: whether `free` comes first in storage.
+    """
+
+    summed: tuple[Piece, ...]
+    free: tuple[Piece, ...]
+    transpose: bool
+
+
+def as_matrix(view: View, summed: Collection[int]) -> Matrix | None:
+    """Returns the view as a matrix for a product that contracts some of its dimensions; None if it is not one."""
+    stored = sorted(view.pieces)
+    chosen = {piece for i in summed for piece in view.dims[i]}
+    count = len(chosen)
+    if chosen == set(stored[:count]):
+        return Matrix(tuple(stored[:count]), tuple(stored[count:]), False)
+    if chosen == set(stored[len(stored) - count :]):
+        return Matrix(tuple(stored[len(stored) - count :]), tuple(stored[: len(stored) - count]), True)
+    return None
+
+
+def size_of(pieces: Sequence[Piece]) -> int:
+    """Returns the number of elements that the pieces span."""
+    return math.prod(size for _, size in pieces)
+
+
+def reorder(array: jax.Array, kept: Sequence[int], pieces: Sequence[Piece], order: Sequence[Piece]) -> jax.Array:
+    """Reorders the pieces of an array `[*kept, *pieces]` and flattens them into one last dimension."""
+    array = array.reshape((*kept, *(size for _, size in pieces)))
+    moved = [len(kept) + pieces.index(piece) for piece in order]
+    return array.transpose((*range(len(kept)), *moved)).reshape((*kept, size_of(order)))
+
+
+def dot_dims(equation: Equation, ndims: tuple[int, int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
+    """Returns the contracted and free dimensions of both operands of a `dot_general`; None with batch dimensions."""
+    summed, batch = equation.params["dimension_numbers"]
+    if batch[0]:
+        return None
+    free = [tuple(d for d in range(n) if d not in dims) for n, dims in zip(ndims, summed, strict=True)]
+    return [tuple(dims) for dims in summed], free
+
+
+def has_default_precision(dot: Equation) -> bool:
+    """Whether a product has its dtype's default precision, the only one that native operations support.
+
+    Another precision may come from the model's code or from `jax_default_matmul_precision`.
+    """
+    precision = dot.params["precision"]
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    return all(part is None or part == lax.Precision.DEFAULT for part in asked)
+
 
 Vectors = Sequence[jax.Array]
 
@@ -148,7 +288,7 @@ class _Rewrite:
         if len(equation.inputs) != 1 or not isinstance(atom, int):
             return None
         reference = references[atom]
-        view = views.apply(equation, reference.view)
+        view = apply(equation, reference.view)
         dtype = np.dtype(self._graph.avals[equation.outputs[0]].dtype)
         is_cast_twice = dtype != reference.dtype != self._layer.leaves[reference.leaf].dtype
         if view is None or is_cast_twice or dtype not in operations.DTYPES:
@@ -200,24 +340,24 @@ class _Rewrite:
 
     def _product(self, equation: Equation, references: Mapping[int, _Reference]) -> Operation | None:
         """Rewrites a product of a reference with another value, summed over the rows or columns of a stored matrix."""
-        if not views.has_default_precision(equation):
+        if not has_default_precision(equation):
             return None
         atoms = equation.inputs
         avals: list[Any] = [self._graph.avals[atom] if isinstance(atom, int) else atom.aval for atom in atoms]
         found = [references.get(atom) if isinstance(atom, int) else None for atom in atoms]
-        dims = views.dot_dims(equation, (avals[0].ndim, avals[1].ndim))
+        dims = dot_dims(equation, (avals[0].ndim, avals[1].ndim))
         side = 0 if found[0] is not None else 1
         reference, other = found[side], atoms[1 - side]
         is_mixed = avals[0].dtype != avals[1].dtype
         if reference is None or found[1 - side] is not None or dims is None or is_mixed:
             return None
         summed, free = dims
-        matrix = views.as_matrix(reference.view, summed[side])
+        matrix = as_matrix(reference.view, summed[side])
         if matrix is None:
             return None
         operand = _Operand(reference, matrix, summed[side], free[side], summed[1 - side], free[1 - side])
         leaf, out = self._layer.leaves[reference.leaf], self._graph.avals[equation.outputs[0]]
-        shape = ProductShape(views.size_of(matrix.summed), views.size_of(matrix.free), matrix.transpose, leaf.offset)
+        shape = ProductShape(size_of(matrix.summed), size_of(matrix.free), matrix.transpose, leaf.offset)
 
         def product(vectors: Vectors, values: dict[int, Any]) -> jax.Array:
             x = operand.arrange(values[other] if isinstance(other, int) else jnp.asarray(other.val))
@@ -251,13 +391,13 @@ class _Operand:
         """Returns the other operand as `[*other_free, k]`, with k in storage order."""
         kept = [x.shape[d] for d in self.other_free]
         pieces = [piece for d in self.summed for piece in self.reference.view.dims[d]]
-        return views.reorder(x.transpose((*self.other_free, *self.other_summed)), kept, pieces, self.matrix.summed)
+        return reorder(x.transpose((*self.other_free, *self.other_summed)), kept, pieces, self.matrix.summed)
 
     def restore(self, y: jax.Array, is_first: bool) -> jax.Array:
         """Turns `[*other_free, n]`, with n in storage order, into the product's result."""
         kept = y.shape[:-1]
         dims = [self.reference.view.dims[d] for d in self.free]
-        y = views.reorder(y, kept, self.matrix.free, [piece for dim in dims for piece in dim])
+        y = reorder(y, kept, self.matrix.free, [piece for dim in dims for piece in dim])
         y = y.reshape((*kept, *(math.prod(size for _, size in dim) for dim in dims)))
         if not is_first:
             return y

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 
 from jaxferry.native import as_stored, operations, twins
-from jaxferry.partition import views
+from jaxferry.partition import host_reads as views
 from jaxferry.partition.graph import Atom, Equation, Graph, evaluate, live_equations, trace
+from jaxferry.partition.host_reads import Piece, View
 from jaxferry.partition.layout import Layer, Leaf
-from jaxferry.partition.views import Piece, View
 
 FUSED_BYTES = 2**20
 """XLA computes smaller gradients, which are then stored: computing them by panels would gain nothing."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxferry.errors import InputError
-from jaxferry.partition.derivative import AUTO, REMAT
+from jaxferry.partition.derivatives import AUTO, REMAT
 from jaxferry.partition.segments import Partition
 
 

@@ -1,4 +1,6 @@
-"""Row gradients of lookups: the touched rows instead of a table of mostly zeros.
+"""Row gradients of lookups, and which primitives treat every element alike.
+
+Row gradients of lookups: the touched rows instead of a table of mostly zeros.
 
 The derivative of a lookup scatters a few rows into a table of zeros. That table need not exist on the device nor cross
 the link: only indices and rows are sent, and the host scatters them into its gradient (MemFerry, section III: an
@@ -17,6 +19,77 @@ import numpy as np
 
 from jaxferry.partition.graph import Equation, Graph, are_zeros, evaluate, live_equations, trace
 from jaxferry.partition.layout import Span
+
+ELEMENTWISE = frozenset(
+    [
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "add_any",
+        "and",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "cosh",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "or",
+        "pow",
+        "real",
+        "reduce_precision",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+    ]
+)
+"""Names of primitives. Each operand has the result's shape or is a scalar."""
 
 
 @jax.tree_util.register_dataclass

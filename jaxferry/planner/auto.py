@@ -31,27 +31,39 @@ from typing import Any
 
 import numpy as np
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.modes import Subgroups, UpdatePlace
-from jaxferry.planner.base import Objective, Policy, Request, check_budget
-from jaxferry.planner.best import Best, plan_of
+from jaxferry.planner.base import (
+    Objective,
+    Policy,
+    Request,
+    best_order,
+    capacity_bytes,
+    check_budget,
+    gains_s,
+    gradients_to_host,
+)
 from jaxferry.planner.device_updates import DeviceUpdateSearch, Placed
-from jaxferry.planner.effort import FEW_LAYERS, fewer, is_searched
+from jaxferry.planner.effort import FEW_LAYERS, fewer, is_searched, streamable_groups, updatable_groups
 from jaxferry.planner.exact import explore, known_plans, reserve_factors
-from jaxferry.planner.families import prefix_family
 from jaxferry.planner.frontier import ForwardOptimum, optimal_forward
-from jaxferry.planner.gradients import capacity_bytes, gains_s, gradients_to_host
-from jaxferry.planner.neighbours import ALL_MODES, MOST_WORK, Neighbours, refine
-from jaxferry.planner.order import best_order
-from jaxferry.planner.preference import longest_equal_s, preferred, scores
-from jaxferry.planner.replacements import Limits, replaced
+from jaxferry.planner.neighbours import ALL_MODES, MOST_WORK, Limits, Neighbours, prefix_family, refine, replaced
+from jaxferry.planner.preference import Best, longest_equal_s, plan_of, preferred, scores
 from jaxferry.planner.search import Pool
 from jaxferry.planner.streamed_updates import StreamedUpdateSearch
-from jaxferry.planner.update_groups import streamable_groups, updatable_groups
-from jaxferry.step.holdings import DHA, GFGB, RELOAD, RESIDENT
-from jaxferry.step.records import Loads, Plan, Updates
-from jaxferry.step.schedule import Lane, StepSchedules, schedule_step
-from jaxferry.step.streaming import slots_bytes
+from jaxferry.step import (
+    DHA,
+    GFGB,
+    RELOAD,
+    RESIDENT,
+    Lane,
+    Loads,
+    Plan,
+    StepSchedules,
+    Updates,
+    schedule_step,
+    slots_bytes,
+)
 
 MOST_ENUMERATED = 4
 """The most layers for which all plans are tried."""

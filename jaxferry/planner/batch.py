@@ -1,18 +1,71 @@
-"""Plans as `planner/recurrences.py` runs them: what follows from modes and gradient places, for many plans at once."""
+"""Many plans at once: what follows from modes and gradient places, as arrays."""
 
 import functools
 from typing import Self
 
 import numpy as np
 
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
-from jaxferry.costs.tables import column, flags_of, per_choice
-from jaxferry.planner.rows import LayerFlags, rows, some_of_rows
-from jaxferry.step.copy_spans import load_order
-from jaxferry.step.holdings import DFGB, DHA, RELOAD, Holdings, OnDevice, effective_codes, of_program
-from jaxferry.step.room import NO_WAIT, UNLIMITED, Demand, demand, waits
-from jaxferry.step.step_builder import fetch_seconds_a_byte, save_seconds_a_byte
+from jaxferry.costs import LayerProfile, Profile, column, flags_of, per_choice
+from jaxferry.step import (
+    DFGB,
+    DHA,
+    NO_WAIT,
+    RELOAD,
+    UNLIMITED,
+    Demand,
+    Holdings,
+    OnDevice,
+    demand,
+    effective_codes,
+    fetch_seconds_a_byte,
+    load_order,
+    of_program,
+    save_seconds_a_byte,
+    waits,
+)
+
+
+class LayerFlags:
+    """Flags of layers or groups, (layers, plans): a row of all or of none costs a step nothing.
+
+    Attributes:
+      any, all: of each layer, whether its flags are set in some plan, and in all.
+    """
+
+    def __init__(self, flags: np.ndarray):
+        self.flags = flags
+        self.any: list[bool] = some_of_rows(flags)
+        self.all: list[bool] = [not some for some in some_of_rows(~flags)]
+
+    @functools.cached_property
+    def _delays(self) -> list[np.ndarray]:
+        """What to add to a time that counts only where flags are set."""
+        return list(np.where(self.flags, 0.0, -np.inf))
+
+    def pick(self, layer: int, chosen: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """`chosen` where the layer's flags are set, else `other`; (plans,)."""
+        return chosen if self.all[layer] else np.where(self.flags[layer], chosen, other)
+
+    def latest(self, layer: int, time: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """`time`, or the later of both where the layer's flags are set; (plans,)."""
+        if not self.any[layer]:
+            return time
+        return np.maximum(time, other if self.all[layer] else other + self._delays[layer])
+
+
+def some_of_rows(flags: np.ndarray) -> list[bool]:
+    """Of each row, whether a flag is set."""
+    return [bool(some) for some in np.atleast_1d(flags.any(axis=1))]
+
+
+def rows(seconds: np.ndarray) -> list[np.ndarray | None]:
+    """The rows of a (layers, plans) array, None for zeros."""
+    return [row if some else None for row, some in zip(seconds, some_of_rows(seconds != 0), strict=True)]
+
+
+def plus(end: np.ndarray, seconds: np.ndarray | None) -> np.ndarray:
+    """The sum; None stands for zeros."""
+    return end if seconds is None else end + seconds
 
 
 class Batch:

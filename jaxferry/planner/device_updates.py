@@ -17,17 +17,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.planner.base import Objective
-from jaxferry.planner.best import Best, picked_plan, plan_of
-from jaxferry.planner.effort import FEW_LAYERS, fewer
+from jaxferry.planner.effort import FEW_LAYERS, fewer, updatable_groups
 from jaxferry.planner.neighbours import Neighbours, refine
+from jaxferry.planner.preference import Best, picked_plan, plan_of
 from jaxferry.planner.search import Pool, on_fronts
-from jaxferry.planner.update_groups import updatable_groups
-from jaxferry.step.holdings import DHA, GFGB, RELOAD, RESIDENT
-from jaxferry.step.records import Loads, Plan, Updates
-from jaxferry.step.schedule import needed_bytes
-from jaxferry.step.simulate.report import simulate
+from jaxferry.step import DHA, GFGB, RELOAD, RESIDENT, Loads, Plan, Updates, needed_bytes, simulate
 
 _POINTS, _LEAST_POINTS = 12, 2
 _STARTS = 20

@@ -1,4 +1,6 @@
-"""How much a search does for a model of this size, so that time and memory grow with the layers and not their square.
+"""How much a search tries, and which parameter groups a plan may update on the GPU.
+
+How much a search does for a model of this size, so that time and memory grow with the layers and not their square.
 
 Up to `FULL_LAYERS` layers a search tries all that it knows; `exact` up to `FULL_EXACT_LAYERS`. Beyond, it tries fewer
 plans: as many as keep the number of planned layers the same, and `auto` explores the plans of `exact` with fewer
@@ -8,6 +10,8 @@ gradients are left out, and room for gradients within the budget counts only in 
 reserve factor that could save at most 0.01 %. All bounds stay proven, so a plan still states how far from the optimum
 it may be.
 """
+
+from jaxferry.costs import Profile
 
 FEW_LAYERS = 64
 FULL_LAYERS = 96
@@ -32,3 +36,15 @@ def _fewer(count: int, num_layers: int, least: int, full: int) -> int:
 def is_searched(num_layers: int) -> bool:
     """Whether a model of this size is small enough for searches of many plans."""
     return num_layers <= MOST_SEARCHED
+
+
+def updatable_groups(profile: Profile) -> list[int]:
+    """The groups that a plan may update on the device: those whose layers state `update_gpu_s`."""
+    layers = ((group, profile.layers[members[0]]) for group, members in enumerate(profile.groups))
+    return [group for group, layer in layers if layer.has_gradient and layer.update_gpu_s is not None]
+
+
+def streamable_groups(profile: Profile) -> list[int]:
+    """The groups that a policy may stream: those whose layers state all times of that."""
+    layers = {group: profile.layers[profile.groups[group][0]] for group in updatable_groups(profile)}
+    return [group for group, x in layers.items() if x.state_up_s is not None and x.state_down_s is not None]

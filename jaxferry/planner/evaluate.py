@@ -6,16 +6,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxferry.costs.records import Profile
-from jaxferry.costs.tables import flags_of
+from jaxferry.costs import Profile, flags_of
 from jaxferry.planner.batch import Batch
 from jaxferry.planner.effort import fewer, is_searched
-from jaxferry.planner.lane_work import gpu_s, loops_s, shared_lanes_s
-from jaxferry.planner.recurrences import Chain, Step
-from jaxferry.step.holdings import DFGB, OnDevice, as_updated, gradient_flags, gradients_to_update, mode_codes
-from jaxferry.step.records import Loads, Plan, UpdateOrder, Updates
-from jaxferry.step.room import UNLIMITED
-from jaxferry.step.simulate.machine import STEPS_BY_NEED
+from jaxferry.planner.recurrences import Chain, Step, gpu_s, loops_s, shared_lanes_s
+from jaxferry.step import (
+    DFGB,
+    STEPS_BY_NEED,
+    UNLIMITED,
+    Loads,
+    OnDevice,
+    Plan,
+    UpdateOrder,
+    Updates,
+    as_updated,
+    gradient_flags,
+    gradients_to_update,
+    mode_codes,
+)
 
 _MOST_STEPS = 24
 _CHUNK_ELEMENTS = 1 << 18

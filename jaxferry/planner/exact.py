@@ -12,7 +12,7 @@ Of the plans that count as equal to the best one, `exact` takes the one that rel
 (`planner/preference.py`); its gap is that plan's.
 
 The reserve factor decides the gradients, as for any policy: with 1 no gradient is GO; with less, GO-MemFerry chooses
-those that stay (`planner/gradients.py`). Without a given factor the policies have two defaults: 0 for `go-memferry`, 1
+those that stay (`planner/base.py`). Without a given factor the policies have two defaults: 0 for `go-memferry`, 1
 for all others. `exact` then plans with both, so its search loses to no policy. It takes 1 unless 0 is worth it, and the
 plan states the factor. The bound holds for both.
 
@@ -23,28 +23,96 @@ gradients, at the price of their memory.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from jaxferry.costs.records import Profile
-from jaxferry.planner.base import Objective, Policy, Request, check_budget
-from jaxferry.planner.best import Best, plan_of
+from jaxferry.costs import Profile
+from jaxferry.planner.base import Objective, Policy, Request, check_budget, gradients_to_host, with_update_order
 from jaxferry.planner.bounds import steady_lower_bound_s, step_lower_bound_s
-from jaxferry.planner.effort import fewer_of_exact, is_searched
+from jaxferry.planner.effort import FULL_LAYERS, fewer_of_exact, is_searched
 from jaxferry.planner.evaluate import PlanEvaluator
-from jaxferry.planner.families import prefix_family
 from jaxferry.planner.frontier import ForwardOptimum, optimal_forward
-from jaxferry.planner.go_memferry import GOMemFerry
-from jaxferry.planner.gradients import gradients_to_host
-from jaxferry.planner.local_search import LocalSearch
-from jaxferry.planner.memferry import with_dfgb
-from jaxferry.planner.order import with_update_order
-from jaxferry.planner.preference import longest_equal_s, preferred, scores
-from jaxferry.planner.replacements import Limits, replaced
+from jaxferry.planner.memferry import GOMemFerry, with_dfgb
+from jaxferry.planner.neighbours import Limits, prefix_family, replaced
+from jaxferry.planner.preference import Best, longest_equal_s, plan_of, preferred, scores
 from jaxferry.planner.search import Pool, objective_values
 from jaxferry.planner.whole_step import StepSearch
-from jaxferry.step.holdings import DFGB, DHA, GFGB
-from jaxferry.step.records import Loads, Plan, UpdateOrder, Updates
+from jaxferry.step import DFGB, DHA, GFGB, UNLIMITED, Loads, Plan, UpdateOrder, Updates
+
+_SWAP_DISTANCE = 4
+_MOST_TOGETHER = 24
+
+
+class LocalSearch:
+    """Improves a plan by changing one layer's mode or swapping nearby layers' modes; combines the best changes."""
+
+    def __init__(
+        self, evaluate: PlanEvaluator, grad_on_host: np.ndarray, objective: Objective, allowed: tuple[int, ...]
+    ):
+        self.evaluate, self.grad_on_host, self.objective, self.allowed = evaluate, grad_on_host, objective, allowed
+
+    def values(self, modes: np.ndarray) -> np.ndarray:
+        """Seconds of each of (plans, layers) modes without waits for room; infinite outside the window."""
+        steady = self.objective is Objective.STEADY
+        options: dict[str, Any] = {"steady": steady, "memory": False, "memory_bytes": UNLIMITED}
+        return objective_values(self.evaluate(modes, self.grad_on_host, **options), self.objective)
+
+    def improve(self, modes: np.ndarray, most_work: int) -> np.ndarray:
+        """A local optimum, or the best plan after `most_work` evaluations of a layer."""
+        return self.improve_all(modes[None], most_work)[0]
+
+    def improve_all(self, starts: np.ndarray, most_work: int) -> np.ndarray:
+        """Likewise from each of several plans, (plans, layers), all at once."""
+        found, best, work = starts.copy(), self.values(starts), np.zeros(len(starts), dtype=int)
+        active = list(range(len(starts)))
+        while active:
+            changed = [self.neighbours(found[number]) for number in active]
+            work[active] += [each.size for each in changed]
+            steps = []
+            for number, each, values in zip(active, changed, self._values_of(changed), strict=True):
+                helps = np.flatnonzero(values < best[number])
+                ranked = helps[np.argsort(values[helps], kind="stable")][:_MOST_TOGETHER]
+                if len(helps):
+                    steps.append((number, self.together(found[number], each[ranked])))
+            for (number, plans), values in zip(steps, self._values_of([plans for _, plans in steps]), strict=True):
+                found[number], best[number] = plans[int(np.argmin(values))], float(values.min())
+            active = [number for number, _ in steps if work[number] < most_work]
+        return found
+
+    def _values_of(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        """`values` of several arrays of plans."""
+        if not parts:
+            return []
+        return np.split(self.values(np.concatenate(parts)), np.cumsum([len(part) for part in parts])[:-1])
+
+    def together(self, modes: np.ndarray, changed: np.ndarray) -> np.ndarray:
+        """The first change alone, the first two, ...: (plans, layers)."""
+        current, plans = modes, []
+        for change in changed:
+            current = np.where(change != modes, change, current)
+            plans.append(current)
+        return np.array(plans, dtype=np.int8)
+
+    def neighbours(self, modes: np.ndarray) -> np.ndarray:
+        """All plans one change away, (plans, layers); of a long model, some spread over all."""
+        size = len(modes)
+        plans = []
+        for mode in self.allowed:
+            layers = np.flatnonzero(modes != mode)
+            single = np.repeat(modes[None], len(layers), axis=0)
+            single[np.arange(len(layers)), layers] = mode
+            plans.append(single)
+        for distance in range(1, min(_SWAP_DISTANCE, size - 1) + 1):
+            low = np.flatnonzero(modes[:-distance] != modes[distance:])
+            swap = np.repeat(modes[None], len(low), axis=0)
+            rows = np.arange(len(low))
+            swap[rows, low], swap[rows, low + distance] = modes[low + distance], modes[low]
+            plans.append(swap)
+        found = np.concatenate(plans)
+        most = len(found) if size <= FULL_LAYERS else max(1, 4 * FULL_LAYERS**2 // size)
+        return found[np.unique(np.linspace(0, len(found) - 1, most).astype(int))]
+
 
 Fewer = Callable[..., int]
 """`fewer` or `fewer_of_exact` of `planner/effort.py`."""

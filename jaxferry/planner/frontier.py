@@ -1,5 +1,13 @@
 """The forward optimum over GFGB and DHA, by dynamic programming over a Pareto frontier.
 
+Which parameter groups have a copy on the device, for many plans at once, in as few bits as possible.
+
+A group's copy matters to a search from the group's first layer, which can load it, to its last, which can use it. A
+group has a bit only in that span, and disjoint spans share a bit. So the number of bits is the largest number of groups
+that are open at once, not the number of groups.
+
+A set of bits is a row of 64-bit words, (states, words).
+
 Names: a state is (X, C), the link's end and the GPU's end after the layers so far (MemFerry, section IV-B). Both of a
 layer's transitions are monotone in X and C,
 
@@ -9,7 +17,7 @@ layer's transitions are monotone in X and C,
 so a state that is no better in X and no better in C than another can never end better. It is dropped. So is a state
 whose fastest continuation exceeds a known plan. In practice the frontier has some hundred states.
 
-If parameter groups have several layers, a state also records the copies on the device (`planner/copies.py`), and each
+If parameter groups have several layers, a state also records the copies on the device (`planner/frontier.py`), and each
 set of copies has its own frontier. The result is always optimal with at most `MOST_OPEN` groups open at once, as with a
 tied table or pairs of neighbours. With more groups it is optimal up to `MOST_STATES` states. Beyond that, states are
 sorted into buckets of similar X. The earliest few of each bucket stay unchanged. The others are merged into one state
@@ -21,14 +29,124 @@ from a knapsack over all layers.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
-from jaxferry.costs.records import Profile
-from jaxferry.planner.copies import SharedCopies, group_rows
+from jaxferry.costs import Profile
 from jaxferry.planner.memferry import Forward, forward_modes
-from jaxferry.planner.relaxation import Penalty, least_time
-from jaxferry.step.holdings import DHA, GFGB
+from jaxferry.step import DHA, GFGB
+
+_BISECTIONS = 60
+
+
+class Penalty:
+    """The least GPU time that unloaded layers cost, given the link time for loads: convex, decreasing.
+
+    Args:
+      load_s: link time of each layer's load, (layers,).
+      penalty_s: GPU time that each layer costs if it is not loaded, (layers,).
+    """
+
+    def __init__(self, load_s: np.ndarray, penalty_s: np.ndarray):
+        penalty_s = np.maximum(penalty_s, 0.0)
+        costly = (load_s > 0) & (penalty_s > 0)
+        load_s, penalty_s = load_s[costly], penalty_s[costly]
+        order = np.argsort(-penalty_s / load_s, kind="stable")
+        self.loads = np.concatenate([[0.0], np.cumsum(load_s[order])])
+        self.saved = np.concatenate([[0.0], np.cumsum(penalty_s[order])])
+        self.worth_it_s = float(load_s[penalty_s > load_s].sum())
+        """Link time of the layers whose penalty exceeds their load time."""
+
+    def __call__(self, link_s: float) -> float:
+        """Seconds on the GPU if loads may take `link_s` on the link."""
+        return float(self.saved[-1] - np.interp(max(link_s, 0.0), self.loads, self.saved))
+
+
+def least_time(least_s: float, penalty: Callable[[float], float], more_link_s: float) -> float:
+    """The least t with t >= least_s + penalty(t + more_link_s), from below."""
+    low, high = least_s, least_s + penalty(0.0)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if middle >= least_s + penalty(middle + more_link_s) else (middle, high)
+    return low
+
+
+_WORD_BITS = 64
+
+
+class SharedCopies:
+    """The bits of a profile's groups of several layers.
+
+    Attributes:
+      num_words: words in a row.
+      num_open: for each layer, the number of groups that have a bit after it.
+    """
+
+    def __init__(self, profile: Profile):
+        self._slots: list[int | None] = []
+        self._closes: list[bool] = []
+        self.num_open: list[int] = []
+        slot_of: dict[int, int] = {}
+        free: list[int] = []
+        num_slots = 0
+        for index, group in enumerate(profile.group_of):
+            members = profile.groups[group]
+            if len(members) > 1 and index == members[0]:
+                if not free:
+                    free, num_slots = [num_slots], num_slots + 1
+                slot_of[group] = free.pop()
+            self._slots.append(slot_of.get(group))
+            self._closes.append(group in slot_of and index == members[-1])
+            if self._closes[-1]:
+                free.append(slot_of.pop(group))
+            self.num_open.append(len(slot_of))
+        self.num_words = -(-num_slots // _WORD_BITS)
+
+    def none(self) -> np.ndarray:
+        """The row of a state without copies."""
+        return np.zeros((1, self.num_words), dtype=np.uint64)
+
+    def held(self, rows: np.ndarray, layer: int) -> np.ndarray:
+        """Whether the layer's group has a copy on the device, (states,)."""
+        slot = self._slots[layer]
+        if slot is None:
+            return np.zeros(len(rows), dtype=bool)
+        return (rows[:, slot // _WORD_BITS] & _bit(slot)) != 0
+
+    def after(self, rows: np.ndarray, layer: int, loaded: bool) -> np.ndarray:
+        """The rows after a layer that used a copy on the device or not; a group's last layer clears its bit."""
+        slot = self._slots[layer]
+        if slot is None or not (loaded or self._closes[layer]):
+            return rows
+        rows, word = rows.copy(), slot // _WORD_BITS
+        if self._closes[layer]:
+            rows[:, word] &= ~_bit(slot)
+        else:
+            rows[:, word] |= _bit(slot)
+        return rows
+
+
+def _bit(slot: int) -> np.uint64:
+    return np.uint64(1 << slot % _WORD_BITS)
+
+
+def group_rows(rows: np.ndarray) -> np.ndarray:
+    """A number for each row, (states,): equal for equal rows."""
+    groups = np.zeros(len(rows), dtype=np.int64)
+    for word in rows.T:
+        words = np.unique(word, return_inverse=True)[1]
+        groups = np.unique(groups * len(rows) + words, return_inverse=True)[1]
+    return groups
+
+
+def holds_as_much(rows: np.ndarray) -> np.ndarray:
+    """Whether the first state holds every copy that the second one holds, (states, states)."""
+    as_much = np.ones((len(rows), len(rows)), dtype=bool)
+    for word in rows.T:
+        as_much &= (word[None, :] & ~word[:, None]) == 0
+    return as_much
+
 
 MOST_OPEN = 3
 MOST_STATES = 4096

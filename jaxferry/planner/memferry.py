@@ -1,4 +1,6 @@
-"""MemFerry's schedule (section IV-B): Algorithm 1 for the forward, a greedy for the backward.
+"""MemFerry and GO-MemFerry: the papers' algorithms.
+
+MemFerry's schedule (section IV-B): Algorithm 1 for the forward, a greedy for the backward.
 
 Names: X is the link's end and C the GPU's end before layer l; T_res = C - X is the reserved overlap time. Where the
 profile states what a DHA layer's reads take of the link, they are part of X.
@@ -21,9 +23,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.planner.base import ModePolicy
-from jaxferry.step.holdings import DFGB, DHA, GFGB
+from jaxferry.step import DFGB, DHA, GFGB
 
 
 class MemFerry(ModePolicy):
@@ -274,3 +276,11 @@ class _Window:
 
 
 _ROUNDING = 1e-12
+
+
+class GOMemFerry(MemFerry):
+    """`memferry` with every gradient offloaded by default, as in the paper's evaluation."""
+
+    name = "go-memferry"
+    summary = "memferry with default reserve factor 0"
+    default_reserve_factor = 0.0

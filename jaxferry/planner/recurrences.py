@@ -1,7 +1,7 @@
 """The machine model as recurrences over many plans at once.
 
 This module implements the rules of `jaxferry/step/schedule.py` a second time; tests compare the two bit by bit. Both
-use `jaxferry.step.room` for the offloads that a backward waits for. Arrays are (layers, plans), or (plans,) within a
+use `jaxferry.step.gradient_room` for the offloads that a backward waits for. Arrays are (layers, plans), or (plans,) within a
 loop over layers.
 
     forward   X = max(X, waits) + load_s          X: the link's end    C: the GPU's end
@@ -10,21 +10,135 @@ loop over layers.
               D = max(D, C) + offload_s           D: the end of the link back
               H = max(H, gradients) + update_s    H: the host's end
 
-Where programs share a link (`jaxferry.step.simulate.shared_work`), X grows by each read before its program, and D
+Where programs share a link (`jaxferry.step.machine`), X grows by each read before its program, and D
 becomes max(D, S) + backward_write_s with a backward that starts at S and writes its gradient. Where lanes contend for
 host memory, X, D and H grow after each step by what they lost in it.
 """
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 import numpy as np
 
-from jaxferry.planner.batch import Batch
-from jaxferry.planner.host_lane import update_ends
-from jaxferry.planner.lane_work import lost_s
-from jaxferry.planner.rows import LayerFlags, plus
-from jaxferry.step.room import CROSSING_SLOTS
+from jaxferry.costs import flags_of
+from jaxferry.planner.batch import Batch, LayerFlags, plus
+from jaxferry.step import CROSSING_SLOTS
+
+
+def update_ends(
+    due: Sequence[np.ndarray], seconds: Sequence[np.ndarray], host: np.ndarray, by_need: bool
+) -> list[np.ndarray]:
+    """When each update ends, (plans,) each.
+
+    Args:
+      due: when each update could start, (plans,) each; the first ones are needed first, the last ones come first.
+      seconds: of each update, (plans,) each; 0 with `due` -inf for no update.
+      host: when the host is free, (plans,).
+      by_need: whether the host picks the update that is needed first, of those that could start.
+    """
+    if by_need:
+        return list(_by_need(np.stack(due), np.stack(seconds), host))
+    ends = []
+    for due_s, update_s in zip(reversed(due), reversed(seconds), strict=True):
+        host = np.maximum(host, due_s) + update_s
+        ends.append(host)
+    return ends[::-1]
+
+
+def _by_need(due: np.ndarray, seconds: np.ndarray, host: np.ndarray) -> np.ndarray:
+    """The ends of the updates, (groups, plans): the lowest group of those that could start is next."""
+    if len(due) > _MOST_TOGETHER or 0 < due.shape[1] <= _FEW_PLANS:
+        each = zip(due.T, seconds.T, host, strict=True)
+        return np.array([_by_need_of_plan(*plan) for plan in each]).T
+    ends, columns = np.zeros(due.shape), np.arange(due.shape[1])
+    for _ in range(len(due)):
+        now = np.maximum(host, due.min(axis=0))
+        chosen = (due <= now).argmax(axis=0)
+        host = ends[chosen, columns] = now + seconds[chosen, columns]
+        due[chosen, columns] = np.inf
+    return ends
+
+
+def _by_need_of_plan(due: np.ndarray, seconds: np.ndarray, host: float) -> list[float]:
+    """Likewise for one plan and many groups."""
+    order, ends = np.argsort(due, kind="stable").tolist(), [0.0] * len(due)
+    due_s, seconds_s = due.tolist(), seconds.tolist()
+    could_start: list[int] = []
+    number, now = 0, float(host)
+    for _ in order:
+        if not could_start:
+            now = max(now, due_s[order[number]])
+        while number < len(order) and due_s[order[number]] <= now:
+            heapq.heappush(could_start, order[number])
+            number += 1
+        chosen = heapq.heappop(could_start)
+        ends[chosen] = now = now + seconds_s[chosen]
+    return ends
+
+
+_MOST_TOGETHER = 512
+_FEW_PLANS = 8
+
+
+def shared_lanes_s(batch: Batch) -> np.ndarray:
+    """The work in a step of the lanes that use host memory, with what they lose to each other, (lanes, plans).
+
+    Lanes are in the order of `contention.SHARING`; each reuse of a copy counts as none.
+    """
+    work_s = np.stack([*_links_s(batch), _host_s(batch)])
+    return work_s + batch.profile.contention.lost_s(work_s)
+
+
+def lost_s(batch: Batch) -> np.ndarray:
+    """What these lanes lose to each other, (lanes, plans)."""
+    crossings_s = np.array([[sum(batch.fetch_s)], [sum(batch.save_s)], [0.0]])
+    return batch.profile.contention.lost_s(np.stack([*_links_s(batch), _host_s(batch)]) + crossings_s)
+
+
+def _links_s(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """The work of the links up and down; values that leave and return do not count."""
+    held, load_s = batch.held, batch.column("load_s")
+    first = [members[0] for members in batch.profile.groups]
+    up = (load_s * held.loads_forward).sum(axis=0) + (load_s * (held.loads_between | held.loads_backward)).sum(axis=0)
+    trained = flags_of(batch.profile, "has_gradient")[first]
+    up = up + (load_s[first] * (held.group_resident & batch.updates_on_host & trained)).sum(axis=0)
+    down = (batch.column("offload_s") * held.offloads).sum(axis=0)
+    if batch.shares_links:
+        up = up + batch.forward_read_s.sum(axis=0) + batch.backward_read_s.sum(axis=0)
+        down = down + batch.write_s.sum(axis=0)
+    return up, down
+
+
+def loops_s(batch: Batch) -> np.ndarray:
+    """The longest loop of a layer's forward, all GPU work from there on, and the updates that follow; (plans,).
+
+    No update of the layers up to this one starts before its backward has ended, and the last of them belongs to one
+    of these, whose next forward waits for it.
+    """
+    programs_s = batch.forward_s + batch.column("inter_forward_s")
+    backwards_s = batch.backward_s + batch.column("inter_backward_s")
+    programs_s = programs_s + np.where(batch.column("has_backward"), backwards_s, 0.0)
+    if not batch.after_all:
+        programs_s = programs_s + batch.device_updates_s
+    updates_s = np.zeros_like(programs_s)
+    for group, members in enumerate(batch.profile.groups):
+        updates_s[members[0]] = batch.profile.group_update_s[group] * batch.updates_on_host[group]
+    loops_s = np.cumsum(programs_s[::-1], axis=0)[::-1] + np.cumsum(updates_s, axis=0)
+    return np.where(updates_s > 0, loops_s, 0.0).max(axis=0)
+
+
+def _host_s(batch: Batch) -> np.ndarray:
+    """The work of the host."""
+    return np.array(batch.profile.group_update_s) @ batch.updates_on_host
+
+
+def gpu_s(batch: Batch) -> np.ndarray:
+    """The GPU's work in a step, (plans,)."""
+    runs_back = [layer.has_backward for layer in batch.layers]
+    parameterless_s = sum(x.inter_forward_s + x.inter_backward_s * x.has_backward for x in batch.layers)
+    programs_s = batch.forward_s.sum(axis=0) + batch.backward_s[runs_back].sum(axis=0) + parameterless_s
+    return programs_s + batch.device_updates_s.sum(axis=0)
 
 
 class Chain:

@@ -3,14 +3,10 @@
 from jaxferry.errors import InputError
 from jaxferry.planner.auto import Auto
 from jaxferry.planner.base import Policy
+from jaxferry.planner.baselines import L2L, NativeOffload, NativeOverlapped, ZeroOffload
 from jaxferry.planner.exact import Exact
-from jaxferry.planner.go_memferry import GOMemFerry
-from jaxferry.planner.l2l import L2L
-from jaxferry.planner.memferry import MemFerry
-from jaxferry.planner.native_offload import NativeOffload
-from jaxferry.planner.native_overlapped import NativeOverlapped
+from jaxferry.planner.memferry import GOMemFerry, MemFerry
 from jaxferry.planner.twin_flow import TwinFlow
-from jaxferry.planner.zero_offload import ZeroOffload
 
 _POLICIES: dict[str, type[Policy]] = {
     policy.name: policy

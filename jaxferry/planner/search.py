@@ -13,15 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.planner.base import Objective
-from jaxferry.planner.best import Best
 from jaxferry.planner.effort import fewer, is_searched
 from jaxferry.planner.evaluate import Outcomes, PlanEvaluator
-from jaxferry.planner.plan_codes import coded, columns, different_rows, flags, row_bytes
-from jaxferry.planner.preference import scores
-from jaxferry.step.records import Loads, UpdateOrder, Updates
-from jaxferry.step.room import UNLIMITED
+from jaxferry.planner.preference import Best, coded, columns, different_rows, flags, row_bytes, scores
+from jaxferry.step import UNLIMITED, Loads, UpdateOrder, Updates
 
 _Kind = tuple[Loads, Updates]
 

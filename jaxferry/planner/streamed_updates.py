@@ -24,19 +24,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxferry.costs.records import Profile
-from jaxferry.costs.tables import column
+from jaxferry.costs import Profile, column
 from jaxferry.modes import GradientPlace, Mode, Subgroups, UpdatePlace
-from jaxferry.planner.best import Best, picked_plan
+from jaxferry.planner.base import best_order
 from jaxferry.planner.device_updates import Placed
-from jaxferry.planner.effort import fewer
-from jaxferry.planner.order import best_order
-from jaxferry.planner.preference import longest_equal_s
-from jaxferry.planner.update_groups import streamable_groups, updatable_groups
-from jaxferry.step.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT, effective_codes, of_program
-from jaxferry.step.records import Loads, Updates
-from jaxferry.step.schedule import Lane, StepSchedules, needed_bytes
-from jaxferry.step.streaming import num_subgroups, slots_bytes
+from jaxferry.planner.effort import fewer, streamable_groups, updatable_groups
+from jaxferry.planner.preference import Best, longest_equal_s, picked_plan
+from jaxferry.step import (
+    DFGB,
+    DHA,
+    GFGB,
+    RELOAD,
+    RESIDENT,
+    Lane,
+    Loads,
+    StepSchedules,
+    Updates,
+    effective_codes,
+    needed_bytes,
+    num_subgroups,
+    of_program,
+    slots_bytes,
+)
 
 _POINTS, _LEAST_POINTS = 48, 2
 _SCHEDULES = 4

@@ -9,18 +9,14 @@ import dataclasses
 
 import numpy as np
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
-from jaxferry.planner.base import Policy, Request, check_budget, make_plan
+from jaxferry.planner.base import Policy, Request, best_order, check_budget, coded_plan, gradients_to_host
 from jaxferry.planner.device_updates import Placed
-from jaxferry.planner.gradients import gradients_to_host
-from jaxferry.planner.order import best_order
+from jaxferry.planner.effort import updatable_groups
 from jaxferry.planner.preference import preferred, score_of
-from jaxferry.planner.update_groups import updatable_groups
 from jaxferry.records import check_share
-from jaxferry.step.holdings import GFGB
-from jaxferry.step.records import Loads, Plan, Updates
-from jaxferry.step.schedule import StepSchedules, needed_bytes
+from jaxferry.step import GFGB, Loads, Plan, StepSchedules, Updates, needed_bytes
 
 RATIOS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """The shares of parameter bytes to try."""
@@ -66,7 +62,7 @@ class TwinFlow(Policy):
     def _plan_of(self, profile: Profile, reserve_factor: float, ratio: float) -> Plan:
         kind = (Loads.BULK, Updates.AFTER_ALL)
         modes = np.full(len(profile.layers), GFGB, dtype=np.int8)
-        plan = make_plan(self.name, reserve_factor, profile, modes, gradients_to_host(profile, reserve_factor), *kind)
+        plan = coded_plan(self.name, reserve_factor, profile, modes, gradients_to_host(profile, reserve_factor), *kind)
         own = {member for group in _share(profile, ratio) for member in profile.groups[group]}
         layers = tuple(
             dataclasses.replace(layer, mode=Mode.RESIDENT, gradient=GradientPlace.DEVICE, update=UpdatePlace.RESIDENT)

@@ -19,9 +19,9 @@ import dataclasses
 
 import numpy as np
 
-from jaxferry.costs.records import Profile
-from jaxferry.planner.copies import SharedCopies, holds_as_much
-from jaxferry.step.holdings import DFGB, DHA, GFGB, effective_codes
+from jaxferry.costs import Profile
+from jaxferry.planner.frontier import SharedCopies, holds_as_much
+from jaxferry.step import DFGB, DHA, GFGB, effective_codes
 
 _MOST_FOUND = 32
 

@@ -4,3 +4,7 @@ distributed     starts and joins processes          meshes     devices that shar
 all_processes   messages, checks that all agree     progress   detects a process that hangs
 global_arrays   arrays over all devices
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

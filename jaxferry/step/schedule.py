@@ -16,7 +16,7 @@ Rules (the machine model; MemFerry, section IV-B):
 - **D2H**: gradients in backward order, none for GO layers. **Host**: updates in backward order, each once all gradients
   of its parameters are on the host.
 - **Room for gradients**: a backward waits only for those offloads without which it would not fit into device memory
-  (`jaxferry.step.room`). A backward that adds to a gradient in host memory waits until that gradient has arrived.
+  (`jaxferry.step.gradient_room`). A backward that adds to a gradient in host memory waits until that gradient has arrived.
 - `loads: "bulk"`: no forward starts before the last load for the forward has ended. Loads follow the order of updates,
   so each layer's load for the next step starts once that layer is updated. `updates: "after-all"`: no update starts
   before all gradients are on the host.
@@ -33,10 +33,10 @@ Rules (the machine model; MemFerry, section IV-B):
   The gradient never leaves. Second loads for the next backward go up first. The next step's load (or DHA read) waits
   for the last transfer down. The compute copy of a RESIDENT group stays: updates write the new one in its place, the
   next step's forward waits for the last of them, and only masters and state go down. Updates left after the last
-  backward run between the forwards of the next step (`jaxferry.step.late_updates`).
+  backward run between the forwards of the next step (`jaxferry.step.streaming`).
 - **Shared links**: where the profile says so, programs that read or write host memory take time of the links
   (`Task.read_s`, `Task.write_s`). Programs go first, and the transfers that follow in the list get what they leave
-  (`jaxferry.step.simulate.shared_work`).
+  (`jaxferry.step.machine`).
 - **Shared host memory**: where the profile says so (`contention`), each second of a link's or the host's work takes a
   share of a second from the other lanes that use host memory. After each step they lose what they lost in it, as far as
   they are not idle before their next task.
@@ -75,7 +75,9 @@ Memory is counted over these spans:
 
 import numpy as np
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
+from jaxferry.step.builder import StepBuilder
+from jaxferry.step.gradient_room import CROSSING_SLOTS, UNLIMITED, Demand, demand, waits
 from jaxferry.step.holdings import (
     Holdings,
     as_updated,
@@ -87,9 +89,7 @@ from jaxferry.step.holdings import (
     streamed,
     updated_on_device,
 )
-from jaxferry.step.records import Loads, Plan, Updates
-from jaxferry.step.room import CROSSING_SLOTS, UNLIMITED, Demand, demand, waits
-from jaxferry.step.step_builder import StepBuilder
+from jaxferry.step.plans import Loads, Plan, Updates
 from jaxferry.step.streaming import as_kept, kept_gradients, slots_bytes
 from jaxferry.step.tasks import Kind, Lane, Run, Schedule, Task, dispatch_order, leading_loads, repeat
 
@@ -168,7 +168,7 @@ def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:
 
 
 def step_demand(profile: Profile, plan: Plan) -> tuple[Holdings, Demand]:
-    """The layers' copies, and each program's need on the device; arrays of one plan, see `jaxferry.step.room`."""
+    """The layers' copies, and each program's need on the device; arrays of one plan, see `jaxferry.step.gradient_room`."""
     return _demand(profile, effective(profile, plan))
 
 

@@ -1,14 +1,19 @@
-"""Tasks: their lanes, durations, dependencies and memory.
+"""Tasks: their lanes, durations, dependencies and memory; how a list of them grows, and which lane limits it.
+
+Tasks: their lanes, durations, dependencies and memory.
 
 Simulator and engine consume the same list of tasks, see `jaxferry.step.schedule`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxferry.costs.contention import NO_CONTENTION, Contention
+from jaxferry.costs import NO_CONTENTION, Contention, Profile
+from jaxferry.units import format_bytes, format_seconds
 
 
 class Lane(enum.StrEnum):
@@ -228,3 +233,85 @@ def leading_loads(step: Schedule) -> tuple[int, ...]:
                 break
             leading.append(index)
     return tuple(leading)
+
+
+class StepTasks:
+    """The tasks so far, in dispatch order.
+
+    Attributes:
+      layers: of the profile.
+      tasks: the list.
+      ends_s: when each task would end in a step without a previous one.
+      free_s: when each lane would be free after its last task.
+    """
+
+    def __init__(self, profile: Profile):
+        self.layers, self.tasks = profile.layers, list[Task]()
+        self.ends_s, self.free_s = list[float](), dict.fromkeys(Lane, 0.0)
+
+    def emit(self, kind: Kind, lane: Lane, layer: int, duration: tuple[str, float], after: tuple[int, ...] = ()) -> int:
+        """Appends a task and returns its index."""
+        name = f"{kind.value} {self.layers[layer].name}"
+        self.tasks.append(Task(name, layer, kind, lane, *duration, after))
+        start_s = max([self.free_s[lane], *(self.ends_s[other] for other in after)])
+        self.free_s[lane] = start_s + duration[1]
+        self.ends_s.append(self.free_s[lane])
+        return len(self.tasks) - 1
+
+    def add_bytes(self, task: int, **more: int) -> None:
+        """Adds to attributes of a task."""
+        known = self.tasks[task]
+        for key, amount in more.items():
+            object.__setattr__(known, key, getattr(known, key) + amount)
+
+    def set(self, task: int, **values: Any) -> None:
+        """Replaces attributes of a task."""
+        # In place: until the list is complete nobody else has its tasks, and new ones took a sixth of all planning.
+        for key, value in values.items():
+            object.__setattr__(self.tasks[task], key, value)
+
+
+_LIMITS = {
+    Lane.GPU: ("GPU", "the GPU computes"),
+    Lane.H2D: ("link", "the link to the device is busy"),
+    Lane.D2H: ("link", "the link from the device is busy"),
+    Lane.HOST: ("host", "the host updates parameters"),
+}
+_LEAST_GAIN = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Bottleneck:
+    """What limits the speed.
+
+    Attributes:
+      limit: `GPU`, `link`, `host` or `device memory`.
+      reason: the same in a clause, with figures.
+    """
+
+    limit: str
+    reason: str
+
+    @property
+    def noun(self) -> str:
+        """The limit in a sentence, after "the"."""
+        return self.limit if self.limit != "host" else "host's updates"
+
+
+def find_bottleneck(busy_share: Mapping[Lane, float], details: Mapping[str, Any], step_s: float) -> Bottleneck:
+    """Names the lane that works for the largest share of a step, or device memory if that makes the plan slower.
+
+    Args:
+      busy_share: the share of a step in which each lane works.
+      details: the plan's `details`; `binding` says whether a budget binds it.
+      step_s: the plan's predicted seconds a step.
+    """
+    lane = max(busy_share, key=lambda each: busy_share[each])
+    name, does = _LIMITS[lane]
+    most = f"{does} {min(busy_share[lane], 1.0):.0%} of the time"
+    if details.get("binding") != "memory":
+        return Bottleneck(name, most)
+    free_s, free = details["unlimited_steady_step_s"], format_bytes(details["unlimited_needed_bytes"])
+    faster = f"with {free} of device memory a step would take {format_seconds(free_s)}, not {format_seconds(step_s)}"
+    is_slower = free_s < (1 - _LEAST_GAIN) * step_s
+    return Bottleneck("device memory" if is_slower else name, f"{most}; {faster}")

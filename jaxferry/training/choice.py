@@ -7,21 +7,13 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxferry.costs.estimate import estimate_profile, update_on_device_s
-from jaxferry.costs.machines import MACHINES, Machine
-from jaxferry.costs.records import Profile
-from jaxferry.costs.segment_costs import partition_costs
-from jaxferry.engine import RematVariants
-from jaxferry.engine.facts import with_program_facts, with_sum_bytes, without_times
-from jaxferry.engine.lower import summed_groups
+from jaxferry.costs import MACHINES, Machine, Profile, estimate_profile, partition_costs, update_on_device_s
+from jaxferry.engine import RematVariants, summed_groups, with_program_facts, with_sum_bytes, without_times
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import BLOCK, FASTER, MODULE, Mode
 from jaxferry.partition import AUTO, Partition
-from jaxferry.planner.base import Request
-from jaxferry.planner.granularity import FinestPlanner, plan_finest
-from jaxferry.planner.planning import as_run, with_gap, with_update_order
-from jaxferry.step.records import LayerPlan, Plan, UpdateOrder
-from jaxferry.step.step_builder import fetch_seconds_a_byte, save_seconds_a_byte
+from jaxferry.planner import FinestPlanner, Request, as_run, plan_finest, with_gap, with_update_order
+from jaxferry.step import LayerPlan, Plan, UpdateOrder, fetch_seconds_a_byte, save_seconds_a_byte
 from jaxferry.training.options import Options
 
 DEFAULT_MACHINE = "h200-pcie5"

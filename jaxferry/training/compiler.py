@@ -5,35 +5,106 @@ loss_fn, batch --partition--> segments --policy--> Plan --fit--> Plan within the
 
 from __future__ import annotations
 
+import collections
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
-from jaxferry.costs.records import Profile
-from jaxferry.engine import Evaluator, Programs, RematVariants, StepProgram, TrainState, Transport, make_transport
+from jaxferry.costs import Profile
+from jaxferry.engine import (
+    Evaluator,
+    Owner,
+    PrefetchSlot,
+    Programs,
+    Recorder,
+    RematVariants,
+    Resources,
+    TrainState,
+    make_lanes,
+)
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import FASTER, MODULE, Remat
-from jaxferry.partition import AUTO, Layer, Partition
-from jaxferry.partition.graph import Graph
-from jaxferry.processes.all_processes import check_same
-from jaxferry.settings import check_may_trace
-from jaxferry.step.holdings import streamed_state_bytes
-from jaxferry.step.records import Plan
+from jaxferry.partition import AUTO, Graph, Layer, Partition
+from jaxferry.processes import check_same
+from jaxferry.settings import ThreadPool, check_may_trace
+from jaxferry.step import Plan, StepProgram, streamed_state_bytes
 from jaxferry.training.choice import best_granularity
-from jaxferry.training.cuts import Cut, Cutter
-from jaxferry.training.measure.shares import Share
+from jaxferry.training.cuts import Cut, Cutter, structure_of
 from jaxferry.training.model import Model
-from jaxferry.training.one_device import share_of_one
 from jaxferry.training.options import Options
-from jaxferry.training.prepared import Prepared
 from jaxferry.training.profiles import Profiler
-from jaxferry.training.recent import Recent
-from jaxferry.training.shared import Shared
-from jaxferry.training.step import StepCompiler
-from jaxferry.training.structure import structure_of
-from jaxferry.transport.pinned import writes_in_place
+from jaxferry.training.shares import Share, share_of_one
+from jaxferry.training.step import Prepared, StepCompiler
+from jaxferry.transport import Placement, Transport, make_transport, writes_in_place
+
+Value = TypeVar("Value")
+
+
+class Recent(Generic[Value]):
+    """The values of the keys that were used last.
+
+    Args:
+      most: the number of values that are kept.
+      drop: called with each value that is dropped for a newer one.
+    """
+
+    def __init__(self, most: int, drop: Callable[[Value], object]) -> None:
+        self._most, self._drop = most, drop
+        self._values: collections.OrderedDict[Hashable, Value] = collections.OrderedDict()
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(list(self._values.values()))
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """Returns the value of a key, made if it is not kept."""
+        if key in self._values:
+            self._values.move_to_end(key)
+            return self._values[key]
+        # Made before anything is dropped: it may fail.
+        made = self._values[key] = make()
+        if len(self._values) > self._most:
+            self._drop(self._values.popitem(last=False)[1])
+        return made
+
+    def clear(self) -> None:
+        """Forgets all values."""
+        self._values.clear()
+
+
+class Shared:
+    """What all steps of a training step share, independent of the model.
+
+    Attributes:
+      placement: where arrays live.
+      prefetch: holds the prefetched copies.
+      recorder: records when tasks start and end; None records nothing.
+      owner: the process and the thread that may use them.
+      memory: the thread that makes what a first step needs in host memory, while the step is compiled.
+    """
+
+    def __init__(self, placement: Placement, options: Options) -> None:
+        self.placement, self.prefetch, self.owner = placement, PrefetchSlot(), Owner()
+        self.recorder = Recorder(options.record_steps) if options.record_steps else None
+        self._lanes = make_lanes(placement.is_cpu)
+        self.memory = ThreadPool(1, "jaxferry memory")
+        self._has_warned = False
+
+    def resources(self, transport: Transport, model: Model) -> Resources:
+        """The resources of the steps of one structure."""
+        return Resources(self.placement, transport, self._lanes, model.optimizer, self.prefetch, self.recorder)
+
+    def warn_once(self, parts: Partition) -> None:
+        """Warns of a partition's peculiarities, once."""
+        remarks = list(parts.notes)
+        remarks += [f"{merge.message}; that is most of the model" for merge in parts.coarse_merges]
+        if parts.unread_leaves:
+            unread = ", ".join(map(repr, parts.unread_leaves))
+            remarks.append(f"the loss never reads {unread}: trained with a zero gradient")
+        for remark in () if self._has_warned else remarks:
+            warnings.warn(remark, stacklevel=6)
+        self._has_warned = self._has_warned or bool(remarks)
 
 
 class Compiler:

@@ -1,4 +1,4 @@
-"""Cuts loss functions into segments. Training steps of one loss function share the segments and their programs."""
+"""Cuts loss functions into segments, by the structure of a call. Steps of one loss function share the programs."""
 
 from __future__ import annotations
 
@@ -8,27 +8,80 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
-from jaxferry.costs.machines import Machine
-from jaxferry.engine import Placement, RematVariants
+from jaxferry.costs import Machine
+from jaxferry.engine import RematVariants
+from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK, FASTER, MODULE
 from jaxferry.partition import (
     ForwardPartition,
     Layer,
     Partition,
+    check_byte_order,
     held_whole,
     partition,
     partition_forward,
     traced_jaxpr,
     with_flags,
 )
-from jaxferry.planner.merging import merge_rule
-from jaxferry.settings import for_platform
+from jaxferry.planner import merge_rule
+from jaxferry.settings import for_platform, traced_settings
 from jaxferry.training.choice import known_machine
 from jaxferry.training.model import Model
 from jaxferry.training.options import Options
-from jaxferry.training.structure import split_flags
+from jaxferry.transport import Placement
+
+
+def split_flags(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits keyword arguments into traced ones and static flags (booleans, strings and None)."""
+    flags = {name: value for name, value in kwargs.items() if value is None or isinstance(value, bool | str)}
+    return {name: value for name, value in kwargs.items() if name not in flags}, flags
+
+
+def structure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The structure: the tree, the shapes and dtypes (weak or not) of its leaves, the flags, and JAX's settings.
+
+    Raises:
+      InputError: if a leaf is traced, or is no array or number that JAX can hold.
+    """
+    arrays, flags = split_flags(kwargs)
+    leaves, structure = jax.tree.flatten((args, arrays))
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise InputError(
+            "a step moves layers between host and device and compiles its own programs: it cannot be called under "
+            "jax.jit, jax.grad or another transformation; pass concrete arrays"
+        )
+    try:
+        kinds = tuple((np.shape(leaf), jax.dtypes.result_type(leaf), _is_weak(leaf)) for leaf in leaves)
+    except (TypeError, ValueError) as error:
+        _name_unfit_leaf(args, arrays)
+        raise InputError(f"the arguments must be trees of arrays and numbers: {error}") from error
+    return structure, kinds, tuple(sorted(flags.items(), key=repr)), traced_settings()
+
+
+def _name_unfit_leaf(args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raises InputError for the first leaf that JAX cannot hold."""
+    named = [(f"argument {number} after the state", tree) for number, tree in enumerate(args, 1)]
+    named += [(f"keyword argument {name!r}", tree) for name, tree in kwargs.items()]
+    for name, tree in named:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            place = f"{name}, leaf {jax.tree_util.keystr(path)}," if path else f"{name}"
+            check_byte_order(leaf, place)
+            try:
+                jax.dtypes.result_type(leaf)
+            except (TypeError, ValueError) as error:
+                dtype = f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else ""
+                raise InputError(
+                    f"{place} must be an array or a number, got a {type(leaf).__name__}{dtype}: take it out of the "
+                    "batch, or encode it as numbers"
+                ) from error
+
+
+def _is_weak(leaf: Any) -> bool:
+    """Whether a leaf is weakly typed, as Python's numbers are."""
+    return isinstance(leaf, int | float | complex) or bool(getattr(leaf, "weak_type", False))
 
 
 class Cut:

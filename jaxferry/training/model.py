@@ -13,22 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxferry.engine import (
-    UNSCALED,
-    HostOptimizer,
-    Owner,
-    Placement,
-    TrainState,
-    choose_transport,
-    host_array,
-    masters_from_arrays,
+from jaxferry.engine import UNSCALED, Owner, TrainState
+from jaxferry.optimizer import HostOptimizer, Parts, host_array, host_memory, masters_from_arrays
+from jaxferry.partition import (
+    Layer,
+    Ownership,
+    Span,
+    aval_bytes,
+    frozen_leaves,
+    held_whole,
+    layers_by_path,
+    stored_struct,
 )
-from jaxferry.optimizer import host_memory
-from jaxferry.optimizer.pieces import Parts
-from jaxferry.partition import Layer, Ownership, Span, frozen_leaves, held_whole, layers_by_path
-from jaxferry.partition.graph import aval_bytes
-from jaxferry.partition.packed import stored_struct
 from jaxferry.training.options import Options
+from jaxferry.transport import Placement, choose_transport
 
 ACCELERATOR_DTYPE: Any = jnp.bfloat16
 """The dtype in which an accelerator sees fp32 parameters, unless `compute_dtype` says otherwise."""

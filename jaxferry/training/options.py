@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.costs.records import Profile
-from jaxferry.engine.loss_scale import LossScale
+from jaxferry.costs import Profile
+from jaxferry.engine import LossScale
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK, GRANULARITIES
 from jaxferry.partition import Trainable, check_remat
-from jaxferry.planner.registry import make_policy
-from jaxferry.step.records import Plan
+from jaxferry.planner import make_policy
+from jaxferry.step import Plan
 from jaxferry.units import parse_bytes
 
 MEASURE, ESTIMATE = "measure", "estimate"

@@ -7,23 +7,21 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from jaxferry.costs.progress import progress_bar
-from jaxferry.costs.records import Profile
-from jaxferry.engine import Placement, Programs, RematVariants, Rules, program_keys, summed_groups, widened_groups
-from jaxferry.engine.facts import with_sum_bytes
+from jaxferry.costs import Profile, progress_bar
+from jaxferry.engine import Programs, RematVariants, Rules, summed_groups, widened_groups, with_sum_bytes
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.optimizer.on_devices import num_bytes_on_each, unit_on_devices
+from jaxferry.optimizer import num_bytes_on_each, unit_on_devices
 from jaxferry.partition import Partition
 from jaxferry.settings import looks_for_nans
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Plan, program_keys
 from jaxferry.training.choice import needs_times, planning_profile, with_updates_on_device
-from jaxferry.training.measure.cold_caches import ACCELERATOR_BYTES
-from jaxferry.training.measure.contention import TRANSFER_BYTES
-from jaxferry.training.measure.device_timer import PRODUCTS_BYTES
-from jaxferry.training.measure.profile import measure_profile
-from jaxferry.training.measure.shares import NotMeasurable, Share, measure_shares
+from jaxferry.training.contention import TRANSFER_BYTES
+from jaxferry.training.measured_profile import measure_profile
 from jaxferry.training.model import Model
 from jaxferry.training.options import MEASURE, Options
+from jaxferry.training.shares import NotMeasurable, Share, measure_shares
+from jaxferry.training.timers import ACCELERATOR_BYTES, PRODUCTS_BYTES
+from jaxferry.transport import Placement
 from jaxferry.units import format_apart
 
 

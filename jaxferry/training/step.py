@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.engine import (
     DeviceUpdateCompiler,
     Norms,
@@ -20,11 +20,9 @@ from jaxferry.engine import (
     RematVariants,
     Resources,
     RunnableStep,
-    StepProgram,
     StepRunner,
     TaskList,
     fit,
-    groups_summed_on_host,
     groups_to_keep,
     groups_to_reserve,
     loads_ahead,
@@ -32,25 +30,80 @@ from jaxferry.engine import (
     peak_bytes,
     summed_groups,
     unsplit_by_step,
-    variants_of,
     widened_groups,
+    with_sum_bytes,
 )
-from jaxferry.engine.facts import with_sum_bytes
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.modes import UpdatePlace
-from jaxferry.optimizer.optimizer import HostOptimizer
-from jaxferry.planner.auto import Auto
-from jaxferry.planner.counted import SIMPLE_POLICIES, fastest_that_fits
-from jaxferry.planner.l2l import L2L
-from jaxferry.planner.planning import with_update_order
-from jaxferry.processes.all_processes import check_same
-from jaxferry.step.program_keys import NO_JOINS, ProgramKey
-from jaxferry.step.records import Plan, Updates
-from jaxferry.step.simulate.report import simulate_schedule
+from jaxferry.modes import Mode, UpdatePlace
+from jaxferry.optimizer import HostOptimizer
+from jaxferry.partition import AUTO, Partition
+from jaxferry.planner import L2L, SIMPLE_POLICIES, Auto, fastest_that_fits, with_update_order
+from jaxferry.processes import check_same
+from jaxferry.step import (
+    NO_JOINS,
+    Plan,
+    ProgramKey,
+    Schedule,
+    StepProgram,
+    Updates,
+    groups_summed_on_host,
+    simulate_schedule,
+    variants_of,
+)
 from jaxferry.training.choice import choose_plan, leanest_plan, planner_within, policy_of
 from jaxferry.training.options import Options
-from jaxferry.training.prepared import Prepared
 from jaxferry.training.profiles import rules_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A step prepared for batches of one structure: see `TrainStep.prepare`.
+
+    Attributes:
+      program: the step program that runs.
+      profile: what it was planned with, and the facts of its programs.
+      peak: the most device memory that a step needs.
+      is_changed: whether the memory budget has changed the modes of the policy's or the user's plan.
+      num_executables: number of programs compiled for the device.
+      runner: runs the step program.
+    """
+
+    program: StepProgram
+    profile: Profile
+    peak: Peak
+    is_changed: bool
+    num_executables: int
+    runner: StepRunner = dataclasses.field(repr=False)
+
+    @property
+    def partition(self) -> Partition:
+        """The segments."""
+        return self.program.partition
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs: the policy's, as changed by the memory budget and the options."""
+        return self.program.plan
+
+    @property
+    def schedule(self) -> Schedule:
+        """The tasks of a step as they run. Durations are known only with a profile."""
+        return self.program.schedule
+
+    @property
+    def saved_bytes(self) -> int:
+        """The host memory of this process in which activations wait for their backward (`offload_activations`)."""
+        return self.profile.saved_bytes
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """The mode of each segment."""
+        return self.plan.modes
+
+    @property
+    def remat(self) -> tuple[Any, ...]:
+        """What each segment keeps between forward and backward: `"none"`, `"full"`, or a policy."""
+        return tuple("none" if segment.remat == AUTO else segment.remat for segment in self.partition.segments)
 
 
 class StepCompiler:

@@ -5,3 +5,7 @@ pinned        views of pinned memory        ferry            by the native libra
 allocator     XLA's, as a model             device_put       by plain JAX
 marks         when a task started, ended    choice           which of both
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -19,8 +19,8 @@ import numpy as np
 
 from jaxferry.native import NativeLibrary, host_sums
 from jaxferry.partition import Gradient, Layer, RowGradient
-from jaxferry.processes.global_arrays import empty
-from jaxferry.step.program_keys import NO_JOINS, Joins
+from jaxferry.processes import empty
+from jaxferry.step import NO_JOINS, Joins
 from jaxferry.transport.held import Addend, CopyInFlight, DeviceLayer, HeldBytes, HostGradient, PutCopy, delete_all
 from jaxferry.transport.marks import TaskMark
 from jaxferry.transport.pinned import Vectors, as_numpy, borrowed, can_view, from_shares, on_cpu, writes_in_place

@@ -21,9 +21,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxferry.errors import InputError
-from jaxferry.partition import Layer, Ownership
-from jaxferry.partition.graph import Graph, bits_of
-from jaxferry.processes.global_arrays import joined_rows, merged, moved, spread
+from jaxferry.partition import Graph, Layer, Ownership, bits_of
+from jaxferry.processes import joined_rows, merged, moved, spread
 from jaxferry.transport.allocator import Allocator
 
 DATA = "data"

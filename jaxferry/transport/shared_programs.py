@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxferry.costs.progress import Lines
-from jaxferry.native.cpus import num_cpus
+from jaxferry.costs import Lines
+from jaxferry.native import num_cpus
 from jaxferry.settings import traced_settings, with_own_settings
 
 _TOLD_EVERY_S = 1.0

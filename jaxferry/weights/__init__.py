@@ -3,3 +3,7 @@
 instance -> greedy (which weights leave, and when) -> scheduling (the transfers) -> validate (in tests)
          -> bound (a lower bound by MILP), l2l (the baseline)
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

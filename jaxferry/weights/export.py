@@ -8,12 +8,11 @@ backward. These layers get mode RELOAD; all others stay until their backward (GF
 import math
 from collections.abc import Iterable
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.weights.instance import Instance
-from jaxferry.weights.records import Choice
+from jaxferry.step import LayerPlan, Plan
+from jaxferry.weights.instance import Choice, Instance
 
 
 def instance_from_profile(profile: Profile, memory_bytes: int) -> Instance:

@@ -27,14 +27,13 @@ from checkpoints import content, plain
 from jaxferry import checkpoint
 from jaxferry.cli.recording import Recording, Summary
 from jaxferry.cli.report import report_page
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.partition import partition
-from jaxferry.planner.planning import make_plan
-from jaxferry.planner.registry import policies
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.weights.instance import Instance
+from jaxferry.planner import make_plan, policies
+from jaxferry.step import LayerPlan, Plan
+from jaxferry.weights import Instance
 from profiles import transformer
 
 ABOUT = "save_0/about/metadata"

@@ -13,7 +13,7 @@ import pytest
 from checkpoints import content, plain
 from jaxferry import checkpoint
 from jaxferry.checkpoint import arrays, leaves
-from jaxferry.optimizer.pieces import Stacked
+from jaxferry.optimizer import Stacked
 from jaxferry.partition import Span
 
 MIB = 2**20

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxferry.errors import BudgetError
-from jaxferry.planner.planning import make_plan
+from jaxferry.planner import make_plan
 from profiles import INSTANCE, smallest_peak_bytes, transformer
 
 NAME = "model_on_the_command_line"

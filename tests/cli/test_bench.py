@@ -11,10 +11,10 @@ import pytest
 import jaxferry as package
 from jaxferry.cli.compare import Comparison, PolicyRun, compare_policies, works_s
 from jaxferry.cli.workload import call_model
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.errors import InputError
 from jaxferry.records import read_json
-from jaxferry.step.schedule import Lane
+from jaxferry.step import Lane
 
 NAMES = ["zero-offload", "native-overlapped", "exact"]
 

@@ -9,7 +9,8 @@ import pytest
 
 from broken_library import break_operations
 from jaxferry.errors import NativeError
-from jaxferry.native import cpus, self_test
+from jaxferry.native import cpus
+from jaxferry.native import self_tests as self_test
 from jaxferry.optimizer import host_memory
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from jaxferry.costs.records import Profile
-from jaxferry.step.records import Plan
+from jaxferry.costs import Profile
+from jaxferry.step import Plan
 from jaxferry.units import format_bytes
 
 A100 = ("--machine", "a100-pcie4")

@@ -11,11 +11,10 @@ import pytest
 import jaxferry
 from jaxferry.cli.fitting import Sizes, find_fit
 from jaxferry.cli.traced import trace
-from jaxferry.costs.machines import find_machine
-from jaxferry.step.schedule import needed_bytes
-from jaxferry.training.step import StepCompiler
-from jaxferry.transport.allocator import Allocator
-from jaxferry.transport.placement import Placement
+from jaxferry.costs import find_machine
+from jaxferry.step import needed_bytes
+from jaxferry.training import StepCompiler
+from jaxferry.transport import Allocator, Placement
 from jaxferry.units import format_apart
 
 MACHINE = find_machine("a100-pcie4")

@@ -13,14 +13,10 @@ import pytest
 
 from jaxferry.cli.figures import sweep_figure
 from jaxferry.cli.plan import read_range
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.errors import InputError
-from jaxferry.planner.planning import SweepPoint, make_plan
-from jaxferry.planner.preference import EQUAL_WITHIN
-from jaxferry.planner.registry import policies
-from jaxferry.step.records import LayerPlan, Plan, Predicted, Updates
-from jaxferry.step.schedule import needed_bytes
-from jaxferry.step.simulate.report import simulate
+from jaxferry.planner import EQUAL_WITHIN, SweepPoint, make_plan, policies
+from jaxferry.step import LayerPlan, Plan, Predicted, Updates, needed_bytes, simulate
 from jaxferry.units import format_bytes
 from profiles import recomputing, smallest_peak_bytes, transformer
 

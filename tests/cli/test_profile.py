@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 
 H200 = ("--machine", "h200-pcie5")
 NUM_LAYERS, LAYER_BYTES = 6, 4 * 32 * 32

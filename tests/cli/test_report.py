@@ -12,15 +12,11 @@ from jaxferry.cli.compare import Comparison, PolicyRun
 from jaxferry.cli.figures import COLOURS, areas_figure
 from jaxferry.cli.recording import STAGE_OF, STAGES, RecordedTask, Recording, Summary, bytes_by_link, seconds_by_stage
 from jaxferry.cli.report import bench_page, layer_reasons, memory_figure, report_page, speeds_figure, steps_figure
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
+from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.planner.evaluate import PlanEvaluator
-from jaxferry.planner.planning import make_plan
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.step.schedule import Kind, Lane, schedule_step
-from jaxferry.step.simulate.machine import steady_step_s
+from jaxferry.planner import PlanEvaluator, make_plan
+from jaxferry.step import Kind, Lane, LayerPlan, Plan, schedule_step, steady_step_s
 from jaxferry.units import format_seconds
 from profiles import transformer
 

@@ -15,7 +15,7 @@ from jaxferry.cli.recording import Recording
 from jaxferry.cli.train import as_arguments, resumed_options, save_options
 from jaxferry.cli.workload import call_model
 from jaxferry.errors import InputError
-from jaxferry.training.train_step import TrainStep
+from jaxferry.training import TrainStep
 
 
 def test_it_trains_as_a_loop_of_ones_own_does(jaxferry, user_model):

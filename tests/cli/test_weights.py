@@ -4,14 +4,10 @@ import json
 
 import pytest
 
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
+from jaxferry.costs import LayerProfile, Profile
 from jaxferry.modes import Mode
-from jaxferry.step.records import Plan
-from jaxferry.weights.instance import Instance
-from jaxferry.weights.policies import POLICIES
-from jaxferry.weights.records import Event, Schedule
-from jaxferry.weights.validate import validate
+from jaxferry.step import Plan
+from jaxferry.weights import POLICIES, Event, Instance, Schedule, validate
 from profiles import INSTANCE
 
 

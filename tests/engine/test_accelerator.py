@@ -14,9 +14,9 @@ import models
 from accelerator import CLIENT_BYTES_PER_S, Misuse, emulate
 from jaxferry.engine import executor
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.native.library import library
+from jaxferry.native import library
 from jaxferry.partition import partition
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Plan
 from planned import assert_same_bits, plan_of, with_gradients
 
 NUM_PRODUCTS, MATRIX = 300, np.full((128, 128), 0.01, np.float32)

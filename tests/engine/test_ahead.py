@@ -13,11 +13,9 @@ import jaxferry
 from accelerator import emulate
 from jaxferry.engine import peak_bytes
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.native.library import library
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.step.schedule import Kind, Lane
-from jaxferry.transport.ferry import Ferry
-from jaxferry.transport.placement import Placement
+from jaxferry.native import library
+from jaxferry.step import Kind, Lane, LayerPlan, Plan
+from jaxferry.transport import Ferry, Placement
 from planned import assert_same_bits, state_after
 from steps import transport_of
 from watched import device_arrays

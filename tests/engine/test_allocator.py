@@ -12,10 +12,9 @@ from hypothesis import given
 
 import jaxferry
 import models
-from jaxferry.engine.lifetimes import Lifetimes
+from jaxferry.engine import Lifetimes
 from jaxferry.modes import Mode
-from jaxferry.transport.allocator import Allocator, BestFit, Buffer, unsplit_bytes
-from jaxferry.transport.placement import Placement
+from jaxferry.transport import Allocator, BestFit, Buffer, Placement, unsplit_bytes
 from planned import plan_of
 
 MIB = 2**20

@@ -7,17 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.machines import MACHINES
-from jaxferry.costs.segment_costs import partition_costs
-from jaxferry.engine import RematVariants
-from jaxferry.engine.facts import with_program_facts
+from jaxferry.costs import MACHINES, estimate_profile, partition_costs
+from jaxferry.engine import RematVariants, with_program_facts
 from jaxferry.errors import BudgetError
 from jaxferry.partition import AUTO, partition
-from jaxferry.planner.auto import AutoSearch
-from jaxferry.planner.base import Request
-from jaxferry.planner.planning import make_plan
-from jaxferry.step.schedule import needed_bytes
+from jaxferry.planner import AutoSearch, Request, make_plan
+from jaxferry.step import needed_bytes
 from native import compiled_steps
 from native.compiled_steps import TOLERANCE, CompiledModel, compare_step, peak_bytes
 from native.cuda_library import cuda_library

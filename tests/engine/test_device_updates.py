@@ -11,14 +11,12 @@ import pytest
 import jaxferry
 import scanned
 from accelerator import emulate
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.machines import MACHINES
-from jaxferry.costs.segment_costs import partition_costs
-from jaxferry.engine import Operation, Placement
+from jaxferry.costs import MACHINES, estimate_profile, partition_costs
 from jaxferry.errors import InputError
 from jaxferry.partition import partition
-from jaxferry.planner.planning import make_plan
-from jaxferry.step.schedule import Kind, Lane, needed_bytes
+from jaxferry.planner import make_plan
+from jaxferry.step import Kind, Lane, Operation, needed_bytes
+from jaxferry.transport import Placement
 from recorded import check_times
 from updated import (
     OPTIONS,

@@ -11,9 +11,9 @@ import pytest
 import jaxferry
 from accelerator import emulate
 from faults import Fault, identity_that_calls
-from jaxferry.engine import Operation, Placement
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Operation, Plan
+from jaxferry.transport import Placement
 from planned import assert_same_bits, state_after
 from steps import fail, transport_of, with_sums_in_host_memory, wrap
 

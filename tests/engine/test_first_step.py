@@ -13,7 +13,7 @@ from accelerator import emulate
 from jaxferry.errors import JaxFerryError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.optimizer import arrays
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import base
 from planned import assert_same_bits
 from steps import transport_of

@@ -11,14 +11,11 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.native.host_step import FACTORS
-from jaxferry.optimizer.fused import FusedUpdate, fused_rule
-from jaxferry.optimizer.optimizer import HostOptimizer
-from jaxferry.optimizer.subtree import path_names
-from jaxferry.optimizer.update_group import UpdateGroup
-from jaxferry.partition.layout import make_layer
-from jaxferry.step.instruction import Arrival
-from jaxferry.transport.placement import make_placement
+from jaxferry.native import FACTORS
+from jaxferry.optimizer import FusedUpdate, HostOptimizer, UpdateGroup, fused_rule, path_names
+from jaxferry.partition import make_layer
+from jaxferry.step import Arrival
+from jaxferry.transport import make_placement
 from planned import assert_same_bits
 from tolerances import FUSED_RTOL
 

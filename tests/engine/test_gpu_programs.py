@@ -11,22 +11,13 @@ import pytest
 
 import jaxferry
 import model as gpt2
-from jaxferry.engine import (
-    ProgramKind,
-    Source,
-    Target,
-    derivatives_of,
-    lower_traced,
-    make_placement,
-    program_keys,
-    trace_program,
-)
+from jaxferry.engine import derivatives_of, lower_traced, trace_program
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
 from jaxferry.native import targets
 from jaxferry.partition import host_stores, partition
 from jaxferry.settings import own_settings
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.transport.ferry import Ferry
+from jaxferry.step import LayerPlan, Plan, ProgramKind, Source, Target, program_keys
+from jaxferry.transport import Ferry, make_placement
 from native.compile_for_gpu import compile_lowered, copied_after_stores, host_compute, instructions, text
 from native.cuda_library import cuda_library
 

@@ -10,10 +10,9 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.engine import Source, Target
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode, UpdatePlace
 from jaxferry.partition import partition
-from jaxferry.step.records import LayerPlan, Plan, UpdateOrder
+from jaxferry.step import LayerPlan, Plan, Source, Target, UpdateOrder
 from planned import assert_same_bits
 from steps import transport_of
 

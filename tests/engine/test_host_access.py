@@ -12,12 +12,12 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.engine import ProgramKind, Source, Target, derivatives_of, program_keys
+from jaxferry.engine import derivatives_of
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.native.library import is_available, library
+from jaxferry.native import is_available, library
 from jaxferry.partition import host_stores, partition
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Plan, ProgramKind, Source, Target, program_keys
 from planned import assert_same_bits, plan_of, train, trained, with_gradients
 from steps import transport_of
 

@@ -8,8 +8,7 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.optimizer.separable import WholeUpdate, part_content
-from jaxferry.optimizer.subtree import path_names, subtree
+from jaxferry.optimizer import WholeUpdate, part_content, path_names, subtree
 from planned import assert_same_bits, plan_of, train
 from tolerances import PARAMS_RTOL
 

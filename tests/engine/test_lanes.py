@@ -9,15 +9,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from jaxferry.engine import ONE_EACH, Lanes, TaskList
 from jaxferry.engine import lanes as lanes_of_engine
-from jaxferry.engine.lanes import ONE_EACH, Lanes
-from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.errors import StateError
 from jaxferry.modes import Mode
 from jaxferry.settings import ThreadPool
-from jaxferry.step.records import UpdateOrder
-from jaxferry.step.schedule import Kind, Lane, leading_loads, repeat, schedule_step
-from jaxferry.step.simulate import machine
+from jaxferry.step import Kind, Lane, UpdateOrder, leading_loads, machine, repeat, schedule_step
 from profiles import deterministic, lowered, planned, transformer, with_modes
 
 TOGETHER = [(Lane.H2D, Lane.D2H, Lane.GPU), (Lane.HOST,)]

@@ -10,9 +10,9 @@ import jaxferry
 import models
 from jaxferry.engine import Peak, fit
 from jaxferry.modes import Mode, Remat
-from jaxferry.native.library import library
+from jaxferry.native import library
 from jaxferry.partition import partition
-from jaxferry.step.records import LayerPlan, Loads, Plan
+from jaxferry.step import LayerPlan, Loads, Plan
 from planned import assert_same_bits, plan_of, train
 from watched import becomes, device_bytes, settled, watched_steps
 

@@ -17,13 +17,18 @@ import jaxferry
 import models
 from accelerator import emulate
 from faults import Fault, identity_that_calls
-from jaxferry.engine import Operation
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.step.schedule import CROSSING_SLOTS, Kind, Lane
-from jaxferry.step.simulate import machine
-from jaxferry.step.simulate.report import simulate_schedule
-from jaxferry.step.simulate.trace import chrome_trace
+from jaxferry.step import (
+    CROSSING_SLOTS,
+    Kind,
+    Lane,
+    LayerPlan,
+    Operation,
+    Plan,
+    chrome_trace,
+    machine,
+    simulate_schedule,
+)
 from models import encoder_decoder, random_streams
 from planned import assert_same_bits, plan_of, state_after, train
 from profiles import lowered, transformer, with_modes

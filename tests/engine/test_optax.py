@@ -12,7 +12,7 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.step.records import Updates
+from jaxferry.step import Updates
 from planned import assert_same_bits, step_of, train
 from tolerances import LOSS_RTOL
 

@@ -7,8 +7,7 @@ import weakref
 
 import jax
 
-from jaxferry.transport.orphaned_copies import OrphanedCopies
-from jaxferry.transport.placement import Placement, make_placement
+from jaxferry.transport import OrphanedCopies, Placement, make_placement
 
 SCRIPT = """
 import gc

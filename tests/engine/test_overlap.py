@@ -17,13 +17,10 @@ import pytest
 
 import jaxferry
 from accelerator import emulate
-from jaxferry.engine import Operation
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.step.schedule import Kind
-from jaxferry.step.simulate.trace import chrome_trace
-from jaxferry.transport.held import HostGradient
+from jaxferry.step import Kind, LayerPlan, Operation, Plan, chrome_trace
+from jaxferry.transport import HostGradient
 from planned import assert_same_bits
 from steps import Serial, delay, fail, transport_of, with_sums_in_host_memory, wrap
 from watched import has_not_grown, settled_arrays

@@ -12,10 +12,9 @@ import pytest
 import jaxferry
 from accelerator import emulate
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.native.library import library
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.transport import pinned
-from jaxferry.transport.placement import make_placement
+from jaxferry.native import library
+from jaxferry.step import LayerPlan, Plan
+from jaxferry.transport import make_placement, pinned
 from planned import assert_same_bits
 from watched import becomes, live_arrays, settled
 

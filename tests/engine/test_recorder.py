@@ -18,15 +18,11 @@ from hypothesis import given
 
 import jaxferry
 from accelerator import emulate
-from jaxferry.engine import Operation
-from jaxferry.engine.trace.recorder import on_the_device
+from jaxferry.engine import on_the_device
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.step.schedule import Kind, Lane, repeat, schedule_step
-from jaxferry.step.simulate import machine
-from jaxferry.transport.marks import Marks
-from jaxferry.transport.placement import make_placement
+from jaxferry.step import Kind, Lane, LayerPlan, Operation, Plan, machine, repeat, schedule_step
+from jaxferry.transport import Marks, make_placement
 from native_calls import load, wait
 from profiles import deterministic, lowered, planned
 from recorded import check_times

@@ -10,10 +10,10 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.engine import derivatives_of
 from jaxferry.modes import Mode, Remat
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Plan
 from planned import assert_same_bits, plan_of, train, trained
 from tolerances import LOSS_RTOL
 from watched import watched_steps

@@ -13,8 +13,8 @@ import pytest
 
 import jaxferry
 from jaxferry.modes import Mode
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.transport.shared_programs import compile_shared, shared_function
+from jaxferry.step import LayerPlan, Plan
+from jaxferry.transport import compile_shared, shared_function
 
 NAMES = ("a", "b", "c")
 OF_COPIES = {"jit_load", "jit_load_onto", "jit_ferry_wait", "jit_ferry_vacate", "jit_stack"}

@@ -9,13 +9,11 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.engine import HostOptimizer, make_placement
 from jaxferry.native import is_available
-from jaxferry.optimizer.fused import FusedUpdate
-from jaxferry.optimizer.pieces import Pieces, whole_of
-from jaxferry.partition import Part
-from jaxferry.partition.layout import make_layer
-from jaxferry.step.instruction import Arrival
+from jaxferry.optimizer import FusedUpdate, HostOptimizer, Pieces, whole_of
+from jaxferry.partition import Part, make_layer
+from jaxferry.step import Arrival
+from jaxferry.transport import make_placement
 from planned import assert_same_bits
 
 # Updates of the host alone; what an accelerator changes for them is a parameter of the tests.

@@ -12,24 +12,20 @@ import pytest
 
 import models
 from jaxferry.engine import (
-    Operation,
     Peak,
-    ProgramKind,
-    Source,
-    Target,
+    ReadyTasks,
+    TaskList,
     derivatives_of,
     footprints,
     loads_ahead,
     lower,
     peak_bytes,
+    with_program_facts,
+    without_times,
 )
-from jaxferry.engine.facts import with_program_facts, without_times
-from jaxferry.engine.ready_tasks import ReadyTasks, TaskList
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
-from jaxferry.step.program_keys import NO_JOINS, Joins
-from jaxferry.step.records import LayerPlan, Plan, Updates
-from jaxferry.step.schedule import Kind, Lane
+from jaxferry.step import NO_JOINS, Joins, Kind, Lane, LayerPlan, Operation, Plan, ProgramKind, Source, Target, Updates
 
 PROGRAMS = (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD)
 

@@ -9,18 +9,16 @@ import optax
 import pytest
 
 import jaxferry
-import jaxferry.training.measure.profile
+import jaxferry.training.measured_profile
 import scanned
 from accelerator import emulate
-from jaxferry.costs.cache import MeasurementCache
-from jaxferry.engine import Operation
-from jaxferry.engine.facts import without_times
+from jaxferry.engine import without_times
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode, Subgroups, UpdatePlace
 from jaxferry.partition import partition
+from jaxferry.step import Kind, Lane, LayerPlan, Operation, Plan
 from jaxferry.step import streaming as planned_streaming
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.step.schedule import Kind, Lane
+from jaxferry.training import MeasurementCache
 from jaxferry.training import step as compiled_step
 from jaxferry.transport import pinned
 from recorded import check_times
@@ -482,7 +480,7 @@ def test_recorded_steps_hold_the_moves(options, mode, monkeypatch):
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_program_of_a_subgroup_is_measured_for_all_of_them(count, monkeypatch):
     emulate(monkeypatch)
-    monkeypatch.setattr(jaxferry.training.measure.profile, "num_subgroups_of", lambda num_bytes: count)
+    monkeypatch.setattr(jaxferry.training.measured_profile, "num_subgroups_of", lambda num_bytes: count)
     seconds = {}
 
     class Known(MeasurementCache):
@@ -490,7 +488,7 @@ def test_the_program_of_a_subgroup_is_measured_for_all_of_them(count, monkeypatc
             return seconds.setdefault(content, 1.0 + len(seconds) / 64)
 
     options = {"policy": "auto", "profile": "measure", "compute_dtype": jnp.float32}
-    monkeypatch.setattr(jaxferry.training.measure.profile, "default_cache", lambda placement: Known(None, {}))
+    monkeypatch.setattr(jaxferry.training.measured_profile, "default_cache", lambda placement: Known(None, {}))
     profile = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), **options).measure(PARAMS, batch(0))
     streamed = {content: own for content, own in seconds.items() if content.startswith("streamed update")}
     resident = {own for content, own in seconds.items() if content.startswith("device update")}

@@ -14,9 +14,9 @@ import jaxferry
 import models
 from accelerator import emulate
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
-from jaxferry.optimizer.host_memory import pinned_bytes
+from jaxferry.optimizer import pinned_bytes
 from jaxferry.partition import partition
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Plan
 from planned import assert_same_bits, segment_names
 from steps import with_sums_in_host_memory
 from watched import becomes, live_arrays, settled

@@ -12,18 +12,13 @@ from jax._src.array import ArrayImpl
 import jaxferry
 import models
 from accelerator import emulate
-from jaxferry.engine import Operation, norms
+from jaxferry.engine import norms
 from jaxferry.errors import NativeError
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.native.library import library
-from jaxferry.partition import layers_by_path
-from jaxferry.partition.groups import leaf_paths
-from jaxferry.partition.layout import make_layer
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.transport.device_put import DevicePut
-from jaxferry.transport.ferry import Ferry
-from jaxferry.transport.placement import Placement, make_placement
-from jaxferry.transport.stored_copies import StoredCopy, hold_together
+from jaxferry.native import library
+from jaxferry.partition import layers_by_path, leaf_paths, make_layer
+from jaxferry.step import LayerPlan, Operation, Plan
+from jaxferry.transport import DevicePut, Ferry, Placement, StoredCopy, hold_together, make_placement
 from planned import assert_same_bits, plan_of, train, trained
 from steps import after_each_program, transport_of, with_sums_in_host_memory, wrap
 from watched import becomes, device_arrays, device_bytes, live_arrays, settled

@@ -13,8 +13,7 @@ import pytest
 
 from examples.common.layers import attention
 from jaxferry.cli.traced import trace
-from jaxferry.costs.machines import find_machine
-from jaxferry.costs.segment_costs import partition_costs
+from jaxferry.costs import find_machine, partition_costs
 from jaxferry.errors import InputError
 from jaxferry.modes import MODULE
 from jaxferry.partition import differentiate, partition

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.step.schedule import Kind
+from jaxferry.step import Kind
 from recorded import check_times
 
 NUM_LAYERS, WIDTH, ROWS = 8, 4096, 16384

@@ -3,9 +3,9 @@
 import jax
 import pytest
 
-from jaxferry.engine import make_placement
-from jaxferry.training.measure import cold_caches
-from jaxferry.training.measure.cold_caches import UNKNOWN_BYTES, ColdCaches, host_cache_bytes
+from jaxferry.training import UNKNOWN_BYTES, ColdCaches, host_cache_bytes
+from jaxferry.training import timers as cold_caches
+from jaxferry.transport import make_placement
 
 
 def described(folder, caches):

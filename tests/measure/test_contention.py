@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import jaxferry.training.measure.contention
+import jaxferry.training.contention
 from accelerator import emulate
-from jaxferry.costs.cache import MeasurementCache
-from jaxferry.costs.contention import DOWN, HOST, UP, Contention
+from jaxferry.costs import DOWN, HOST, UP, Contention
 from jaxferry.settings import own_settings
-from jaxferry.training.measure.contention import LEAST_S, in_turn, measure_contention, speeds_in_pairs
-from jaxferry.training.measure.microbenchmarks import HostUpdate
+from jaxferry.training import LEAST_S, HostUpdate, MeasurementCache, in_turn, measure_contention, speeds_in_pairs
 from measure.test_profile import Setting, Table, stack
 
 
@@ -93,7 +91,7 @@ def test_transfers_and_updates_of_a_model_are_measured_once(is_emulated, monkeyp
     with own_settings():
         found = measure_contention(*arguments)
     assert len(list(tmp_path.rglob("*.json"))) == 6
-    monkeypatch.setattr(jaxferry.training.measure.contention, "speeds_in_pairs", None)
+    monkeypatch.setattr(jaxferry.training.contention, "speeds_in_pairs", None)
     with own_settings():
         assert measure_contention(*arguments) == found
 

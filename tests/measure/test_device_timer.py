@@ -9,16 +9,25 @@ import numpy as np
 import pytest
 
 from accelerator import emulate
-from jaxferry.costs.timers import Effort, median_s
-from jaxferry.engine import make_placement
 from jaxferry.native import library
 from jaxferry.partition import RowGradient, partition
 from jaxferry.settings import own_settings
-from jaxferry.training.measure.cold_caches import cold_caches
-from jaxferry.training.measure.device_timer import SUSTAINED_S, Copy, DeviceTimer, device_timer
-from jaxferry.training.measure.microbenchmarks import host_sum_subject, load_subject, offload_subject
-from jaxferry.training.measure.samples import made_on_device, sample, sample_gradient
-from jaxferry.transport.ferry import Ferry
+from jaxferry.training import (
+    SUSTAINED_S,
+    Copy,
+    DeviceTimer,
+    Effort,
+    cold_caches,
+    device_timer,
+    host_sum_subject,
+    load_subject,
+    made_on_device,
+    median_s,
+    offload_subject,
+    sample,
+    sample_gradient,
+)
+from jaxferry.transport import Ferry, make_placement
 
 CALL_S = 0.08
 LINK_S = 0.02
@@ -40,7 +49,7 @@ def slow(function):
 @pytest.fixture
 def timed(monkeypatch):
     """A partition on an emulated accelerator, whose caches take some 10 ms to empty."""
-    monkeypatch.setattr("jaxferry.training.measure.cold_caches.host_cache_bytes", lambda: 2**24)
+    monkeypatch.setattr("jaxferry.training.timers.host_cache_bytes", lambda: 2**24)
     accelerator = emulate(monkeypatch)
     params = {name: {"kernel": np.zeros((WIDTH, WIDTH), np.float32)} for name in "ab"}
 
@@ -141,7 +150,7 @@ class Marked:
 @pytest.fixture
 def timer_of(monkeypatch):
     """Makes the timer of a `Device`."""
-    module = "jaxferry.training.measure.device_timer"
+    module = "jaxferry.training.timers"
 
     def make(device):
         monkeypatch.setattr(f"{module}.MOST_RETRIES", 8)

@@ -12,20 +12,18 @@ import optax
 import pytest
 
 import jaxferry
-import jaxferry.training.measure.microbenchmarks
+import jaxferry.training.microbenchmarks
 import models
 from accelerator import emulate
-from jaxferry.costs.cache import MeasurementCache, surroundings
-from jaxferry.costs.records import Profile
-from jaxferry.costs.segment_costs import partition_costs
-from jaxferry.costs.timers import Effort
-from jaxferry.engine import ProgramKey, ProgramKind, Programs, Source, Target, derivatives_of, make_placement
+from jaxferry.costs import Profile, partition_costs
+from jaxferry.engine import Programs, derivatives_of
 from jaxferry.native import library
-from jaxferry.optimizer.optimizer import HostOptimizer
+from jaxferry.optimizer import HostOptimizer
 from jaxferry.partition import partition
 from jaxferry.settings import own_settings
-from jaxferry.training.measure.cold_caches import cold_caches
-from jaxferry.training.measure.profile import _Measured, measure_profile
+from jaxferry.step import ProgramKey, ProgramKind, Source, Target
+from jaxferry.training import Effort, MeasuredLayers, MeasurementCache, cold_caches, measure_profile, surroundings
+from jaxferry.transport import make_placement
 from planned import assert_same_bits, train
 from watched import live_arrays
 
@@ -99,7 +97,7 @@ def stack_of(names, width=128, rows=64, **options):
 def count(monkeypatch):
     """What was timed: one entry for each median."""
     timed = []
-    module = jaxferry.training.measure.microbenchmarks
+    module = jaxferry.training.microbenchmarks
 
     def counting(run, *args, original=module.median_s, **kwargs):
         timed.append(run)
@@ -415,7 +413,7 @@ def test_sums_of_more_bits_are_measured_as_they_run(monkeypatch, kind):
     with own_settings():
         setting = Setting(loss_fn, params, np.ones((4, 8), np.float32), jaxferry.sgd(0.1), kind, jnp.bfloat16)
         given = (setting.partition, setting.partition, setting.programs, setting.optimizer, setting.placement, kind)
-        subjects = _Measured(*given).subjects
+        subjects = MeasuredLayers(*given).subjects
         seconds = {
             key: subject.time(Effort(min_repetitions=1, budget_s=0.0))
             for key, subject in subjects.items()

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import optax
 
 import jaxferry
-from jaxferry.engine import Programs, footprints, lower_traced, make_placement
-from jaxferry.step.program_keys import Joins
-from jaxferry.training.measure.microbenchmarks import program_variants
-from jaxferry.transport.ferry import Ferry, landed_program
+from jaxferry.engine import Programs, footprints, lower_traced
+from jaxferry.step import Joins
+from jaxferry.training import program_variants
+from jaxferry.transport import Ferry, landed_program, make_placement
 from native.compiled_programs import GpuLowered, device_bytes
 from native.replayed_memory import PARTS, replay
 
@@ -63,7 +63,7 @@ class CompiledModel:
     def with_temporaries(self, profile, variants):
         """A profile with the temporaries of all programs that a step of any plan may run, compiled for an H200.
 
-        So has a profile that is measured there (`jaxferry/training/measure/profile.py`); the times stay.
+        So has a profile that is measured there (`jaxferry/training/measured_profile.py`); the times stay.
 
         Args:
           profile: of the variants' layers.

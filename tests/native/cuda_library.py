@@ -6,7 +6,7 @@ import functools
 import jax
 
 from built import built_once
-from jaxferry.native.library import TARGETS, status
+from jaxferry.native import TARGETS, status
 from native import cuda_build
 
 

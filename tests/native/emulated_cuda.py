@@ -72,7 +72,7 @@ class _Functions:
 
 
 def functions(library):
-    """The same as `jaxferry.native.library` gives for a real one."""
+    """The same as `jaxferry.native.loading` gives for a real one."""
     return NativeLibrary("CUDA", _Functions(library))
 
 

@@ -16,7 +16,7 @@ import model as gpt2
 from examples.llama import model as llama
 from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.partition import partition
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Plan
 from native.compile_for_gpu import copied_after_stores
 from native.compiled_programs import check_host_memory, device_bytes
 from native.compiled_steps import TOLERANCE, CompiledModel

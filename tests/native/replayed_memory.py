@@ -8,8 +8,7 @@ all sizes are those of compiled results, never those of the partition.
 import collections
 import dataclasses
 
-from jaxferry.engine import Operation, ProgramKind
-from jaxferry.step.schedule import Lane
+from jaxferry.step import Lane, Operation, ProgramKind
 from native.compiled_programs import device_bytes
 
 

@@ -13,9 +13,8 @@ import os
 
 import jax
 
-from jaxferry.engine.executor import OPERATIONS
-from jaxferry.engine.prefetch import DeviceCopies
-from jaxferry.native.library import find_library
+from jaxferry.engine import OPERATIONS, DeviceCopies
+from jaxferry.native import find_library
 
 _library = ctypes.CDLL(str(find_library("cpu").path))
 _begun, _ended = (ctypes.cast(f, ctypes.c_void_p) for f in (_library.jaxferry_build_info, _library.jaxferry_abi))

@@ -10,9 +10,7 @@ import pytest
 
 from jaxferry.cli import main
 from jaxferry.errors import NativeError
-from jaxferry.native.build import build_library
-from jaxferry.native.library import ffi_version, inspect_library
-from jaxferry.native.paths import DIRECTORY_VARIABLE
+from jaxferry.native import DIRECTORY_VARIABLE, build_library, ffi_version, inspect_library
 
 
 @pytest.mark.slow  # each installation builds the same sources by CMake

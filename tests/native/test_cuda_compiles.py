@@ -10,7 +10,7 @@ import jaxlib.version
 import numpy as np
 import pytest
 
-from jaxferry.native.library import TARGETS
+from jaxferry.native import TARGETS
 from native import cuda_build
 from native.compile_for_gpu import DEVICE, HOST, compile_for_gpu, host_compute, instructions
 from native.cuda_library import cuda_library

@@ -17,9 +17,10 @@ import pytest
 import jaxferry
 from benchmarks.gpu import link_rates, overlap
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.native import checks, self_test, targets
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.transport.placement import Placement
+from jaxferry.native import checks, targets
+from jaxferry.native import self_tests as self_test
+from jaxferry.step import LayerPlan, Plan
+from jaxferry.transport import Placement
 from native import emulated_cuda
 from native.native_operations import check_product, numbers
 from native.operations_suite import CopySuite, FerrySuite, MarkSuite, ProductSuite

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxferry.native import library
-from jaxferry.native.host_step import HostStep, StepFactors, StepPart, StepRule
+from jaxferry.native import HostStep, StepFactors, StepPart, StepRule, library
 from native.native_operations import Operations, numbers
 
 ROWS, COLUMNS = 256, 512

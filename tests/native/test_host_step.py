@@ -9,8 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxferry.native.host_step import FACTORS, KINDS, NUM_MOMENTS, HostStep, StepFactors, StepPart, StepRule
-from jaxferry.native.library import SIMD
+from jaxferry.native import FACTORS, KINDS, NUM_MOMENTS, SIMD, HostStep, StepFactors, StepPart, StepRule
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
 CHUNK = 1 << 15
@@ -264,7 +263,7 @@ WAKES = """
 import os
 import numpy as np
 from jaxferry.native import library
-from jaxferry.native.host_step import HostStep, StepFactors, StepPart, StepRule
+from jaxferry.native.host_steps import HostStep, StepFactors, StepPart, StepRule
 
 library("cpu").set_host_threads(4)
 for sizes in ([100] * 300, [100_000]):

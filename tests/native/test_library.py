@@ -9,9 +9,18 @@ import sys
 import pytest
 
 from jaxferry.errors import InputError, NativeError
-from jaxferry.native import library, status
-from jaxferry.native.library import ABI, CPU_FUNCTIONS, TARGETS, ffi_version, find_library, inspect_library
-from jaxferry.native.paths import DIRECTORY_VARIABLE, FILE_NAMES
+from jaxferry.native import (
+    ABI,
+    CPU_FUNCTIONS,
+    DIRECTORY_VARIABLE,
+    FILE_NAMES,
+    TARGETS,
+    ffi_version,
+    find_library,
+    inspect_library,
+    library,
+    status,
+)
 
 INFO = r"{\"platform\": \"%s\", \"compiler\": \"a test\", \"jaxlib\": \"9.8.7\", \"ffi_major\": %d, \"ffi_minor\": %d}"
 ALL_TARGETS = (*TARGETS, *CPU_FUNCTIONS)

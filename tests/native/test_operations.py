@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxferry.engine import make_placement
 from jaxferry.errors import InputError
-from jaxferry.native import operations, targets
-from jaxferry.native.library import is_available, status
-from jaxferry.native.shapes import GatherShape, ProductShape
+from jaxferry.native import GatherShape, ProductShape, is_available, operations, status, targets
+from jaxferry.transport import make_placement
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2, jnp.float16: 2e-3}

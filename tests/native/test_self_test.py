@@ -19,9 +19,9 @@ from accelerator import emulate
 from broken_library import FAULTS, break_operations
 from jaxferry.errors import InputError, NativeError
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.native import checks, library, operations, run_self_test, self_test, targets
-from jaxferry.native.library import LibraryStatus
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.native import LibraryStatus, checks, library, operations, run_self_test, targets
+from jaxferry.native import self_tests as self_test
+from jaxferry.step import LayerPlan, Plan
 from native.compile_for_gpu import compile_lowered, host_compute, instructions
 from native.cuda_library import cuda_library
 from steps import transport_of

@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxferry.partition import Ownership, RowGradient, Span, held_whole, make_layer
-from jaxferry.partition.graph import trace
-from jaxferry.partition.rows import keep_rows
+from jaxferry.partition import Ownership, RowGradient, Span, held_whole, keep_rows, make_layer, trace
 
 SHAPES = [(), (5,), (3, 4), (0, 2), (7, 11)]
 

@@ -11,9 +11,7 @@ import rich.console
 
 import jaxferry
 import models
-from jaxferry.partition import RowGradient, differentiate, partition, print_table
-from jaxferry.partition.graph import evaluate
-from jaxferry.partition.groups import group_leaves, leaf_paths
+from jaxferry.partition import RowGradient, differentiate, evaluate, group_leaves, leaf_paths, partition, print_table
 from models import experts, rematerialised
 from planned import train
 from tolerances import LOSS_RTOL

@@ -10,10 +10,7 @@ import pytest
 import rich.console
 
 import scanned
-from jaxferry.partition import layers_by_path, partition, print_table
-from jaxferry.partition.graph import evaluate
-from jaxferry.partition.groups import leaf_paths
-from jaxferry.partition.stacking import Stack, stored_leaves
+from jaxferry.partition import Stack, evaluate, layers_by_path, leaf_paths, partition, print_table, stored_leaves
 from scanned import DEPTH, WIDTH
 from tolerances import LOSS_RTOL
 

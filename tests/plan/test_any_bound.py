@@ -8,18 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxferry.costs.contention import Contention
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Contention, LayerProfile, Profile
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.planner.any_bound import any_plan_lower_bound_s
-from jaxferry.planner.auto import AutoSearch
-from jaxferry.planner.base import Request
-from jaxferry.planner.planning import make_plan
-from jaxferry.planner.registry import policies
-from jaxferry.step.records import UpdateOrder
-from jaxferry.step.schedule import needed_bytes
-from jaxferry.step.simulate.report import simulate
+from jaxferry.planner import AutoSearch, Request, any_plan_lower_bound_s, make_plan, policies
+from jaxferry.step import UpdateOrder, needed_bytes, simulate
 from profiles import UNLIMITED_BYTES, examples, planned, profiles, recomputing, transformer, with_modes
 
 many = examples(100)

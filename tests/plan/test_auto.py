@@ -10,13 +10,8 @@ from hypothesis import given
 
 from jaxferry.errors import BudgetError
 from jaxferry.modes import GradientPlace
-from jaxferry.planner.auto import AutoSearch
-from jaxferry.planner.base import Request
-from jaxferry.planner.evaluate import PlanEvaluator
-from jaxferry.planner.planning import make_plan
-from jaxferry.planner.preference import EQUAL_WITHIN, score_of, scores
-from jaxferry.planner.registry import policies
-from jaxferry.step.simulate.report import predict
+from jaxferry.planner import EQUAL_WITHIN, AutoSearch, PlanEvaluator, Request, make_plan, policies, score_of, scores
+from jaxferry.step import predict
 from profiles import UNLIMITED_BYTES, examples, profiles, smallest_peak_bytes, transformer
 
 few = examples(15)

@@ -5,15 +5,16 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
-from jaxferry.planner.any_bound import any_plan_lower_bound_s
-from jaxferry.planner.bounds import steady_lower_bound_s, step_lower_bound_s
-from jaxferry.planner.evaluate import PlanEvaluator
-from jaxferry.planner.frontier import optimal_forward
-from jaxferry.planner.whole_step import gradient_tails
-from jaxferry.step.room import UNLIMITED
-from jaxferry.step.simulate.report import simulate
+from jaxferry.costs import LayerProfile, Profile
+from jaxferry.planner import (
+    PlanEvaluator,
+    any_plan_lower_bound_s,
+    gradient_tails,
+    optimal_forward,
+    steady_lower_bound_s,
+    step_lower_bound_s,
+)
+from jaxferry.step import UNLIMITED, simulate
 from profiles import drawn
 
 NOTHING = dict.fromkeys(

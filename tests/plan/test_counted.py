@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from jaxferry.modes import Mode
-from jaxferry.planner.counted import fastest_that_fits
-from jaxferry.step.records import LayerPlan, Plan, Predicted
+from jaxferry.planner import fastest_that_fits
+from jaxferry.step import LayerPlan, Plan, Predicted
 
 BUDGET = 1000
 PREDICTED = Predicted(forward_s=1.0, step_s=9.0, steady_step_s=9.0, peak_device_bytes=600)

@@ -5,11 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxferry.planner import effort, exact, frontier, planning
-from jaxferry.planner.evaluate import PlanEvaluator
-from jaxferry.planner.planning import make_plan
-from jaxferry.step.simulate import steady
-from jaxferry.step.simulate.report import simulate
+from jaxferry.planner import PlanEvaluator, effort, exact, frontier, make_plan, planning
+from jaxferry.step import machine as steady
+from jaxferry.step import simulate
 from profiles import recomputing, transformer, with_modes
 
 

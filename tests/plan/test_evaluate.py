@@ -8,14 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
+from jaxferry.costs import LayerProfile, Profile
 from jaxferry.modes import Mode
-from jaxferry.planner.evaluate import PlanEvaluator
-from jaxferry.step.holdings import CODES, gradient_flags, mode_codes
-from jaxferry.step.records import Loads, Updates
-from jaxferry.step.schedule import needed_bytes
-from jaxferry.step.simulate.report import simulate
+from jaxferry.planner import PlanEvaluator
+from jaxferry.step import CODES, Loads, Updates, gradient_flags, mode_codes, needed_bytes, simulate
 from oracle import Oracle
 from profiles import deterministic, drawn, planned, recomputing, smallest_peak_bytes, transformer, with_modes
 
@@ -151,7 +147,7 @@ FROZEN = {"has_gradient": False, "has_backward": False}
     ],
 )
 def test_reload_layers_use_the_copy_that_another_layer_holds(modes, facts):
-    """The simulator and `jaxferry.step.room` find the last use of a copy independently."""
+    """The simulator and `jaxferry.step.gradient_room` find the last use of a copy independently."""
     like = dataclasses.replace(transformer(3).layers[1], param_bytes=1, grad_bytes=1, activation_bytes=1)
     layers = (dataclasses.replace(like, **{"name": f"l{i}", "parameters": f"l{i}", **x}) for i, x in enumerate(facts))
     profile = dataclasses.replace(transformer(3), layers=tuple(layers))

@@ -8,21 +8,28 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.errors import BudgetError
 from jaxferry.modes import Mode
-from jaxferry.planner import exact
-from jaxferry.planner.base import Objective, Request
-from jaxferry.planner.bounds import steady_lower_bound_s, step_lower_bound_s
-from jaxferry.planner.evaluate import PlanEvaluator
-from jaxferry.planner.exact import Exact, reserve_factors
-from jaxferry.planner.frontier import optimal_forward
-from jaxferry.planner.gradients import gradients_to_host
-from jaxferry.planner.planning import make_plan
-from jaxferry.planner.preference import EQUAL_WITHIN
-from jaxferry.planner.registry import make_policy, policies
-from jaxferry.planner.whole_step import StepCosts, StepSearch
-from jaxferry.step.holdings import DFGB, gradient_flags
+from jaxferry.planner import (
+    EQUAL_WITHIN,
+    Exact,
+    Objective,
+    PlanEvaluator,
+    Request,
+    StepCosts,
+    StepSearch,
+    exact,
+    gradients_to_host,
+    make_plan,
+    make_policy,
+    optimal_forward,
+    policies,
+    reserve_factors,
+    steady_lower_bound_s,
+    step_lower_bound_s,
+)
+from jaxferry.step import DFGB, gradient_flags
 from oracle import Oracle
 from profiles import (
     UNLIMITED_BYTES,

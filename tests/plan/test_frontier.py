@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
-from jaxferry.planner import frontier
-from jaxferry.planner.copies import SharedCopies, holds_as_much
-from jaxferry.planner.evaluate import PlanEvaluator
-from jaxferry.planner.frontier import forward_s, optimal_forward
-from jaxferry.planner.planning import make_plan
+from jaxferry.costs import LayerProfile, Profile
+from jaxferry.planner import PlanEvaluator, SharedCopies, forward_s, frontier, holds_as_much, make_plan, optimal_forward
 from profiles import examples, profiles
 
 some = examples(40)

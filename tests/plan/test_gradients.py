@@ -8,9 +8,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from jaxferry.costs.records import Profile
-from jaxferry.planner import gradients
-from jaxferry.planner.gradients import capacity_bytes, choose_gradients, gradients_to_host
+from jaxferry.costs import Profile
+from jaxferry.planner import base as gradients
+from jaxferry.planner import capacity_bytes, choose_gradients, gradients_to_host
 from profiles import deterministic, profiles, transformer
 
 items = st.lists(st.tuples(st.integers(0, 30), st.integers(-3, 20)), min_size=1, max_size=9)

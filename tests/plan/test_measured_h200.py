@@ -7,12 +7,10 @@ import pathlib
 
 import pytest
 
-from jaxferry.costs.machines import find_machine
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile, find_machine
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.planner.planning import make_plan
-from jaxferry.planner.preference import EQUAL_WITHIN
-from jaxferry.step.simulate.report import simulate
+from jaxferry.planner import EQUAL_WITHIN, make_plan
+from jaxferry.step import simulate
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu" / "h200"
 

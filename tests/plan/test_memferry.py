@@ -10,17 +10,10 @@ from hypothesis import given
 
 from benchmarks.papers.memferry_printed import MemFerryPrinted
 from benchmarks.papers.paper_models import known_models
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.machines import MACHINES
-from jaxferry.costs.records import Profile
+from jaxferry.costs import MACHINES, LayerProfile, Profile, estimate_profile
 from jaxferry.modes import Mode
-from jaxferry.planner import exact
-from jaxferry.planner.evaluate import PlanEvaluator
-from jaxferry.planner.memferry import MemFerry, with_dfgb
-from jaxferry.planner.planning import make_plan
-from jaxferry.step.holdings import DFGB, DHA, GFGB, MODES
-from jaxferry.step.simulate.report import simulate
+from jaxferry.planner import MemFerry, PlanEvaluator, exact, make_plan, with_dfgb
+from jaxferry.step import DFGB, DHA, GFGB, MODES, simulate
 from oracle import Oracle
 from profiles import deterministic, profiles, with_modes
 

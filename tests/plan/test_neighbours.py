@@ -5,12 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxferry.costs.records import Profile
-from jaxferry.planner.best import Best
-from jaxferry.planner.effort import FEW_LAYERS
-from jaxferry.planner.neighbours import Neighbours, refine
-from jaxferry.step.holdings import DHA, GFGB, RESIDENT
-from jaxferry.step.records import Loads, Updates
+from jaxferry.costs import Profile
+from jaxferry.planner import FEW_LAYERS, Best, Neighbours, refine
+from jaxferry.step import DHA, GFGB, RESIDENT, Loads, Updates
 from profiles import transformer
 
 

@@ -4,13 +4,10 @@ import dataclasses
 
 import pytest
 
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
+from jaxferry.costs import LayerProfile, Profile
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.planner.order import with_update_order
-from jaxferry.step.records import UpdateOrder, Updates
-from jaxferry.step.schedule import StepSchedules, needed_bytes, schedule_step, step_demand
-from jaxferry.step.simulate.report import simulate
+from jaxferry.planner import with_update_order
+from jaxferry.step import StepSchedules, UpdateOrder, Updates, needed_bytes, schedule_step, simulate, step_demand
 from profiles import UNLIMITED_BYTES, drawn, transformer, with_modes
 
 DEVICE, HOST = GradientPlace.DEVICE, GradientPlace.HOST

@@ -10,12 +10,8 @@ from hypothesis import given
 
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.planner.base import Objective, Request
-from jaxferry.planner.evaluate import PlanEvaluator
-from jaxferry.planner.planning import make_plan
-from jaxferry.planner.registry import make_policy, policies
-from jaxferry.step.records import Plan
-from jaxferry.step.simulate.report import simulate
+from jaxferry.planner import Objective, PlanEvaluator, Request, make_plan, make_policy, policies
+from jaxferry.step import Plan, simulate
 from oracle import Oracle
 from profiles import UNLIMITED_BYTES, examples, profiles, transformer
 

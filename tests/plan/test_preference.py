@@ -11,16 +11,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.errors import BudgetError
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.planner.auto import AutoSearch
-from jaxferry.planner.base import Request
-from jaxferry.planner.planning import with_update_order
-from jaxferry.planner.preference import EQUAL_WITHIN, longest_equal_s, preferred, score_of, scores
-from jaxferry.step.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
-from jaxferry.step.schedule import needed_bytes
-from jaxferry.step.simulate.report import simulate
+from jaxferry.planner import (
+    EQUAL_WITHIN,
+    AutoSearch,
+    Request,
+    longest_equal_s,
+    preferred,
+    score_of,
+    scores,
+    with_update_order,
+)
+from jaxferry.step import DFGB, DHA, GFGB, RELOAD, RESIDENT, needed_bytes, simulate
 from profiles import examples, profiles, transformer
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu" / "h200"

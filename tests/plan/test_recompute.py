@@ -8,12 +8,8 @@ import pytest
 from hypothesis import given
 
 from jaxferry.errors import BudgetError
-from jaxferry.planner.auto import AutoSearch
-from jaxferry.planner.base import Request
-from jaxferry.planner.evaluate import PlanEvaluator
-from jaxferry.planner.planning import make_plan
-from jaxferry.planner.preference import EQUAL_WITHIN
-from jaxferry.step.simulate.report import predict
+from jaxferry.planner import EQUAL_WITHIN, AutoSearch, PlanEvaluator, Request, make_plan
+from jaxferry.step import predict
 from profiles import examples, profiles, recomputing, smallest_peak_bytes, transformer
 
 few = examples(12)

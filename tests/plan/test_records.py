@@ -7,7 +7,7 @@ from hypothesis import given
 
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.step.records import LayerPlan, Loads, Plan, Predicted, Updates
+from jaxferry.step import LayerPlan, Loads, Plan, Predicted, Updates
 from profiles import deterministic, planned, recomputing, transformer, with_modes
 
 

@@ -9,25 +9,24 @@ import scipy.optimize
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
+from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import GradientPlace, Mode, Subgroups, UpdatePlace
-from jaxferry.planner import place_bound
-from jaxferry.planner.any_bound import any_plan_lower_bound_s
-from jaxferry.planner.auto import AutoSearch
-from jaxferry.planner.base import Request
-from jaxferry.planner.place_options import BYTES, NUM_LANES, options
-from jaxferry.planner.planning import make_plan
-from jaxferry.planner.preference import EQUAL_WITHIN
-from jaxferry.planner.registry import make_policy
-from jaxferry.planner.streamed_updates import StreamedUpdateSearch
-from jaxferry.planner.twin_flow import TwinFlow
-from jaxferry.step import streaming
-from jaxferry.step.holdings import DHA
-from jaxferry.step.records import LayerPlan, Loads, Plan, Updates
-from jaxferry.step.schedule import needed_bytes
-from jaxferry.step.simulate.report import simulate
+from jaxferry.planner import (
+    BYTES,
+    EQUAL_WITHIN,
+    NUM_LANES,
+    AutoSearch,
+    Request,
+    StreamedUpdateSearch,
+    TwinFlow,
+    any_plan_lower_bound_s,
+    make_plan,
+    make_policy,
+    options,
+    place_bound,
+)
+from jaxferry.step import DHA, LayerPlan, Loads, Plan, Updates, needed_bytes, simulate, streaming
 from profiles import UNLIMITED_BYTES, examples, profiles, transformer
 
 NEARLY = 1 + 1e-9

@@ -8,16 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
+from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
-from jaxferry.step import streaming
-from jaxferry.step.records import LayerPlan, Plan, Updates
-from jaxferry.step.schedule import Kind, Lane, needed_bytes, schedule_step
-from jaxferry.step.simulate.machine import device_bytes, run
-from jaxferry.step.simulate.report import simulate
-from jaxferry.step.tasks import changed, repeat
+from jaxferry.step import (
+    Kind,
+    Lane,
+    LayerPlan,
+    Plan,
+    Updates,
+    changed,
+    device_bytes,
+    needed_bytes,
+    repeat,
+    run,
+    schedule_step,
+    simulate,
+    streaming,
+)
 from profiles import UNLIMITED_BYTES, deterministic, profiles, transformer
 
 STREAMED = (Mode.GFGB, Mode.DHA, Mode.DFGB, Mode.RELOAD, Mode.RESIDENT)

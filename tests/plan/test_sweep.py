@@ -5,11 +5,9 @@ import itertools
 
 import pytest
 
-from jaxferry.costs.records import Profile
-from jaxferry.planner.base import Request
-from jaxferry.planner.planning import SweepPoint, knee, make_plan, sweep
-from jaxferry.planner.preference import EQUAL_WITHIN
-from jaxferry.step.records import LayerPlan, Plan, Predicted
+from jaxferry.costs import Profile
+from jaxferry.planner import EQUAL_WITHIN, Request, SweepPoint, knee, make_plan, sweep
+from jaxferry.step import LayerPlan, Plan, Predicted
 from profiles import transformer
 
 

@@ -7,24 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
-from jaxferry.planner.any_bound import any_plan_lower_bound_s
-from jaxferry.planner.auto import AutoSearch
-from jaxferry.planner.base import Objective, Request
-from jaxferry.planner.best import plan_of
-from jaxferry.planner.device_updates import DeviceUpdateSearch, plain_training
-from jaxferry.planner.evaluate import PlanEvaluator
-from jaxferry.planner.neighbours import Neighbours, refine
-from jaxferry.planner.planning import as_run, make_plan
-from jaxferry.planner.preference import EQUAL_WITHIN
-from jaxferry.planner.search import Pool
-from jaxferry.planner.update_groups import updatable_groups
-from jaxferry.step.holdings import RESIDENT
-from jaxferry.step.records import LayerPlan, Plan, Updates
-from jaxferry.step.schedule import Kind, Lane, needed_bytes, schedule_step
-from jaxferry.step.simulate.report import simulate
+from jaxferry.planner import (
+    EQUAL_WITHIN,
+    AutoSearch,
+    DeviceUpdateSearch,
+    Neighbours,
+    Objective,
+    PlanEvaluator,
+    Pool,
+    Request,
+    any_plan_lower_bound_s,
+    as_run,
+    make_plan,
+    plain_training,
+    plan_of,
+    refine,
+    updatable_groups,
+)
+from jaxferry.step import RESIDENT, Kind, Lane, LayerPlan, Plan, Updates, needed_bytes, schedule_step, simulate
 from profiles import UNLIMITED_BYTES, deterministic, examples, profiles, transformer, with_programs
 
 

@@ -6,10 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxferry.costs.cache import MeasurementCache, cache_directory, surroundings
 from jaxferry.errors import InputError
-from jaxferry.native import library
-from jaxferry.native.cpus import num_cpus
+from jaxferry.native import library, num_cpus
+from jaxferry.training import MeasurementCache, cache_directory, surroundings
 
 HERE = {"device": "cpu", "num_threads": 2, "jax": "1.0", "jaxlib": "1.0", "jaxferry": "0.1", "native": {"cpu": None}}
 

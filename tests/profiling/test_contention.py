@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 
 from costs import COSTS, MACHINE
-from jaxferry.costs.contention import DOWN, HOST, SHARING, UP, Contention
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.records import Profile
-from jaxferry.costs.sharing import shared_by
+from jaxferry.costs import DOWN, HOST, SHARING, UP, Contention, Profile, estimate_profile, shared_by
 from jaxferry.errors import InputError
 from profiles import transformer
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxferry.costs.costs import Costs, host_reads, jaxpr_costs, touched_bytes
+from jaxferry.costs import Costs, host_reads, jaxpr_costs, touched_bytes
 from jaxferry.settings import for_planned_gpu
 
 

@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 
 import models
 from costs import COSTS, MACHINE
-from jaxferry.costs.costs import HostRead
-from jaxferry.costs.estimate import UPDATE_BYTES_PER_PARAMETER, estimate_profile
-from jaxferry.costs.machines import MACHINES
-from jaxferry.costs.records import Profile
-from jaxferry.costs.segment_costs import partition_costs
+from jaxferry.costs import MACHINES, UPDATE_BYTES_PER_PARAMETER, HostRead, Profile, estimate_profile, partition_costs
 from jaxferry.errors import InputError
 from jaxferry.partition import differentiate, partition
 

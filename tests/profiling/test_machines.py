@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from jaxferry.costs.machines import MACHINES, Machine, default_budget_bytes, find_machine
+from jaxferry.costs import MACHINES, Machine, default_budget_bytes, find_machine
 from jaxferry.errors import InputError
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results"

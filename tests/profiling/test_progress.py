@@ -5,9 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from jaxferry.costs import progress
-from jaxferry.costs.progress import Lines, progress_bar, shown
-from jaxferry.transport.shared_programs import compile_shared
+from jaxferry.costs import Lines, progress, progress_bar, shown
+from jaxferry.transport import compile_shared
 
 
 def on(is_terminal):

@@ -6,8 +6,7 @@ import json
 import pytest
 from hypothesis import given
 
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
+from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
 from profiles import deterministic, profiles, recomputing, transformer
 

@@ -16,18 +16,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import costs
 import jaxferry
-import jaxferry.training.measure.contention
+import jaxferry.training.contention
 from jaxferry.cli import main
 from jaxferry.cli.plan import host_memory_lines
-from jaxferry.costs.estimate import estimate_profile
-from jaxferry.costs.records import Profile
-from jaxferry.costs.sharing import shared_by
+from jaxferry.costs import Profile, estimate_profile, shared_by
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode, UpdatePlace
-from jaxferry.planner.planning import as_run, copies_bytes, make_plan
-from jaxferry.planner.registry import policies
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.step.simulate.report import predict
+from jaxferry.planner import as_run, copies_bytes, make_plan, policies
+from jaxferry.step import LayerPlan, Plan, predict
 
 pytestmark = pytest.mark.cpu_device  # one accelerator is no mesh
 
@@ -300,7 +296,7 @@ def test_the_contention_of_several_devices_is_measured_with_all_of_their_links(m
         measured.append([work["H2D"]().pop(), work["D2H"]().pop()])
         return dict.fromkeys(itertools.permutations(work, 2), 0.8)
 
-    monkeypatch.setattr(jaxferry.training.measure.contention, "speeds_in_pairs", speeds)
+    monkeypatch.setattr(jaxferry.training.contention, "speeds_in_pairs", speeds)
     params = {"l0": {"w": np.full((1024, 1024), 0.1, np.float32)}}
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=mesh, policy="auto", profile="measure")

@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 from hypothesis import given
 
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.tables import column, flags_of, per_choice, program_ends
+from jaxferry.costs import LayerProfile, column, flags_of, per_choice, program_ends
 from profiles import examples, profiles
 
 

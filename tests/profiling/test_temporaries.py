@@ -10,9 +10,7 @@ import pytest
 
 import model as gpt2
 from examples.llama import model as llama
-from jaxferry.costs.layer_records import backward_variant, forward_variant
-from jaxferry.costs.segment_costs import partition_costs
-from jaxferry.costs.temporaries import temporary_bytes
+from jaxferry.costs import backward_variant, forward_variant, partition_costs, temporary_bytes
 from jaxferry.partition import partition
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks/results/compiled_for_gpu.json"

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxferry.costs.timers import Effort, median_s, timed_call
 from jaxferry.errors import InputError
 from jaxferry.settings import own_settings
+from jaxferry.training import Effort, median_s, timed_call
 
 
 class Bench:

@@ -6,12 +6,10 @@ import itertools
 import pytest
 from hypothesis import given
 
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, Remat
-from jaxferry.step.schedule import Kind, Lane, repeat, schedule_chain, schedule_step
-from jaxferry.step.simulate import machine
-from jaxferry.step.simulate.report import predict, simulate
+from jaxferry.step import Kind, Lane, machine, predict, repeat, schedule_chain, schedule_step, simulate
 from oracle import Oracle
 from profiles import deterministic, planned, profiles, recomputing, transformer, with_modes
 from profiles import unit_layer as layer

@@ -5,10 +5,7 @@ import bisect
 from hypothesis import given
 
 from jaxferry.modes import Mode
-from jaxferry.step.records import LayerPlan, Plan
-from jaxferry.step.schedule import schedule_chain
-from jaxferry.step.simulate.machine import device_bytes, run
-from jaxferry.step.simulate.memory_kinds import device_bytes_by_kind
+from jaxferry.step import LayerPlan, Plan, device_bytes, device_bytes_by_kind, run, schedule_chain
 from profiles import examples, planned, transformer
 
 

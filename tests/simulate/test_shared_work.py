@@ -5,15 +5,10 @@ import dataclasses
 import pytest
 from hypothesis import given
 
-from jaxferry.costs.contention import Contention
-from jaxferry.costs.records import Profile
+from jaxferry.costs import Contention, Profile
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.planner.any_bound import any_plan_lower_bound_s
-from jaxferry.planner.evaluate import PlanEvaluator
-from jaxferry.step.records import UpdateOrder
-from jaxferry.step.schedule import schedule_chain, schedule_step
-from jaxferry.step.simulate import machine
-from jaxferry.step.simulate.report import simulate
+from jaxferry.planner import PlanEvaluator, any_plan_lower_bound_s
+from jaxferry.step import UpdateOrder, machine, schedule_chain, schedule_step, simulate
 from profiles import deterministic, planned, profiles, with_modes
 from profiles import unit_layer as layer
 

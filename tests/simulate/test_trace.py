@@ -5,9 +5,7 @@ import json
 
 from hypothesis import given
 
-from jaxferry.step.schedule import Lane, schedule_chain
-from jaxferry.step.simulate.machine import run
-from jaxferry.step.simulate.trace import chrome_trace
+from jaxferry.step import Lane, chrome_trace, run, schedule_chain
 from profiles import deterministic, planned
 
 

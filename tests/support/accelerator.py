@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.array import ArrayImpl
 
-from jaxferry.native.library import NativeLibrary
-from jaxferry.training import train_step
-from jaxferry.transport.placement import Placement, make_placement
+from jaxferry.native import NativeLibrary
+from jaxferry.training import trainer as train_step
+from jaxferry.transport import Placement, make_placement
 
 CLIENT_BYTES_PER_S = 2.5e9
 """The rate of a copy between two clients: DESIGN.md, section 5.3, measured 2 to 3 GB/s."""

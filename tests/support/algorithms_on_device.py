@@ -9,7 +9,7 @@ import numpy as np
 import jaxferry
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library, targets
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Plan
 
 WIDTH, DTYPE = 1001, jnp.dtype(sys.argv[1])
 NAMES = "ab"

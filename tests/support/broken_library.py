@@ -8,7 +8,7 @@ import subprocess
 import jax
 
 from built import built_once
-from jaxferry.native.library import TARGETS
+from jaxferry.native import TARGETS
 
 FAULTS = ("silent", "failing")
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.checkpoint import Checkpoint
-from jaxferry.optimizer.pieces import Stacked
+from jaxferry.optimizer import Stacked
 
 
 def content(seed=0, step=None):

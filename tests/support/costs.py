@@ -1,7 +1,6 @@
 """A machine of round figures and the costs of one layer."""
 
-from jaxferry.costs.estimate import LayerCosts
-from jaxferry.costs.machines import Machine
+from jaxferry.costs import LayerCosts, Machine
 
 MACHINE = Machine(
     name="round",

@@ -16,7 +16,7 @@ import optax
 
 import jaxferry
 from jaxferry.modes import Mode
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Plan
 
 WIDTH, NUM_LAYERS, NUM_STEPS = 64, 6, 4
 MODES = (Mode.RESIDENT, Mode.RESIDENT, Mode.GFGB, Mode.RELOAD)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jaxferry
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode, UpdatePlace
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Plan
 from models.compare import LEARNING_RATE, NUM_STEPS, plain_losses
 from models.registry import OURS
 

@@ -15,7 +15,7 @@ import optax
 import jaxferry
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Plan
 from models import Task
 
 UNIFORM = (Mode.GFGB, Mode.RELOAD, Mode.RESIDENT)

@@ -161,7 +161,7 @@ class Starts:
     def read_losses(self, params, loss_fn, optimizer, options, batches):
         """Losses if all segments read parameters and write gradients in host memory."""
         from jaxferry.modes import GradientPlace, Mode
-        from jaxferry.step.records import LayerPlan, Plan
+        from jaxferry.step import LayerPlan, Plan
 
         step = self._step_of(loss_fn, optimizer, mesh=self.mesh, **options)
         step.declare(params)
@@ -200,7 +200,7 @@ class Starts:
 
         import jax
 
-        from jaxferry.training.measure import shares
+        from jaxferry.training import shares
 
         measured, is_last = shares.measure_share, self.number == jax.process_count() - 1
 

@@ -282,8 +282,7 @@ class Member(Starts):
 
     def hangs(self):
         """One process is alive, but does not begin its last step."""
-        from jaxferry.processes.all_processes import coordination_client
-        from jaxferry.processes.progress import watch
+        from jaxferry.processes import coordination_client, watch
 
         watch(coordination_client(), self.number, HANGS_AFTER_S)
         step = self.step()

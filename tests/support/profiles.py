@@ -6,12 +6,9 @@ import random
 import hypothesis
 import hypothesis.strategies as st
 
-from jaxferry.costs.contention import NO_CONTENTION, SHARING, Contention
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
+from jaxferry.costs import NO_CONTENTION, SHARING, Contention, LayerProfile, Profile
 from jaxferry.modes import GradientPlace, Mode, Remat
-from jaxferry.step.records import LayerPlan, Loads, Plan, UpdateOrder, Updates
-from jaxferry.step.schedule import schedule_step
+from jaxferry.step import LayerPlan, Loads, Plan, UpdateOrder, Updates, schedule_step
 
 INSTANCE = {
     "weights": [5, 5, 5, 5],

@@ -1,6 +1,6 @@
 """Properties of recorded steps."""
 
-from jaxferry.step.schedule import Lane
+from jaxferry.step import Lane
 
 
 def check_times(run):

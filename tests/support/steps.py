@@ -4,11 +4,7 @@ import dataclasses
 import itertools
 import time
 
-from jaxferry.engine import executor
-from jaxferry.engine.prefetch import DeviceCopies
-from jaxferry.engine.programs import Programs
-from jaxferry.engine.runner import collect_results
-from jaxferry.engine.step import StepContext
+from jaxferry.engine import DeviceCopies, Programs, StepContext, collect_results, executor
 from jaxferry.settings import own_settings
 
 

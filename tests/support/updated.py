@@ -8,7 +8,7 @@ import pytest
 import jaxferry
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.partition import partition
-from jaxferry.step.records import LayerPlan, Plan
+from jaxferry.step import LayerPlan, Plan
 from steps import wrap
 
 WIDTH, WORDS = 8, 12

@@ -12,9 +12,8 @@ import optax
 
 import jaxferry
 from accelerator import COUNTING
-from jaxferry.engine.gradients import StepGradients
-from jaxferry.engine.streamed_updates import StreamingStep
-from jaxferry.transport.held import DeviceLayer
+from jaxferry.engine import StepGradients, StreamingStep
+from jaxferry.transport import DeviceLayer
 from steps import transport_of
 
 SCALARS_BYTES = 256

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from jaxferry.weights.bound import bound, transfer_bound_s
-from jaxferry.weights.instance import Instance
+from jaxferry.weights import Instance, bound, transfer_bound_s
 
 
 def _dense_bound(instance: Instance) -> float:

@@ -4,15 +4,11 @@ from typing import Any
 
 import pytest
 
-from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.records import Profile
+from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode
-from jaxferry.step.records import Plan
-from jaxferry.step.simulate.report import simulate
-from jaxferry.weights.export import export_plan, instance_from_profile
-from jaxferry.weights.greedy import greedy
-from jaxferry.weights.records import Choice
+from jaxferry.step import Plan, simulate
+from jaxferry.weights import Choice, export_plan, greedy, instance_from_profile
 
 
 def _layer(name: str, **changes: float) -> LayerProfile:

@@ -7,10 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from jaxferry.weights.best import greedy_best
-from jaxferry.weights.greedy import greedy, select
-from jaxferry.weights.instance import Instance
-from jaxferry.weights.records import Choice, Outcome
+from jaxferry.weights import Choice, Instance, Outcome, greedy, greedy_best, select
 
 EQUAL = Instance((10,) * 4, (0,) * 5, (1,) * 4, (1,) * 4, 1000, 1)
 

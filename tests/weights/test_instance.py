@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from jaxferry.errors import InputError
-from jaxferry.weights.instance import Instance, read_instance
+from jaxferry.weights import Instance, read_instance
 
 DOCUMENT = {
     "weights": [4, 6],

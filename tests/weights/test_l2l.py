@@ -4,9 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxferry.weights.instance import Instance
-from jaxferry.weights.l2l import l2l
-from jaxferry.weights.validate import validate
+from jaxferry.weights import Instance, l2l, validate
 
 HIDDEN = 3072
 BLOCK_BYTES = (12 * HIDDEN**2 + 13 * HIDDEN) * 4

@@ -8,15 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.weights.best import greedy_best
-from jaxferry.weights.bound import bound, transfer_bound_s
-from jaxferry.weights.greedy import greedy
-from jaxferry.weights.instance import Instance
-from jaxferry.weights.l2l import l2l
-from jaxferry.weights.policies import POLICIES, solve
-from jaxferry.weights.records import Choice
-from jaxferry.weights.scheduling import schedule_transfers
-from jaxferry.weights.validate import validate
+from jaxferry.weights import (
+    POLICIES,
+    Choice,
+    Instance,
+    bound,
+    greedy,
+    greedy_best,
+    l2l,
+    schedule_transfers,
+    solve,
+    transfer_bound_s,
+    validate,
+)
 
 ROUNDING = 1e-9
 SOLVER = 1e-6

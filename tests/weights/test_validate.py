@@ -4,10 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxferry.weights.greedy import greedy
-from jaxferry.weights.instance import Instance
-from jaxferry.weights.records import Event, Schedule
-from jaxferry.weights.validate import ScheduleError, validate
+from jaxferry.weights import Event, Instance, Schedule, ScheduleError, greedy, validate
 
 INSTANCE = Instance((5, 5, 5), (0, 1, 1, 1), (4, 4, 4), (6, 6, 6), 14, 1)
 

@@ -1,1 +1,0 @@
-"""Records when each task of a step started and ended."""

@@ -1,0 +1,148 @@
+"""Runs an optimizer step on host memory in one pass: the function `jaxferry_host_update` (`xla_ffi/README.md`)."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxferry.errors import NativeError
+from jaxferry.native.loading import library
+from jaxferry.native.targets import DTYPE_NUMBERS
+
+KINDS = ("adam", "nadam", "lion", "sgd", "momentum", "nesterov")
+"""Update rules of the native library, in its numbering."""
+
+NUM_MOMENTS = {"adam": 2, "nadam": 2, "lion": 1, "sgd": 0, "momentum": 1, "nesterov": 1}
+"""Number of moments, arrays of a parameter's shape, that each rule keeps."""
+
+FACTORS = ("unscale", "clip", "rate", "decay", "first", "gradient", "second")
+"""Factors that change from step to step, in the order of the argument `factors`."""
+
+_NO_MEMORY = 1
+_BRIEF_PARAMETERS = 1 << 15
+"""A step of so many takes the time of some ten calls from Python, on one thread."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRule:
+    """The arithmetic of a step.
+
+    Attributes:
+      kind: one of `KINDS`.
+      b1: decay of the first moment or the momentum.
+      b2: decay of the second moment; for Lion, of the stored moment.
+      eps: added to Adam's denominator.
+      eps_root: added under the denominator's root.
+    """
+
+    kind: str
+    b1: float = 0.0
+    b2: float = 0.0
+    eps: float = 0.0
+    eps_root: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPart:
+    """A parameter's location in the vectors of gradients and of the compute copy.
+
+    Attributes:
+      vector: index of the vector.
+      offset: its first element in the vector.
+      decays: whether weight decay applies.
+    """
+
+    vector: int
+    offset: int
+    decays: bool
+
+
+class StepFactors:
+    """The factors that several steps read, and the counts of steps that they belong to.
+
+    Args:
+      num_counts: of an optimizer's state.
+
+    Attributes:
+      values: fp32 `[7]`, see `FACTORS`.
+      counts: int32 `[num_counts]`, before the step.
+    """
+
+    def __init__(self, num_counts: int) -> None:
+        self.values, self.counts = np.zeros(len(FACTORS), np.float32), np.full(num_counts, -1, np.int32)
+
+
+class HostStep:
+    """Updates parameters in host memory in place: all that the library is told is prepared once.
+
+    A step of a small layer finds the code of a hundred calls of Python's in memory, not in a cache: each takes some ten
+    microseconds then.
+
+    Args:
+      rule: the arithmetic.
+      parts: each parameter's location in the vectors.
+      masters: writable fp32 arrays, contiguous; they stay where they are.
+      moments: for each moment of the rule, such arrays of the masters' sizes.
+      gradient_dtypes: of each vector of gradients: fp32, bf16 or fp16.
+      copy_dtypes: likewise of the compute copy.
+      counts: int32 scalars, writable, which each step increments up to their maximum.
+      factors: those of the next step.
+
+    Attributes:
+      gradients: the address of each vector of gradients, to be set before a step.
+      copies: likewise of the compute copy, which is overwritten.
+
+    Raises:
+      NativeError: if the CPU library cannot be used.
+    """
+
+    def __init__(
+        self,
+        rule: StepRule,
+        parts: Sequence[StepPart],
+        masters: Sequence[np.ndarray],
+        moments: Sequence[Sequence[np.ndarray]],
+        gradient_dtypes: Sequence[np.dtype],
+        copy_dtypes: Sequence[np.dtype],
+        counts: Sequence[np.ndarray],
+        factors: StepFactors,
+    ) -> None:
+        rows = np.zeros((len(parts), 9), np.int64)
+        for row, part, *arrays in zip(rows, parts, masters, *moments, strict=True):
+            dtypes = (gradient_dtypes[part.vector], copy_dtypes[part.vector])
+            numbers = [DTYPE_NUMBERS[np.dtype(dtype)] for dtype in dtypes]
+            row[:6] = part.vector, part.offset, arrays[0].size, part.decays, *numbers
+            for array in arrays:
+                if array.dtype != np.float32 or array.size != row[2] or not array.flags.carray:
+                    raise ValueError(f"masters and moments are writable fp32 arrays, got {array.dtype}{array.shape}")
+            row[6 : 6 + len(arrays)] = [array.ctypes.data for array in arrays]
+        if len(counts) != factors.counts.size or any(count.dtype != np.int32 for count in counts):
+            raise ValueError(f"the factors are of {factors.counts.size} counts, int32, got {counts}")
+        self.gradients, self.copies = ((ctypes.c_void_p * len(each))() for each in (gradient_dtypes, copy_dtypes))
+        constants = np.asarray([rule.b1, rule.b2, rule.eps, rule.eps_root])
+        of_counts = np.asarray([count.ctypes.data for count in counts], np.int64)
+        record = np.asarray(
+            [
+                *(KINDS.index(rule.kind), len(parts), len(counts)),
+                *(constants.ctypes.data, rows.ctypes.data),
+                *(ctypes.addressof(self.gradients), ctypes.addressof(self.copies)),
+                *(array.ctypes.data for array in (of_counts, factors.values, factors.counts)),
+            ]
+        )
+        self._kept = (masters, moments, counts, factors, rows, constants, of_counts, record)
+        self._library, self._is_brief = library("cpu"), bool(rows[:, 2].sum() <= _BRIEF_PARAMETERS)
+        self._record = ctypes.c_void_p(record.ctypes.data)
+
+    def run(self) -> bool:
+        """Runs a step; nothing else may use the arrays meanwhile. Returns False if the factors are of other counts.
+
+        Raises:
+          NativeError: if there is no memory for the call.
+        """
+        result = self._library.host_update(self._record, self._is_brief)
+        if result == _NO_MEMORY:
+            raise NativeError("the host has no memory for an update")
+        return not result

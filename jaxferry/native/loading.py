@@ -1,0 +1,464 @@
+"""Finds, checks, loads and registers the native libraries.
+
+    status, is_available, library
+      | first call for a platform
+    folders (paths.py) --newest first--> inspect: contract, FFI version --> register the targets with XLA
+
+A library that XLA rejects must not be registered: the whole backend would fail to start.
+"""
+
+import atexit
+import ctypes
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jaxlib.version
+import numpy as np
+from scipy.linalg import cython_blas
+
+from jaxferry.errors import InputError, NativeError
+from jaxferry.native import cpus
+from jaxferry.native.paths import FILE_NAMES, REMEDY, check_is_whole, describe_missing, library_directories
+from jaxferry.native.targets import DTYPE_NUMBERS
+
+ABI = 6
+
+TARGETS = (
+    "jaxferry_scratch",
+    "jaxferry_dha_gather",
+    "jaxferry_dha_matmul",
+    "jaxferry_dha_read",
+    "jaxferry_gradient_store",
+    "jaxferry_dha_matmul_gradient",
+    "jaxferry_row_store",
+    "jaxferry_ferry_load",
+    "jaxferry_ferry_store",
+    "jaxferry_ferry_wait",
+    "jaxferry_ferry_vacate",
+    "jaxferry_mark",
+)
+
+CPU_FUNCTIONS = ("jaxferry_host_update",)
+"""What the CPU library must have besides, for host memory of any device."""
+
+SIMD = ("portable", "avx2", "avx512", "avx512-bf16")
+"""Instruction sets of the host step, in ascending order."""
+
+DIRECTIONS = ("load", "store", "host")
+"""The directions of the link, and the host's own memory traffic."""
+
+_PLATFORMS = {"cpu": "cpu", "gpu": "CUDA", "cuda": "CUDA"}
+_lock = threading.RLock()
+_warned: set[str] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class LibraryStatus:
+    """Whether a platform's library can be used.
+
+    Attributes:
+      platform: XLA's name of the platform, "cpu" or "CUDA".
+      path: the library's file, or None if there is none.
+      is_available: whether it can be used.
+      message: one line: how it was built, or why it cannot be used and what to do.
+      build_info: the library's own description; empty if it has none.
+    """
+
+    platform: str
+    path: pathlib.Path | None
+    is_available: bool
+    message: str
+    build_info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class NativeLibrary:
+    """A loaded library: its functions that are not XLA operations.
+
+    Attributes:
+      platform: XLA's name of its platform.
+      emulated: the emulated link's settings: bytes per second by direction, and `delay` in seconds; empty without
+        limits. Cached measurements depend on it.
+    """
+
+    def __init__(self, platform: str, functions: ctypes.CDLL):
+        self.platform = platform
+        self._functions = functions
+        # The same library, called without releasing Python's lock.
+        self._brief_functions = ctypes.PyDLL(functions._name) if platform == "cpu" else functions
+        self.emulated: dict[str, float] = {}
+        self._threads_wanted, self._best_simd = 0, SIMD[-1]
+
+    @property
+    def host_threads(self) -> int:
+        """The number of threads that share a host step."""
+        return self.set_host_threads(self._threads_wanted)
+
+    @property
+    def host_simd(self) -> str:
+        """The instruction set of host steps."""
+        return self.set_host_simd(self._best_simd)
+
+    def synchronize(self) -> None:
+        """Waits until no copy is queued or in flight in either direction."""
+        self._functions.jaxferry_ferry_synchronize()
+
+    def wait_for(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
+        """Waits until all queued copies to or from some ranges of memory have ended; others can queue more meanwhile.
+
+        Args:
+          addresses: where each range starts.
+          sizes: bytes of each range.
+
+        Raises:
+          NativeError: if the device has failed.
+        """
+        num = len(addresses)
+        starts, lengths = (ctypes.c_void_p * num)(*addresses), (ctypes.c_int64 * num)(*sizes)
+        if self._functions.jaxferry_ferry_wait_for(ctypes.c_int64(num), starts, lengths):
+            raise NativeError("a copy has failed; the device's next operation says why")
+
+    def plan_product(self, ordinal: int, is_gradient: bool, sizes: Sequence[int]) -> int:
+        """Finds the algorithms of a GPU's product (`targets.PRODUCTS`), which the first product would otherwise do.
+
+        Args:
+          ordinal: the GPU's number in this process.
+          is_gradient: whether it is the gradient of a weight.
+          sizes: see `xla_ffi/cuda/matmul_handlers.cc`.
+
+        Returns:
+          How many algorithms are known there; -1 if the library finds none ahead.
+        """
+        plan = getattr(self._functions, "jaxferry_plan_product", None)  # an older library of this version has none
+        if plan is None:
+            return -1
+        plan.restype = ctypes.c_int64
+        given = (ctypes.c_int64 * len(sizes))(*sizes)
+        return int(plan(ctypes.c_int(ordinal), ctypes.c_int(is_gradient), given))
+
+    def finish(self) -> None:
+        """Completes all queued copies at full speed and waits for them, before arrays are freed at exit."""
+        if self.platform == "cpu":
+            self.set_delay(0)
+            for direction in DIRECTIONS:
+                self.set_bandwidth(direction, 0)
+        self.synchronize()
+
+    def open_marks(self, token: int, num_kept: int) -> None:
+        """Starts a list of the token's marks (`targets.mark`).
+
+        Args:
+          token: the address of the token.
+          num_kept: how many of the latest marks the list keeps.
+        """
+        self._functions.jaxferry_marks_open(ctypes.c_void_p(token), ctypes.c_int64(num_kept))
+
+    def close_marks(self, token: int) -> None:
+        """Discards the token's list of marks."""
+        self._functions.jaxferry_marks_close(ctypes.c_void_p(token))
+
+    def read_marks(self, tokens: Sequence[int], numbers: Sequence[int]) -> list[tuple[float, float]]:
+        """Reads the start and end times of marks, in seconds of `time.perf_counter`.
+
+        Args:
+          tokens: the address of each mark's token.
+          numbers: each mark's number among the marks of its token, counted from 0.
+
+        Returns:
+          Start and end of each mark; NaN if it has not ended, is no longer kept, or is unknown.
+        """
+        count = len(tokens)
+        addresses, places = np.asarray(tokens, np.uintp), np.asarray(numbers, np.int64)
+        starts_s, ends_s = np.full(count, np.nan), np.full(count, np.nan)
+        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (addresses, places, starts_s, ends_s)]
+        self._functions.jaxferry_marks_read(ctypes.c_int64(count), *pointers)
+        return list(zip(starts_s.tolist(), ends_s.tolist(), strict=True))
+
+    def set_bandwidth(self, direction: str, bytes_per_s: float) -> None:
+        """Sets the speed of the emulated link or of the host's own memory.
+
+        Args:
+          direction: "load" or "store" for copies and for operations that read or write host memory; "host" for host
+            steps (gradients, reads and writes of masters and moments, compute copies).
+          bytes_per_s: the speed; 0 for no limit.
+
+        Raises:
+          InputError: for another direction or a negative speed.
+          NativeError: if the library is not the CPU's: only the CPU library emulates a link.
+        """
+        _check_is_cpu(self, "set_bandwidth")
+        if direction not in DIRECTIONS:
+            raise InputError(f'direction must be "load", "store" or "host", got {direction!r}')
+        if not bytes_per_s >= 0:
+            raise InputError(f"bytes_per_s must be 0 (no limit) or more, got {bytes_per_s}")
+        self._functions.jaxferry_ferry_set_bandwidth(
+            ctypes.c_int(DIRECTIONS.index(direction)), ctypes.c_double(bytes_per_s)
+        )
+        self._remember(direction, bytes_per_s)
+
+    def set_delay(self, seconds: float, seed: int = 0) -> None:
+        """Delays the start of each copy by a random time of up to `seconds`; 0 for no delays. For tests.
+
+        Raises:
+          InputError: if the time is negative.
+          NativeError: if the library is not the CPU's.
+        """
+        _check_is_cpu(self, "set_delay")
+        if not seconds >= 0:
+            raise InputError(f"seconds must be 0 (no delays) or more, got {seconds}")
+        self._functions.jaxferry_ferry_set_delay(ctypes.c_double(seconds), ctypes.c_uint(seed))
+        self._remember("delay", seconds)
+
+    def _remember(self, name: str, value: float) -> None:
+        self.emulated.pop(name, None)
+        if value:
+            self.emulated[name] = float(value)
+
+    def set_host_threads(self, count: int) -> int:
+        """Sets the number of threads that share a host step, including its caller; returns the actual number.
+
+        Args:
+          count: the number; 0 for the value of `JAXFERRY_HOST_THREADS`, by default one for each CPU that the process
+            may use (`cpus.num_cpus`).
+
+        Raises:
+          InputError: if the number is negative, or `JAXFERRY_HOST_THREADS` is no number of threads.
+          NativeError: if the library is not the CPU's.
+        """
+        _check_is_cpu(self, "set_host_threads")
+        if count < 0:
+            raise InputError(f"count must be 0 (the default) or more, got {count}")
+        self._threads_wanted = count
+        function = self._functions.jaxferry_set_host_threads
+        function.restype = ctypes.c_int64
+        return int(function(ctypes.c_int64(count or cpus.num_host_threads()[0])))
+
+    def clear(self, target: np.ndarray) -> None:
+        """Fills a contiguous array with zeros, on the threads of host steps."""
+        _check_is_cpu(self, "clear")
+        self._functions.jaxferry_host_clear(_data(target), ctypes.c_int64(target.nbytes))
+
+    def add(self, target: np.ndarray, source: np.ndarray, adds: bool = True) -> None:
+        """Adds an array to another one, in fp32, or casts it there; on the threads of host steps.
+
+        Args:
+          target: contiguous, of a dtype of `targets.DTYPE_NUMBERS`; changed in place.
+          source: likewise, of as many elements.
+          adds: whether to add.
+        """
+        _check_is_cpu(self, "add")
+        numbers = [ctypes.c_int(DTYPE_NUMBERS[array.dtype]) for array in (source, target)]
+        size = ctypes.c_int64(target.size)
+        self._functions.jaxferry_host_add(numbers[0], _data(source), numbers[1], _data(target), size, int(adds))
+
+    def add_rows(self, target: np.ndarray, rows: np.ndarray, indices: np.ndarray, start: int = 0) -> None:
+        """Adds rows to a table, one after another, in fp32, and rounds once; on the threads of host steps.
+
+        Args:
+          target: consecutive elements of the table, contiguous, of a dtype as for `add`; changed in place.
+          rows: [number, columns], contiguous, likewise.
+          indices: [number], int32: the rows of the table; what is not in `target` is ignored.
+          start: the first of these elements.
+        """
+        _check_is_cpu(self, "add_rows")
+        number, columns = rows.shape
+        numbers = [ctypes.c_int(DTYPE_NUMBERS[array.dtype]) for array in (rows, target)]
+        sizes = [ctypes.c_int64(size) for size in (number, columns, start, start + target.size)]
+        added = (numbers[0], _data(rows), _data(indices), *sizes[:2])
+        self._functions.jaxferry_host_add_rows(*added, numbers[1], _data(target), *sizes[2:])
+
+    def host_update(self, record: ctypes.c_void_p, is_brief: bool) -> int:
+        """Runs a host step, see `host_step.HostStep`.
+
+        A brief one keeps Python's lock: whoever gives it away may wait 5 ms for it. An emulated host takes its time.
+        """
+        functions = self._brief_functions if is_brief and "host" not in self.emulated else self._functions
+        result: int = functions.jaxferry_host_update(record)
+        return result
+
+    @property
+    def host_step_bytes(self) -> int:
+        """The bytes of host memory that all host steps of the process have read and written so far."""
+        _check_is_cpu(self, "host_step_bytes")
+        function = self._functions.jaxferry_host_step_bytes
+        function.restype = ctypes.c_int64
+        return int(function())
+
+    def set_host_simd(self, simd: str) -> str:
+        """Sets the best instruction set that host steps may use; returns the one in use. All give the same bits.
+
+        Args:
+          simd: "portable", "avx2", "avx512" or "avx512-bf16"; a machine without it uses its own best.
+
+        Raises:
+          InputError: for another instruction set.
+          NativeError: if the library is not the CPU's.
+        """
+        _check_is_cpu(self, "set_host_simd")
+        if simd not in SIMD:
+            raise InputError(f"simd must be one of {', '.join(SIMD)}, got {simd!r}")
+        self._best_simd = simd
+        return SIMD[self._functions.jaxferry_set_host_simd(ctypes.c_int(SIMD.index(simd)))]
+
+
+def _data(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def _check_is_cpu(native: NativeLibrary, function: str) -> None:
+    if native.platform != "cpu":
+        raise NativeError(f"{function} needs the CPU library, not the one for {native.platform}")
+
+
+def status(platform: str) -> LibraryStatus:
+    """Returns whether a platform's native library can be used; loads and registers it if so.
+
+    Args:
+      platform: JAX's name: "cpu", "gpu" or "cuda".
+
+    Raises:
+      InputError: for another platform.
+    """
+    return _load(canonical_platform(platform))[0]
+
+
+def is_available(platform: str) -> bool:
+    """Returns whether a platform's native library can be used; if not, warns why, once per process.
+
+    Raises:
+      InputError: for an unknown platform.
+    """
+    found = status(platform)
+    with _lock:
+        is_news = not found.is_available and found.platform not in _warned
+        _warned.add(found.platform)
+    if is_news:
+        warnings.warn(found.message, stacklevel=2)
+    return found.is_available
+
+
+def library(platform: str) -> NativeLibrary:
+    """Returns a platform's native library.
+
+    Raises:
+      InputError: for an unknown platform.
+      NativeError: if the library cannot be used; check `is_available` first.
+    """
+    found, loaded = _load(canonical_platform(platform))
+    if loaded is None:
+        raise NativeError(found.message)
+    return loaded
+
+
+def find_library(platform: str) -> LibraryStatus:
+    """Finds the newest compatible library for "cpu" or "CUDA", or says why there is none; registers nothing."""
+    directories = library_directories()
+    paths = [path for directory in directories if (path := directory / FILE_NAMES[platform]).is_file()]
+    # The library built or installed last is the intended one; older ones are fallbacks.
+    paths.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    found = [inspect_library(path, platform) for path in paths]
+    if not found:
+        return LibraryStatus(platform, None, False, describe_missing(platform))
+    return next((candidate for candidate in found if candidate.is_available), found[0])
+
+
+def inspect_library(path: pathlib.Path, platform: str) -> LibraryStatus:
+    """Checks whether a file is a library for "cpu" or "CUDA" that this process can use; registers nothing."""
+    name = path.name
+    try:
+        check_is_whole(path)
+        functions = ctypes.CDLL(str(path))
+        functions.jaxferry_build_info.restype = ctypes.c_char_p
+        abi, build_info = functions.jaxferry_abi(), json.loads(functions.jaxferry_build_info() or b"null")
+    except RecursionError:
+        return LibraryStatus(platform, path, False, f"{path} describes itself by nested JSON; {REMEDY}")
+    except (OSError, AttributeError, ValueError) as error:
+        return LibraryStatus(platform, path, False, f"{path} is not a native library ({error}); {REMEDY}")
+    if not isinstance(build_info, dict):
+        build_info = {}
+    reason = _mismatch(platform, abi, build_info, functions)
+    if reason is not None:
+        return LibraryStatus(platform, path, False, f"{name} {reason}; {REMEDY}", build_info)
+    message = f"{name} built by {build_info.get('compiler')} for jaxlib {build_info.get('jaxlib')}"
+    return LibraryStatus(platform, path, True, message, build_info)
+
+
+def ffi_version() -> tuple[int, int]:
+    """Returns the major and minor version of XLA's FFI in the installed jaxlib.
+
+    Raises:
+      NativeError: if this jaxlib has no FFI headers.
+    """
+    header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    try:
+        text = header.read_text()
+    except OSError as error:
+        raise NativeError(f"jaxlib {jaxlib.version.__version__} has no FFI headers: {error}") from error
+    numbers = [re.search(rf"^#define XLA_FFI_API_{part} (\d+)", text, re.MULTILINE) for part in ("MAJOR", "MINOR")]
+    if numbers[0] is None or numbers[1] is None:
+        raise NativeError(f"{header} defines no FFI version")
+    return int(numbers[0][1]), int(numbers[1][1])
+
+
+def canonical_platform(platform: str) -> str:
+    """Returns XLA's name, "cpu" or "CUDA", of a platform that JAX calls "cpu", "gpu" or "cuda".
+
+    Raises:
+      InputError: for another platform.
+    """
+    if platform.lower() not in _PLATFORMS:
+        raise InputError(f'platform must be "cpu", "gpu" or "cuda", got {platform!r}')
+    return _PLATFORMS[platform.lower()]
+
+
+def _mismatch(platform: str, abi: int, build_info: dict[str, Any], functions: ctypes.CDLL) -> str | None:
+    if abi != ABI:
+        return f"has version {abi} of the native interface, but this package needs version {ABI}"
+    if build_info.get("platform") != platform:
+        return f"is for platform {build_info.get('platform')!r}, not {platform!r}"
+    wanted = (*TARGETS, *CPU_FUNCTIONS) if platform == "cpu" else TARGETS
+    missing = [name for name in wanted if not hasattr(functions, name)]
+    if missing:
+        return f"lacks {', '.join(missing)}"
+    # XLA accepts handlers of an older minor version than its own; with newer ones it fails to start.
+    built, installed = (build_info.get("ffi_major"), build_info.get("ffi_minor")), ffi_version()
+    if built[0] != installed[0] or not isinstance(built[1], int) or built[1] > installed[1]:
+        here = f"jaxlib {jaxlib.version.__version__} has {installed[0]}.{installed[1]}"
+        return f"was built for version {built[0]}.{built[1]} of XLA's FFI (jaxlib {build_info.get('jaxlib')}), {here}"
+    return None
+
+
+@functools.cache
+def _load(platform: str) -> tuple[LibraryStatus, NativeLibrary | None]:
+    with _lock:
+        found = find_library(platform)
+        if found.path is None or not found.is_available:
+            return found, None
+        functions = ctypes.CDLL(str(found.path))
+        if platform == "cpu":
+            functions.jaxferry_set_blas(ctypes.c_void_p(_sgemm()))
+        for target in TARGETS:
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(functions, target)), platform=platform)
+        loaded = NativeLibrary(platform, functions)
+        if platform == "cpu":
+            loaded.set_host_threads(0)
+        # Runs before XLA shuts down: XLA was imported earlier, and exit handlers run in reverse order.
+        atexit.register(loaded.finish)
+        return found, loaded
+
+
+def _sgemm() -> int:
+    """Returns the address of the Fortran sgemm that SciPy links, with 32-bit sizes."""
+    capsule = cython_blas.__pyx_capi__["sgemm"]
+    get_name, get_pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
+    get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    signature = get_name(capsule)
+    return get_pointer(capsule, signature)

@@ -1,0 +1,452 @@
+"""Lists the tasks of one step, with the copies that its programs read, by the rules of `jaxferry.step.schedule`."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from jaxferry.costs import Profile, backward_variant
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.step.gradient_room import CROSSING_SLOTS, NO_WAIT
+from jaxferry.step.holdings import load_order, of_program, staying, streamed, updated_on_device
+from jaxferry.step.plans import Loads, Plan, UpdateOrder, Updates
+from jaxferry.step.streaming import Forwards, LateUpdates, StateStreams, kept_gradients
+from jaxferry.step.tasks import Kind, Lane, Schedule, StepTasks
+
+
+@dataclasses.dataclass
+class Copy:
+    """A copy of a group's parameters on the device: its load, and its last use so far."""
+
+    load: int
+    last_use: int | None = None
+
+
+class Copies:
+    """The copies of parameters on the device: their loads and their uses.
+
+    Attributes:
+      all: in the order of their loads.
+      first_loads: the loads for forwards, each with its group; they wait for the previous step's update.
+      held: by group, the copy that every layer of the group uses.
+      fused: by layer, the RELOAD copies that serve a forward and a backward in one program.
+      reload_uses: the programs that read RELOAD copies, in order.
+      resident: the groups whose copy is on the device before the step.
+      ahead: by layer, the copy that its backward will read, where that is known already.
+    """
+
+    def __init__(self, profile: Profile, plan: Plan, recomputes: Sequence[bool], tasks: StepTasks):
+        self.profile, self.modes, self.recomputes, self.tasks = profile, plan.modes, recomputes, tasks
+        self.all: list[Copy] = []
+        self.first_loads: list[tuple[int, int]] = []
+        self.held: dict[int, Copy] = {}
+        self.fused: dict[int, Copy] = {}
+        self.reload_uses: list[int] = []
+        self.ahead: dict[int, Copy | None] = {}
+        self.resident = {
+            group
+            for group, members in enumerate(profile.groups)
+            if any(self.modes[layer] is Mode.RESIDENT for layer in members)
+        }
+
+    def load(self, kind: Kind, layer: int, after: tuple[int, ...] = ()) -> Copy:
+        """Emits a load of a layer's group, which waits for these tasks."""
+        profile = self.profile.layers[layer]
+        task = self.tasks.emit(kind, Lane.H2D, layer, ("load_s", profile.load_s), after)
+        self.tasks.add_bytes(task, start_bytes=profile.param_bytes)
+        self.all.append(Copy(task))
+        return self.all[-1]
+
+    def free_slot(self) -> tuple[int, ...]:
+        """The task that the next load of a RELOAD layer waits for: the use before the previous one."""
+        return tuple(self.reload_uses[-2:-1])
+
+    def for_forward(self, layer: int) -> Copy | None:
+        """The copy that a forward reads, loaded unless it is held; None if it reads another place."""
+        mode, group = self.modes[layer], self.profile.group_of[layer]
+        if group in self.resident or mode not in (Mode.GFGB, Mode.RELOAD):
+            return None
+        if group in self.held:
+            return self.held[group]
+        copy = self.load(Kind.LOAD, layer, self.free_slot() if mode is Mode.RELOAD else ())
+        self.first_loads.append((copy.load, group))
+        if mode is Mode.GFGB:
+            self.held[group] = copy
+        return copy
+
+    def between(self, layer: int, forward: int) -> None:
+        """Loads a DFGB layer's copy after its forward."""
+        group = self.profile.group_of[layer]
+        if self.modes[layer] is Mode.DFGB and group not in self.resident and group not in self.held:
+            self.held[group] = self.load(Kind.LOAD, layer, (forward,))
+
+    def find_ahead(self, layers: Iterable[int], forwards: Mapping[int, int]) -> None:
+        """Finds the copies of the next backward; a load is listed now. All earlier uses are noted."""
+        self.ahead = {layer: self.for_backward(layer, forwards[layer]) for layer in layers}
+
+    def for_backward(self, layer: int, forward: int) -> Copy | None:
+        """The copy that a backward reads, loaded unless it is held; None if it reads another place, or nothing."""
+        if layer in self.ahead:
+            return self.ahead[layer]
+        mode, group = self.modes[layer], self.profile.group_of[layer]
+        if mode is Mode.DHA or group in self.resident:
+            return None
+        if layer in self.fused:
+            return self.fused[layer]
+        if mode is not Mode.RELOAD or self.still_held(layer, group):
+            return self.held[group]
+        if not self.profile.layers[layer].backward_reads and not self.recomputes[layer]:
+            return None
+        return self.load(Kind.RELOAD, layer, tuple(sorted({forward, *self.free_slot()})))
+
+    def still_held(self, layer: int, group: int) -> bool:
+        """Whether another layer holds the group's copy beyond this layer's backward."""
+        members = self.profile.groups[group]
+        return any(other < layer and self.modes[other] in (Mode.GFGB, Mode.DFGB) for other in members)
+
+    def note_uses(self, copies: Mapping[int, Copy], tasks: Mapping[int, int], end: int) -> None:
+        """Notes that the forwards or backwards of a program's layers read copies.
+
+        Args:
+          copies: by layer.
+          tasks: the layers' tasks.
+          end: the task that ends the program.
+        """
+        reloaded: dict[int, Copy] = {}
+        for layer, copy in copies.items():
+            copy.last_use = end
+            self.tasks.set(tasks[layer], copy=copy.load)
+            if copy is not self.held.get(self.profile.group_of[layer]):
+                reloaded[layer] = copy
+        if any(self.fused.get(layer) is copy for layer, copy in reloaded.items()):
+            self.reload_uses[-1] = end
+        elif reloaded:
+            self.reload_uses.append(end)
+            self.fused = {layer: copy for layer, copy in reloaded.items() if self.profile.layers[layer].fused_backward}
+
+    def free(self) -> None:
+        """Frees each copy at its last use."""
+        for copy in self.all:
+            if copy.last_use is not None:
+                num_bytes = self.profile.layers[self.tasks.tasks[copy.load].segment].param_bytes
+                self.tasks.add_bytes(copy.last_use, end_bytes=num_bytes)
+
+
+def _seconds_a_byte(transfers: Iterable[tuple[float, int]]) -> float:
+    """The mean over all transfers, given as (seconds, bytes). A small layer's own rate would be mostly latency."""
+    seconds, sizes = zip(*transfers, strict=True)
+    return float(sum(seconds)) / sum(sizes) if sum(sizes) else 0.0
+
+
+def save_seconds_a_byte(profile: Profile) -> float:
+    """Seconds per byte from the device to host memory."""
+    return _seconds_a_byte((layer.offload_s, layer.offload_bytes) for layer in profile.layers)
+
+
+def fetch_seconds_a_byte(profile: Profile) -> float:
+    """Seconds per byte from host memory to the device."""
+    return _seconds_a_byte((layer.load_s, layer.param_bytes) for layer in profile.layers)
+
+
+class StepBuilder:
+    """Emits the tasks of one step in dispatch order, from an effective plan.
+
+    Args:
+      profile: the layers.
+      plan: the plan.
+      room: for each layer, the layer whose offload its backward waits for, or `NO_WAIT`.
+      left_bytes: by layer, what its forward leaves of device memory.
+    """
+
+    def __init__(self, profile: Profile, plan: Plan, room: Sequence[int], left_bytes: np.ndarray):
+        self.profile, self.plan = profile, plan
+        self.layers, self.modes, self.gradients = profile.layers, plan.modes, plan.gradients
+        self.recomputes = [bool(again) for again in of_program(profile, np.array(plan.recomputes))]
+        self.on_device, self.through_gpu = updated_on_device(profile, plan), streamed(profile, plan)
+        self.room, self.left_bytes = room, left_bytes
+        self.save_s_a_byte = profile.once(save_seconds_a_byte)
+        self.fetch_s_a_byte = profile.once(fetch_seconds_a_byte)
+        self.list = StepTasks(profile)
+        self.copies = Copies(profile, plan, self.recomputes, self.list)
+        self.saves_of_programs: list[tuple[int, ...]] = []
+        self.fetched: dict[int, int] = {}
+        self.last_program = -1
+        self.forwards: dict[int, int] = {}
+        speeds = self.fetch_s_a_byte, self.save_s_a_byte
+        self.streams = StateStreams(profile, self.list, *speeds, staying(profile, plan), plan.subgroups)
+        self.arrivals: dict[int, int] = {}
+        self.offloads: dict[int, int] = {}
+        self.host_gradients: dict[int, int] = {}
+        self.updates: dict[int, int] = {}
+        self.refreshes: dict[int, int] = {}
+        self.waits_for_update: list[tuple[int, int]] = []
+        self.waits_for_refresh: list[tuple[int, int]] = []
+
+    def build(self) -> Schedule:
+        """Emits all tasks."""
+        order = range(len(self.layers))
+        if self.plan.loads is Loads.BULK:
+            self.bulk_forwards()
+        else:
+            for members in self.profile.programs:
+                self.forward(members, {layer: self.copies.for_forward(layer) for layer in members}, ())
+        for layer in order:
+            self.copies.between(layer, self.forwards[layer])
+        num_forward_tasks = len(self.list.tasks)
+        for members in reversed(self.profile.programs):
+            self.backward(members[::-1])
+        if self.plan.updates is Updates.AFTER_ALL:
+            everything = self.last_arrivals()
+            for layer in reversed(order):
+                self.update_on_device(layer, everything)
+                self.stream(layer, everything)
+                self.update(layer, everything)
+        for group in self.updates:
+            self.refresh(group)
+        self.list_late_updates(num_forward_tasks)
+        self.updates |= self.streams.ends
+        self.refreshes |= {group: self.streams.ends[group] for group in self.streams.staying}
+        self.copies.free()
+        self.wait_for_previous()
+        groups = self.profile.groups
+        resident_bytes = sum(self.layers[groups[group][0]].param_bytes for group in self.copies.resident)
+        resident_bytes += sum(self.layers[groups[group][0]].state_bytes for group in self.on_device)
+        by_need = self.plan.update_order is UpdateOrder.NEED
+        return Schedule(tuple(self.list.tasks), resident_bytes, 1, by_need, self.profile.contention)
+
+    def bulk_forwards(self) -> None:
+        """Emits all loads in the order of updates, then the forwards, which wait for the last load."""
+        own = {int(layer): self.copies.for_forward(int(layer)) for layer in load_order(self.profile, bulk=True)}
+        barrier = tuple(range(len(self.list.tasks)))[-1:]
+        for members in self.profile.programs:
+            self.forward(members, {layer: own[layer] for layer in members}, barrier)
+
+    def forward(self, members: Sequence[int], found: Mapping[int, Copy | None], barrier: tuple[int, ...]) -> None:
+        """Emits the forward of a program's layers."""
+        copies = {layer: copy for layer, copy in found.items() if copy is not None}
+        loads = (copy.load for copy in copies.values())
+        after, tasks = tuple(sorted({*self.saves_to_wait_for(), *barrier, *loads})), dict[int, int]()
+        for layer in members:
+            tasks[layer] = self.last_program = self.forward_of(layer, after)
+            after = ()
+        for layer in members:
+            self.forwards[layer] = self.last_program
+            if layer not in copies:
+                by_dha = self.modes[layer] in (Mode.DHA, Mode.DFGB)
+                waiting = self.waits_for_update if by_dha else self.waits_for_refresh
+                waiting.append((tasks[members[0]], self.profile.group_of[layer]))
+        self.copies.note_uses(copies, tasks, self.last_program)
+        self.saves_of_programs.append(self.save(members[0], self.last_program))
+
+    def forward_of(self, layer: int, after: tuple[int, ...]) -> int:
+        """Emits the forward of one layer, and the parameterless compute that follows it."""
+        profile, again = self.layers[layer], self.recomputes[layer]
+        by_dha = self.modes[layer] in (Mode.DHA, Mode.DFGB)
+        key = "forward_dha_s" if by_dha else "forward_s"
+        task = self.list.emit(Kind.FORWARD, Lane.GPU, layer, (key, getattr(profile, key)), after)
+        workspace_bytes = profile.forward_bytes(by_dha, again)
+        self.list.add_bytes(task, start_bytes=profile.kept_bytes(again), workspace_bytes=workspace_bytes)
+        if by_dha and profile.forward_read_s:
+            self.list.set(task, read_s=profile.forward_read_s)
+        if profile.inter_forward_s > 0:
+            duration = ("inter_forward_s", profile.inter_forward_s)
+            self.list.emit(Kind.INTER_FORWARD, Lane.GPU, layer, duration, (task,))
+        return task
+
+    def saves_to_wait_for(self) -> tuple[int, ...]:
+        """The saves that the next program waits for before it may add values on the device."""
+        return self.saves_of_programs[-CROSSING_SLOTS] if len(self.saves_of_programs) >= CROSSING_SLOTS else ()
+
+    def save(self, layer: int, forward: int) -> tuple[int, ...]:
+        """Emits the save of the values that this layer's forward is the last to read, if any."""
+        num_bytes = self.layers[layer].save_bytes
+        if num_bytes == 0:
+            return ()
+        duration = ("offload_s", num_bytes * self.save_s_a_byte)
+        task = self.list.emit(Kind.SAVE, Lane.D2H, layer, duration, (forward,))
+        self.list.add_bytes(task, end_bytes=num_bytes)
+        return (task,)
+
+    def fetch_for_next(self, layer: int) -> None:
+        """Emits the fetch for the backward after this first layer of a program; it precedes the program in the list."""
+        following = self.next_backward(layer)
+        num_bytes = 0 if following is None else self.layers[following].fetch_bytes
+        if following is None or num_bytes == 0:
+            return
+        duration = ("load_s", num_bytes * self.fetch_s_a_byte)
+        self.fetched[following] = self.list.emit(Kind.FETCH, Lane.H2D, following, duration, (self.last_program,))
+        self.list.add_bytes(self.fetched[following], start_bytes=num_bytes)
+
+    def next_backward(self, layer: int) -> int | None:
+        """The first layer of the program whose backward follows that of this first layer of a program."""
+        below = (self.profile.program_ends[other][0] for other in reversed(range(layer)))
+        return next((other for other in below if self.layers[other].has_backward), None)
+
+    def backward(self, members: Sequence[int]) -> None:
+        """Emits the backward of a program's layers, last one first."""
+        if not self.layers[members[0]].has_backward:
+            return
+        self.streams.update_arrived()
+        found = {layer: self.copies.for_backward(layer, self.forwards[layer]) for layer in members}
+        copies = {layer: copy for layer, copy in found.items() if copy is not None}
+        self.fetch_for_next(members[-1])
+        after = self.backward_waits(members[-1], copies.values(), self.wait_for_room(members[0]))
+        tasks: dict[int, int] = {}
+        for layer in members:
+            tasks[layer] = self.last_program = self.backward_of(layer, after)
+            after = ()
+        self.copies.note_uses(copies, tasks, self.last_program)
+        following = self.next_backward(members[-1])
+        if self.through_gpu and following is not None:  # its loads precede a transfer up that waits for this backward
+            first, last = self.profile.program_ends[following]
+            self.copies.find_ahead(reversed(range(first, last + 1)), self.forwards)
+        end = self.last_program
+        for layer in members:
+            self.gradient(layer, tasks[layer], end)
+        if self.plan.updates is Updates.OVERLAPPED:
+            for layer in members:
+                self.update_on_device(layer, ())
+                self.stream(layer, (end,))
+
+    def backward_of(self, layer: int, after: tuple[int, ...]) -> int:
+        """Emits the backward of one layer, and the parameterless compute before it."""
+        profile, again = self.layers[layer], self.recomputes[layer]
+        if profile.inter_backward_s > 0:
+            self.list.emit(Kind.INTER_BACKWARD, Lane.GPU, layer, ("inter_backward_s", profile.inter_backward_s))
+        by_dha, grad_on_host = self.modes[layer] is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
+        variant = backward_variant(by_dha, grad_on_host, again)
+        duration = (f"{variant}_s", profile.backward_for(by_dha, grad_on_host, again))
+        task = self.list.emit(Kind.BACKWARD, Lane.GPU, layer, duration, after)
+        workspace_bytes = profile.backward_bytes(by_dha, grad_on_host, again)
+        self.list.add_bytes(task, end_bytes=profile.kept_bytes(again), workspace_bytes=workspace_bytes)
+        if self.profile.shares_links:
+            read_s, write_s = by_dha * profile.backward_reads_for(again), grad_on_host * profile.backward_write_s
+            self.list.set(task, read_s=read_s, write_s=write_s)
+        return task
+
+    def wait_for_room(self, layer: int) -> tuple[int, ...]:
+        """The offload that a backward waits for. Also lists the updates through the GPU that free its room."""
+        last = self.room[layer]
+        if last == NO_WAIT:
+            return ()
+        self.streams.finish(last)
+        offloaded = [other for other in self.offloads if other >= last]
+        return tuple(self.offloads[other] for other in offloaded[-1:])
+
+    def backward_waits(self, layer: int, copies: Iterable[Copy], room: tuple[int, ...]) -> tuple[int, ...]:
+        """What the backward of a program with this first layer waits for."""
+        after = {*room, *(copy.load for copy in copies)}
+        if layer in self.fetched:
+            after.add(self.fetched[layer])
+        if not self.layers[layer].fused_backward:
+            after.update(self.saves_to_wait_for())
+            self.saves_of_programs.append(())
+        return tuple(sorted(after))
+
+    def gradient(self, layer: int, backward: int, end: int) -> None:
+        """Emits what follows for a layer's gradient once its program has ended."""
+        profile, group = self.layers[layer], self.profile.group_of[layer]
+        if group in self.on_device | self.through_gpu:
+            self.list.add_bytes(backward, start_bytes=profile.device_gradient_bytes)
+            self.arrivals[layer] = end
+        elif profile.has_gradient:
+            grad_on_host = self.gradients[layer] is GradientPlace.HOST
+            self.arrivals[layer] = end if grad_on_host else self.offload(layer, backward, end)
+            if grad_on_host:
+                self.list.add_bytes(backward, host_start_bytes=profile.grad_bytes)
+                self.host_gradients[layer] = backward
+            if self.plan.updates is Updates.OVERLAPPED:
+                members = self.profile.groups[group]
+                self.update(layer, tuple(self.arrivals[other] for other in members if other in self.arrivals))
+
+    def last_arrivals(self) -> tuple[int, ...]:
+        """The last offload, and the last backward whose gradient no offload takes; all others arrive earlier."""
+        last = {self.list.tasks[task].kind: task for task in self.arrivals.values()}
+        return tuple(sorted(last.values()))
+
+    def offload(self, layer: int, backward: int, end: int) -> int:
+        """Emits the transfer of a layer's gradient once its program has ended."""
+        profile = self.layers[layer]
+        self.list.add_bytes(backward, start_bytes=profile.device_gradient_bytes)
+        task = self.list.emit(Kind.OFFLOAD, Lane.D2H, layer, ("offload_s", profile.offload_s), (end,))
+        self.offloads[layer] = self.host_gradients[layer] = task
+        self.list.add_bytes(task, end_bytes=profile.device_gradient_bytes, host_start_bytes=profile.offload_bytes)
+        return task
+
+    def update(self, layer: int, after: tuple[int, ...]) -> None:
+        """Emits the group's update at its first layer, the last one in backward order."""
+        group = self.profile.group_of[layer]
+        members = self.profile.groups[group]
+        elsewhere = group in self.on_device | self.through_gpu
+        if elsewhere or layer != members[0] or not self.layers[layer].has_gradient:
+            return
+        duration = ("update_s", self.profile.group_update_s[group])
+        task = self.list.emit(Kind.UPDATE, Lane.HOST, layer, duration, tuple(sorted(after)))
+        arrived = [self.host_gradients[other] for other in members if other in self.arrivals]
+        self.list.add_bytes(task, host_end_bytes=sum(self.list.tasks[each].host_start_bytes for each in arrived))
+        self.updates[group] = task
+
+    def update_on_device(self, layer: int, after: tuple[int, ...]) -> None:
+        """Likewise for a group that is updated on the device, where its gradient stays."""
+        group = self.profile.group_of[layer]
+        members = self.profile.groups[group]
+        if group not in self.on_device or layer != members[0]:
+            return
+        duration = ("update_gpu_s", self.layers[layer].update_gpu_s or 0.0)
+        task = self.list.emit(Kind.UPDATE, Lane.GPU, layer, duration, after)
+        self.list.add_bytes(task, end_bytes=sum(self.layers[other].device_gradient_bytes for other in members))
+        self.updates[group] = self.refreshes[group] = self.last_program = task
+
+    def stream(self, layer: int, after: tuple[int, ...]) -> None:
+        """Likewise for a group whose update streams through the GPU."""
+        group = self.profile.group_of[layer]
+        if group in self.through_gpu and layer == self.profile.groups[group][0]:
+            self.streams.add(group, after)
+
+    def list_late_updates(self, num_forward_tasks: int) -> None:
+        """Lists the updates through the GPU that run between the forwards of the next step."""
+        if self.streams.left_groups:
+            kept = kept_gradients(self.profile, self.through_gpu, self.plan.updates is Updates.AFTER_ALL)
+            sizes = dict.fromkeys(self.through_gpu, 0)
+            for layer, profile in enumerate(self.layers):
+                if self.profile.group_of[layer] in sizes and layer not in kept:
+                    sizes[self.profile.group_of[layer]] += profile.device_gradient_bytes
+            reads: dict[int, list[int]] = {}
+            of_copies = (each for each in self.waits_for_refresh if each[1] in self.streams.staying)
+            for task, group in (*self.copies.first_loads, *self.waits_for_update, *of_copies):
+                reads.setdefault(task, []).append(group)
+            left_bytes = self.left_bytes - self.leaving_bytes()
+            forwards = Forwards(num_forward_tasks, reads, self.updates, left_bytes.tolist())
+            LateUpdates(self.profile, self.list, self.streams, sizes).list(forwards)
+        for late, place in self.streams.late.items():
+            self.list.set(late, before=len(self.list.tasks) + place)
+
+    def leaving_bytes(self) -> np.ndarray:
+        """By layer, the gradients whose transfers may still be under way in its next forward, (layers,)."""
+        found, arrived = np.zeros(len(self.layers), dtype=np.int64), len(self.layers)
+        for layer in range(len(self.layers)):
+            members = self.profile.groups[self.profile.group_of[layer]]
+            # Its forward waits for the update, and that for these offloads and all before them on the link.
+            arrived = min([arrived, *(other for other in members if other in self.offloads)])
+            found[layer] = sum(self.layers[x].device_gradient_bytes for x in self.offloads if x < arrived)
+        return found
+
+    def refresh(self, group: int) -> None:
+        """Emits the load of a RESIDENT copy after its update."""
+        if group in self.copies.resident and group not in self.on_device:
+            layer = self.profile.groups[group][0]
+            duration = ("load_s", self.layers[layer].load_s)
+            self.refreshes[group] = self.list.emit(Kind.REFRESH, Lane.H2D, layer, duration, (self.updates[group],))
+
+    def wait_for_previous(self) -> None:
+        """Adds the waits for the previous step: of loads and forwards by DHA, and of forwards on RESIDENT copies."""
+        last_uses = {copy.load: copy.last_use for copy in self.copies.all}
+        reads = (*self.copies.first_loads, *self.waits_for_update)
+        for waiting, ends in ((reads, self.updates), (self.waits_for_refresh, self.refreshes)):
+            for task, group in waiting:
+                end = ends.get(group, last_uses.get(task))
+                if end is not None:
+                    known = self.list.tasks[task].after_previous
+                    self.list.set(task, after_previous=tuple(sorted({*known, end})))
+        for up, down in self.streams.waits_for_previous():
+            self.list.set(up, after_previous=(down,))

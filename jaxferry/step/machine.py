@@ -1,0 +1,417 @@
+"""The machine: runs a list of tasks on four lanes, exactly and without fitted constants, once or for ever.
+
+What programs and lanes share: the link's work of programs, and contention, as tasks of their own.
+
+    H2D   load 1   read 2   load 3            GPU   forward 1   forward 2 (DHA)   forward 3
+    D2H   offload 3   write 2   offload 1     GPU   ... backward 3   backward 2 (GO)   backward 1
+    host  ...   update 2   update 1   contention: lost to loads, reads, offloads and writes
+
+**Links**: what a program reads or writes in host memory crosses the link, and transfers cannot have that time of it.
+Programs go first: copies are queued long before they are needed, and a program that waited for all of them would gain
+nothing. So a transfer that follows a program in the list ends as much later as the program takes of the link.
+
+- A **read** has its place before its program and waits for nothing. It may thus count before its program starts: exact
+  while loads follow each other without a pause, which is when they matter.
+- A **write** has its place after its backward, and starts with it or once earlier transfers have ended. A gradient in
+  flight as the backward starts is not delayed.
+
+**Host memory**: what a lane loses to the others in a step (`Contention`) follows its last task of the step, and waits
+for nothing else. It delays the lane's next step as far as the lane is not idle between them: exact for the lane that
+sets the pace, which is when it matters. The first step is delayed by nothing.
+
+Nothing but the lane waits for these tasks. So no lane ever does more work than it can, and all other tasks end no
+earlier than without sharing: a bound that is proven without it holds with it.
+
+The period of an endless chain of one step, in time and memory that grow with the tasks and not with their square.
+
+The next step waits for each lane's last task, for updates and for refreshes, here the **boundary**. A max-plus linear
+map yields the ends of the boundary's tasks from those of the previous step. The period of the map's powers is its
+largest cycle mean: the longest way from a task to itself some steps later, divided by the number of these steps.
+
+The search has a mean of some cycle, and a potential for each task of the boundary. One step from these potentials gives
+the longest way to each task. If no way is longer than the difference of potentials plus the mean, no cycle has a larger
+mean. Otherwise the potentials rise (Bellman and Ford), until they prove the mean or the ways that raised them form a
+cycle with a larger one.
+
+With updates by need the map is not linear. The period is then measured, see `STEPS_BY_NEED`.
+
+The machine: runs a list of tasks on four lanes, exactly and without fitted constants.
+
+A task starts once its lane is free and all its dependencies have ended. Lanes follow the order of the list, except the
+host with updates by need (`Schedule.updates_by_need`).
+"""
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxferry.costs import NO_CONTENTION, SHARING
+from jaxferry.step.tasks import Kind, Lane, Run, Schedule, Task, changed, dispatch_order, in_one_period
+
+_LANES = {lane: number for number, lane in enumerate(Lane)}
+_HOST = _LANES[Lane.HOST]
+
+
+class Chain:
+    """An endless chain of one step's tasks, run step by step, so that memory does not grow with the steps.
+
+    With updates by need, the host chooses at each instant after all other lanes, once all tasks that end at that
+    instant have ended. All updates of a step are due before any of the next step, whose forwards wait for them. So the
+    updates of one step are ordered once all of them are known.
+
+    Args:
+      step: the tasks.
+    """
+
+    def __init__(self, step: Schedule):
+        self.tasks, self.by_need = step.tasks, step.updates_by_need
+        size = len(step.tasks)
+        self.order, self.with_previous = dispatch_order(step.tasks), dispatch_order(step.tasks, size)
+        self.is_late = [task.before is not None and task.before >= size for task in step.tasks]
+        self.lanes = [_LANES[task.lane] for task in step.tasks]
+        self.durations_s = [task.duration_s for task in step.tasks]
+        self.free = [0.0] * len(_LANES)
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+        self.earlier: tuple[list[float], list[float]] = [], []
+        self.latest_due = 0.0
+
+    def run_step(self) -> tuple[list[float], list[float]]:
+        """Runs the next step; returns when each task starts and ends, in seconds from the first step's start.
+
+        Tasks that the step leaves to the next one run there; `finish` runs those of the last step.
+        """
+        self.earlier = self.starts, self.ends
+        self.starts, self.ends = [0.0] * len(self.tasks), [0.0] * len(self.tasks)
+        waiting: dict[int, float] = {}
+        for index in self.with_previous if self.earlier[1] else self.order:
+            if not self.is_late[index]:
+                self._run(index, waiting)
+            elif self.earlier[1]:
+                self._run_late(index, *self.earlier)
+        self._run_updates(waiting)
+        return self.starts, self.ends
+
+    def finish(self) -> None:
+        """Runs what the last step leaves to a next one; the lists that `run_step` has returned hold the times."""
+        for index in self.order:
+            if self.is_late[index]:
+                self._run_late(index, self.starts, self.ends)
+
+    def _run(self, index: int, waiting: dict[int, float]) -> None:
+        """Runs a task, or adds it to the updates by need that wait."""
+        task, lane, ends, before = self.tasks[index], self.lanes[index], self.ends, self.earlier[1]
+        by_need = self.by_need and task.kind is Kind.UPDATE and lane == _HOST
+        if waiting and lane == _HOST and not by_need:
+            self._run_updates(waiting)
+        start = 0.0 if by_need else self.free[lane]
+        for other in task.after:
+            if other in waiting:
+                self._run_updates(waiting)
+            start = max(start, ends[other])
+        if before:
+            for other in task.after_previous:
+                start = max(start, before[other])
+        if by_need:
+            waiting[index] = start
+        else:
+            self.starts[index], ends[index] = start, start + self.durations_s[index]
+            self.free[lane] = ends[index]
+
+    def _run_late(self, index: int, starts: list[float], ends: list[float]) -> None:
+        """Runs a task that its step, with these times, leaves to the next one."""
+        lane = self.lanes[index]
+        starts[index] = max([self.free[lane], *(ends[other] for other in self.tasks[index].after)])
+        self.free[lane] = ends[index] = starts[index] + self.durations_s[index]
+
+    def _run_updates(self, waiting: dict[int, float]) -> None:
+        """Runs updates by need; `waiting` maps them to the time at which they are due, and is emptied."""
+        assert min(waiting.values(), default=self.latest_due) >= self.latest_due
+        self.latest_due = max(waiting.values(), default=self.latest_due)
+        by_time = sorted(waiting, key=waiting.__getitem__, reverse=True)
+        could_start: list[tuple[tuple[int, int], int]] = []
+        now = self.free[_HOST]
+        while by_time or could_start:
+            if not could_start:
+                now = max(now, waiting[by_time[-1]])
+            while by_time and waiting[by_time[-1]] <= now:
+                index = by_time.pop()
+                heapq.heappush(could_start, (self.tasks[index].need, index))
+            index = heapq.heappop(could_start)[1]
+            self.starts[index], now = now, now + self.durations_s[index]
+            self.ends[index] = now
+        self.free[_HOST] = now
+        waiting.clear()
+
+
+def with_shared_work(step: Schedule) -> Schedule:
+    """The schedule with READ, WRITE and CONTENTION tasks; the same one if nothing is shared."""
+    if not step.contention and not any(task.read_s or task.write_s for task in step.tasks):
+        return step
+    tasks: list[Task] = []
+    new_index: list[int] = []
+    places: list[int] = []
+    on_gpu: tuple[int, ...] = ()
+    begin = 0
+
+    def moved(indices: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(new_index[index] for index in indices)
+
+    for index, task in enumerate(step.tasks):
+        if task.step != step.tasks[index - 1].step and index:
+            tasks += _lost(step, tasks[begin:])
+            begin = len(tasks)
+        places.append(len(tasks))
+        if task.read_s:
+            tasks.append(_link_task(task, Kind.READ, Lane.H2D, ("read_s", task.read_s), ()))
+        new_index.append(len(tasks))
+        copy = None if task.copy is None else new_index[task.copy]
+        tasks.append(changed(task, after=moved(task.after), copy=copy, read_s=0.0, write_s=0.0))
+        if task.write_s:
+            waits = moved(tuple(dict.fromkeys((*task.after, *on_gpu))))
+            tasks.append(_link_task(task, Kind.WRITE, Lane.D2H, ("write_s", task.write_s), waits))
+        on_gpu = (index,) if task.lane is Lane.GPU else on_gpu
+    tasks += _lost(step, tasks[begin:])
+    for index, task in enumerate(tasks):  # tasks of other steps have their new indices only now
+        if task.after_previous:
+            tasks[index] = changed(task, after_previous=moved(task.after_previous))
+        if task.before is not None:
+            steps, place = divmod(task.before, len(places))
+            tasks[index] = changed(tasks[index], before=steps * len(tasks) + places[place])
+    return dataclasses.replace(step, tasks=tuple(tasks), contention=NO_CONTENTION)
+
+
+def _link_task(of: Task, kind: Kind, lane: Lane, duration: tuple[str, float], after: tuple[int, ...]) -> Task:
+    name = f"{kind.value} {of.name.split(' ', 1)[1]}"
+    return Task(name, of.segment, kind, lane, *duration, after, step=of.step)
+
+
+def _lost(schedule: Schedule, tasks: Sequence[Task]) -> list[Task]:
+    """What the lanes lose to each other in a step with these tasks."""
+    if not schedule.contention:
+        return []
+    work_s = [math.fsum(task.duration_s for task in tasks if task.lane.value == lane) for lane in SHARING]
+    lost_s = schedule.contention.lost_s(np.array(work_s)).tolist()
+    first = tasks[0]
+    return [
+        Task(Kind.CONTENTION.value, first.segment, Kind.CONTENTION, Lane(lane), "contention", seconds, step=first.step)
+        for lane, seconds in zip(SHARING, lost_s, strict=True)
+        if seconds > 0
+    ]
+
+
+STEPS_BY_NEED = (8, 24)
+"""With updates by need, the steady step is the mean time between these steps of a chain."""
+
+_SAME = 1e-12
+_ROUNDING = 1e-14
+
+
+def steady_step_s(step: Schedule) -> float:
+    """Seconds a step in an endless chain of this step; exact for any transient, without updates by need."""
+    return SteadyStep(step).seconds(step.updates_by_need)
+
+
+class SteadyStep:
+    """An endless chain of one step, with either order of updates."""
+
+    def __init__(self, step: Schedule):
+        self.step = in_one_period(with_shared_work(step))
+
+    def seconds(self, by_need: bool) -> float:
+        """`steady_step_s` if the host's updates are by need, or not."""
+        if by_need:
+            return _measured_s(dataclasses.replace(self.step, updates_by_need=True))
+        return _Search(self.step).largest_mean_s()
+
+
+def _boundary(step: Schedule) -> list[int]:
+    """The tasks that the next step waits for, in ascending order."""
+    last = {task.lane: index for index, task in enumerate(step.tasks)}
+    return sorted({index for task in step.tasks for index in task.after_previous} | set(last.values()))
+
+
+def _measured_s(step: Schedule) -> float:
+    """The mean of `STEPS_BY_NEED`; or the growth of a step once all times of the boundary grow equally."""
+    first, last = STEPS_BY_NEED
+    boundary, chain = _boundary(step), Chain(step)
+    gpu = max(index for index, task in enumerate(step.tasks) if task.lane is Lane.GPU)
+    ends: list[float] = []
+    before: list[float] = []
+    for _ in range(last):
+        now = chain.run_step()[1]
+        ends.append(now[gpu])
+        growth = [now[index] - before[index] for index in boundary] if before else []
+        if growth and max(growth) - min(growth) <= _SAME * ends[-1]:
+            return now[gpu] - before[gpu]
+        before = now
+    return (ends[last - 1] - ends[first - 1]) / (last - first)
+
+
+class _Search:
+    """The largest cycle mean of a step's map."""
+
+    def __init__(self, step: Schedule):
+        last = {task.lane: index for index, task in enumerate(step.tasks)}
+        self.boundary = _boundary(step)
+        self.durations_s = [task.duration_s for task in step.tasks]
+        self.waits: list[tuple[int, ...]] = []
+        self.waits_previous: list[tuple[int, ...]] = []
+        latest: dict[Lane, int] = {}
+        totals = dict.fromkeys(Lane, 0.0)
+        for index, task in enumerate(step.tasks):
+            in_lane = latest.get(task.lane)
+            self.waits.append(task.after if in_lane is None else (*task.after, in_lane))
+            own = (last[task.lane],) if in_lane is None else ()
+            self.waits_previous.append((*task.after_previous, *own))
+            latest[task.lane] = index
+            totals[task.lane] += task.duration_s
+        self.mean_s = max(totals.values())
+
+    def largest_mean_s(self) -> float:
+        """Seconds a step."""
+        potentials = dict.fromkeys(self.boundary, 0.0)
+        come_from: dict[int, tuple[int, float]] = {}
+        while True:
+            raised = self._longer_ways(potentials)
+            for index, (value, origin, length_s) in raised.items():
+                potentials[index] = value
+                come_from[index] = (origin, length_s)
+            mean_s = _largest_mean_s(come_from)
+            if not raised or (mean_s is not None and mean_s <= self.mean_s):
+                return self.mean_s
+            if mean_s is not None:
+                self.mean_s, come_from = mean_s, {}
+
+    def _longer_ways(self, potentials: Mapping[int, float]) -> dict[int, tuple[float, int, float]]:
+        """For each task whose potential rises: the new one, the task where the longest way begins, and its seconds."""
+        size = len(self.durations_s)
+        values, lengths, origins = [0.0] * size, [0.0] * size, [0] * size
+        for index, duration_s in enumerate(self.durations_s):
+            best, length, origin = -float("inf"), 0.0, -1
+            for other in self.waits[index]:
+                if values[other] > best:
+                    best, length, origin = values[other], lengths[other], origins[other]
+            for other in self.waits_previous[index]:
+                if potentials[other] > best:
+                    best, length, origin = potentials[other], 0.0, other
+            values[index], lengths[index], origins[index] = best + duration_s, length + duration_s, origin
+        least_rise = _ROUNDING * size**0.5 * max(map(abs, values))
+        return {
+            index: (values[index] - self.mean_s, origins[index], lengths[index])
+            for index in self.boundary
+            if values[index] - self.mean_s > potentials[index] + least_rise
+        }
+
+
+def _largest_mean_s(come_from: Mapping[int, tuple[int, float]]) -> float | None:
+    """The largest mean of the cycles among ways, given by their last task as (first task, seconds); None if none."""
+    seen: dict[int, int] = {}
+    found: list[float] = []
+    for number, start in enumerate(come_from):
+        task = start
+        while task in come_from and task not in seen:
+            seen[task] = number
+            task = come_from[task][0]
+        if seen.get(task) == number and task in come_from:
+            lengths, at = [come_from[task][1]], come_from[task][0]
+            while at != task:
+                lengths.append(come_from[at][1])
+                at = come_from[at][0]
+            found.append(sum(lengths) / len(lengths))
+    return max(found, default=None)
+
+
+__all__ = [
+    "STEPS_BY_NEED",
+    "SteadyStep",
+    "critical_path",
+    "device_bytes",
+    "device_bytes_of_steps",
+    "forward_s",
+    "run",
+    "steady_step_s",
+    "step_s",
+]
+
+_UPDATES = (Kind.UPDATE, Kind.STATE_DOWN)
+
+
+def run(schedule: Schedule) -> Run:
+    """Runs all tasks, and those that `shared_work` adds."""
+    schedule = with_shared_work(schedule)
+    chain = Chain(schedule)
+    starts, ends = chain.run_step()
+    chain.finish()
+    return Run(schedule, tuple(starts), tuple(ends))
+
+
+def forward_s(of: Run) -> float:
+    """Seconds to the end of the first step's last forward or inter_forward."""
+    return max(_ends(of, (Kind.FORWARD, Kind.INTER_FORWARD)))
+
+
+def step_s(of: Run) -> float:
+    """Seconds to the end of the first step's last update; one that streams ends with the state in host memory."""
+    return max(_ends(of, _UPDATES))
+
+
+def _ends(of: Run, kinds: tuple[Kind, ...]) -> list[float]:
+    return [
+        end for task, end in zip(of.schedule.tasks, of.ends_s, strict=True) if task.kind in kinds and task.step == 0
+    ]
+
+
+def device_bytes(of: Run) -> list[tuple[float, int]]:
+    """Device memory over time: (seconds, bytes from then on), one entry for each change.
+
+    Memory that is freed at an instant serves an allocation at the same instant.
+    """
+    return device_bytes_of_steps(of.schedule, [(of.starts_s, of.ends_s)])
+
+
+def device_bytes_of_steps(
+    schedule: Schedule, steps: Sequence[tuple[Sequence[float], Sequence[float]]]
+) -> list[tuple[float, int]]:
+    """Likewise, for tasks that run several times.
+
+    Args:
+      schedule: the tasks of one step, or of a chain of steps.
+      steps: when the tasks start and end, for each time that they run.
+    """
+    own = [task.start_bytes + task.workspace_bytes for task in schedule.tasks]
+    back = [task.end_bytes + task.workspace_bytes for task in schedule.tasks]
+    moments = np.concatenate([np.concatenate(step) for step in steps])
+    changes = np.tile(np.array([*own, *(-num_bytes for num_bytes in back)], dtype=np.int64), len(steps))
+    moments, changes = moments[changes != 0], changes[changes != 0]
+    times, number = np.unique(moments, return_inverse=True)
+    total = np.zeros(len(times), dtype=np.int64)
+    np.add.at(total, number, changes)
+    held = (schedule.resident_bytes + np.cumsum(total)).tolist()
+    return [(0.0, schedule.resident_bytes), *zip(times.tolist(), held, strict=True)]
+
+
+def critical_path(of: Run) -> list[int]:
+    """Indices of the tasks, first to last, that determine the end of the first step's last update.
+
+    Each one starts when its predecessor ends; the first starts at 0.
+    """
+    tasks = of.schedule.tasks
+    before: dict[int, int | None] = {}
+    last: dict[Lane, int] = {}
+    # Follow the order in which a lane ran its tasks. With updates by need it can differ from that of the list.
+    for index in sorted(range(len(tasks)), key=lambda index: (of.starts_s[index], of.ends_s[index], index)):
+        before[index] = last.get(tasks[index].lane)
+        last[tasks[index].lane] = index
+    updates = [index for index, task in enumerate(tasks) if task.kind in _UPDATES and task.step == 0]
+    current = max(updates, key=lambda index: of.ends_s[index])
+    path = [current]
+    while of.starts_s[current] > 0:
+        lane_before = before[current]
+        candidates = (*tasks[current].after, *(() if lane_before is None else (lane_before,)))
+        current = next(index for index in candidates if of.ends_s[index] == of.starts_s[current])
+        path.append(current)
+    return path[::-1]

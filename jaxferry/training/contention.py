@@ -1,0 +1,311 @@
+"""Measured links and their contention: how fast loads, offloads and updates are beside each other.
+
+Measured links of several devices: what they load, offload and exchange, all at the same time.
+
+    vectors in host memory --up--> shares --gather--> all of them on each device
+    a partial sum on each device --scatter--> shares --down--> host memory
+
+Each time is taken for a small and a large move. Every process makes the same moves in the same order, and takes the
+slowest one's times, so that all of them plan alike.
+
+Measured contention: how fast loads, offloads and updates on the host are beside each other.
+
+    update, update, update, ...      |
+    load, load, load, ...            |  each alone, then in pairs, each in a thread of its own
+    offload, offload, offload, ...   |
+
+Updates take turns on more memory than the host's caches hold, as in a step. The calls that a lane completes beside
+another one, over those that it completes alone in the same time, are its speed there.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import functools
+import itertools
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxferry.costs import (
+    ACROSS,
+    ALL,
+    DOWN,
+    EXCHANGES,
+    HOST,
+    NO_CONTENTION,
+    NOTHING,
+    UP,
+    WITHIN,
+    Contention,
+    Line,
+    Links,
+)
+from jaxferry.optimizer import HostOptimizer
+from jaxferry.partition import Layer
+from jaxferry.processes import empty, slowest
+from jaxferry.settings import with_own_settings
+from jaxferry.step import Arrival
+from jaxferry.training.microbenchmarks import HostUpdate
+from jaxferry.training.profile_cache import MeasurementCache
+from jaxferry.training.timers import host_cache_bytes
+from jaxferry.transport import DATA, PROCESS, Placement
+
+SMALL_BYTES, LARGE_BYTES = 2**16, 2**26
+"""The bytes of the small and of the large move, of all devices together."""
+LARGE_ON_CPU_BYTES = 2**22
+"""The same for CPU devices, whose links are all host memory."""
+_REPETITIONS = 5
+_ROW_LENGTH = 4
+"""Moves in a row whose time is compared with that of twice as many."""
+
+
+@functools.lru_cache(maxsize=8)
+def measure_links(placement: Placement) -> Links:
+    """Measures how fast the devices of a mesh load, offload and exchange; each process must call this.
+
+    Args:
+      placement: where arrays live, on several devices.
+    """
+    large = LARGE_ON_CPU_BYTES if placement.platform == "cpu" else LARGE_BYTES
+    num = placement.num_devices
+    moves = {("up", ""): transfer(placement, "pinned_host"), ("down", ""): transfer(placement, "device")}
+    for among in _among(placement):
+        moves |= {("gather", among): gather(placement, among), ("scatter", among): scatter(placement, among)}
+    sizes = [-(-size // (4 * num)) * 4 * num for size in (SMALL_BYTES, large)]
+    length = 1 if placement.platform == "cpu" else _ROW_LENGTH
+    seconds = slowest([_median_s(make(size // 4), length) for make in moves.values() for size in sizes])
+    lines: dict[tuple[str, str], Line] = {}
+    for number, (kind, among) in enumerate(moves):
+        small, most = (size // num if kind in ("up", "down") else size for size in sizes)
+        lines[kind, among] = Line.through((small, seconds[2 * number]), (most, seconds[2 * number + 1]))
+    if placement.num_processes == 1:
+        lines |= {(kind, WITHIN): lines[kind, ALL] for kind in ("gather", "scatter")}
+    exchanges = [{among: lines.get((kind, among), NOTHING) for among in EXCHANGES} for kind in ("gather", "scatter")]
+    return Links(lines["up", ""], lines["down", ""], *exchanges)
+
+
+def _among(placement: Placement) -> list[str]:
+    """The exchanges that differ on a mesh."""
+    if placement.num_processes == 1:
+        return [ALL]
+    return [ALL, ACROSS] if placement.num_devices == placement.num_processes else [ALL, WITHIN, ACROSS]
+
+
+def gather(placement: Placement, among: str) -> Callable[[int], Callable[[], Any]]:
+    """Makes, for a number of elements, a call that gathers what devices share (`sharing.EXCHANGES`)."""
+    split = {ALL: placement.device.mesh.axis_names, WITHIN: (DATA,), ACROSS: (DATA, PROCESS)}[among]
+    gathered = _where(placement, DATA) if among == ACROSS else placement.device
+
+    def make(size: int) -> Callable[[], Any]:
+        shares = _filled(size, _where(placement, split))
+        program = jax.jit(lambda array: array, out_shardings=gathered).lower(shares).compile()
+        return lambda: program(shares)
+
+    return make
+
+
+def scatter(placement: Placement, among: str) -> Callable[[int], Callable[[], Any]]:
+    """Makes, for a number of elements, a call that adds up an array of each device.
+
+    Each device keeps a share, as programs leave gradients.
+    """
+    axes, shape = placement.device.mesh.axis_names, placement.device.mesh.shape
+    num, terms, shares = {
+        ALL: (placement.num_devices, (axes,), (axes,)),
+        WITHIN: (shape[DATA], (DATA,), (DATA,)),
+        ACROSS: (placement.num_processes, (PROCESS, DATA), ((DATA, PROCESS),)),
+    }[among]
+
+    def make(size: int) -> Callable[[], Any]:
+        rows = _filled((num, size), _where(placement, *terms))
+        program = jax.jit(lambda rows: rows.sum(0), out_shardings=_where(placement, *shares)).lower(rows).compile()
+        return lambda: program(rows)
+
+    return make
+
+
+def _where(placement: Placement, *split: Any) -> NamedSharding:
+    return NamedSharding(placement.device.mesh, PartitionSpec(*split), memory_kind="device")
+
+
+def _filled(shape: Any, where: NamedSharding) -> jax.Array:
+    """Numbers that are not zero, made on the devices."""
+    made: jax.Array = jax.jit(lambda: jnp.full(shape, 0.1, jnp.float32), out_shardings=where)()
+    return made
+
+
+def transfer(placement: Placement, kind: str) -> Callable[[int], Callable[[], Any]]:
+    """Makes, for a number of elements, a call that issues a move of shares from a kind of memory to the other."""
+    there = {"pinned_host": "device", "device": "pinned_host"}[kind]
+
+    def make(size: int) -> Callable[[], Any]:
+        shares = empty(size, jnp.float32, placement.pinned.with_memory_kind(kind))
+        where = placement.pinned.with_memory_kind(there)
+        return lambda: placement.moved([shares], where)
+
+    return make
+
+
+def _median_s(call: Callable[[], Any], length: int) -> float:
+    """The median seconds of a call, after some; as often in every process.
+
+    Args:
+      call: issues a move.
+      length: how many are issued in a row. Twice as many take longer by the time of these, without the time that a call
+        takes and the wait for its result. With 1, both count: devices of a CPU take turns.
+    """
+    times_s = []
+    for _ in range(_REPETITIONS + 1):
+        one_s, two_s = (_row_s(call, num * length) for num in (1, 2)) if length > 1 else (0.0, _row_s(call, 1))
+        times_s.append(max(two_s - one_s, 0.0) / length)
+    return statistics.median(times_s[1:])
+
+
+def _row_s(call: Callable[[], Any], num_calls: int) -> float:
+    start_s = time.perf_counter()
+    jax.block_until_ready([call() for _ in range(num_calls)])
+    return time.perf_counter() - start_s
+
+
+TRANSFER_BYTES = 2**26
+"""The bytes of a transfer, and about those of an update."""
+LEAST_BYTES = 2**22
+"""The least masters of an update; a smaller one takes longer to issue than to work on memory."""
+MOST_BYTES = 2**30
+"""The most masters that are updated in turn."""
+IN_QUEUE = 3
+"""Transfers that are under way while another one is issued."""
+LEAST_S = 0.05
+LEAST_CALLS = 6
+"""Lanes work beside each other for so long, and for so many calls of the slower one alone."""
+
+
+def measure_contention(
+    optimizer: HostOptimizer,
+    placement: Placement,
+    layers: Sequence[Layer],
+    cache: MeasurementCache,
+    devices: Placement | None = None,
+) -> Contention:
+    """Measures what the links of all devices and the optimizer's updates take of each other's time.
+
+    There is none where every layer has less than `LEAST_BYTES`.
+
+    Args:
+      optimizer: its update of a layer of about `TRANSFER_BYTES` is taken for all.
+      placement: where its arrays live.
+      layers: of the model.
+      cache: earlier measurements.
+      devices: several that share a batch, and all transfer at the same time; None for that of `placement`.
+    """
+    update = _some_update(optimizer, placement, layers)
+    if update is None:
+        return NO_CONTENTION
+    devices = devices or placement
+    about = f"{devices.num_devices} devices of {devices.num_processes} processes"
+    names = {
+        (lane, other): f"speed of {lane} beside {other}, {about}\n{update.text}"
+        for lane, other in itertools.permutations((HOST, UP, DOWN), 2)
+    }
+    speeds = {pair: known for pair, name in names.items() if (known := cache.get(name)) is not None}
+    if len(speeds) < len(names):
+        links = transfers(devices)
+        try:
+            speeds = speeds_in_pairs({HOST: in_turn(update), **links})
+        finally:
+            for link in links.values():
+                link.wait()
+        for pair, speed in speeds.items():
+            cache.put(names[pair], speed)
+    return Contention.between(speeds)
+
+
+def speeds_in_pairs(work: Mapping[str, Callable[[], Any]], least_s: float = LEAST_S) -> dict[tuple[str, str], float]:
+    """The speed of each lane beside each other one, relative to its speed alone.
+
+    Args:
+      work: for each lane, a call that works and returns once that is done.
+      least_s: the least seconds that lanes work beside each other.
+    """
+    alone = {lane: _calls_per_s([call], least_s)[0] for lane, call in work.items()}
+    found = {}
+    for pair in itertools.combinations(work, 2):
+        window_s = max(least_s, LEAST_CALLS / min(alone[lane] for lane in pair))
+        beside = _calls_per_s([work[lane] for lane in pair], window_s)
+        for lane, other, speed in zip(pair, pair[::-1], beside, strict=True):
+            found[lane, other] = speed / alone[lane]
+    return found
+
+
+def _calls_per_s(calls: Sequence[Callable[[], Any]], window_s: float) -> list[float]:
+    """How often each call is done in a second, all of them at the same time; each is called once before."""
+    begin = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], Any]) -> float:
+        call()
+        begin.wait()
+        begin_s, ends_s = time.perf_counter(), list[float]()
+        while not ends_s or ends_s[-1] < window_s:
+            call()
+            ends_s.append(time.perf_counter() - begin_s)
+        # The last call may have ended alone.
+        within = max(1, sum(end <= window_s for end in ends_s))
+        return within / ends_s[within - 1]
+
+    if len(calls) == 1:
+        return [run(calls[0])]
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(with_own_settings(run), calls))
+
+
+def transfers(placement: Placement, num_bytes: int = TRANSFER_BYTES) -> dict[str, InQueue]:
+    """Loads and offloads of so many bytes by all devices, by lane."""
+    return {
+        lane: InQueue(transfer(placement, kind)(num_bytes // 4))
+        for lane, kind in ((UP, "pinned_host"), (DOWN, "device"))
+    }
+
+
+class InQueue:
+    """A call that issues a transfer and waits for an earlier one: a link is never idle, however busy the host is.
+
+    Args:
+      issue: issues one.
+    """
+
+    def __init__(self, issue: Callable[[], Any]) -> None:
+        self._issue, self._queue = issue, collections.deque[Any]()
+
+    def __call__(self) -> Any:
+        """Issues one more, at first several, and returns the earliest once it has been moved."""
+        while len(self._queue) <= IN_QUEUE:
+            self._queue.append(self._issue())
+        return jax.block_until_ready(self._queue.popleft())
+
+    def wait(self) -> None:
+        """Waits for all; before that, their memory must not be freed."""
+        jax.block_until_ready(list(self._queue))
+        self._queue.clear()
+
+
+def in_turn(update: HostUpdate) -> Callable[[], Any]:
+    """An update of other arrays at each call, so that none finds its own in the caches."""
+    num = max(1, min(-(-2 * host_cache_bytes() // update.num_bytes), MOST_BYTES // update.num_bytes))
+    held = itertools.cycle([update.arguments() for _ in range(num)])
+    return lambda: update(next(held))
+
+
+def _some_update(optimizer: HostOptimizer, placement: Placement, layers: Sequence[Layer]) -> HostUpdate | None:
+    arrivals = [Arrival.OWN] * len(layers)
+    updates = [HostUpdate(optimizer, placement, unit, layers, arrivals) for unit in optimizer.units_of(layers)]
+    large = [update for update in updates if update.num_bytes >= LEAST_BYTES]
+    return min(large, key=lambda update: abs(math.log(update.num_bytes / TRANSFER_BYTES)), default=None)

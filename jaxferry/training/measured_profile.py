@@ -1,0 +1,413 @@
+"""Measured profiles: all durations on this device, once for each distinct program, layout and update.
+
+    partition --> subjects (microbenchmarks.py) --cache, or a timer--> seconds --> LayerProfile of each segment
+
+Cached subjects are neither measured nor compiled again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxferry.costs import LayerCosts, LayerProfile, Profile, Report, partition_costs
+from jaxferry.engine import DeviceUpdateCompiler, Programs, widened_groups, with_program_facts
+from jaxferry.optimizer import HostOptimizer
+from jaxferry.partition import Partition, RowGradient
+from jaxferry.step import (
+    ProgramKey,
+    ProgramKind,
+    arrivals_of,
+    fetch_seconds_a_byte,
+    num_subgroups_of,
+    save_seconds_a_byte,
+)
+from jaxferry.training.contention import measure_contention
+from jaxferry.training.microbenchmarks import (
+    Subject,
+    adds_there,
+    device_update_subject,
+    gradient_shapes,
+    gradients_text,
+    host_sum_subject,
+    keys_of,
+    load_subject,
+    offload_subject,
+    plain_keys,
+    program_subject,
+    program_variants,
+    streamed_update_subject,
+    update_subject,
+)
+from jaxferry.training.profile_cache import MeasurementCache, cache_directory, surroundings
+from jaxferry.training.timers import Effort, cold_caches, device_timer
+from jaxferry.transport import Placement, Transport, make_transport
+
+BUDGET_S = 20.0
+"""Time for measurements, without compilation; three repetitions of everything may exceed it."""
+
+
+def measure_profile(
+    partition: Partition,
+    programs: Programs,
+    optimizer: HostOptimizer,
+    placement: Placement,
+    transport: str,
+    *,
+    recomputing: Partition | None = None,
+    remat: str = "none",
+    offload_activations: bool = False,
+    cache: MeasurementCache | None = None,
+    progress: Report | None = None,
+    budget_s: float | None = None,
+) -> Profile:
+    """Measures the profile of a partition on this device (MemFerry, section IV-B).
+
+    Args:
+      partition: the segments.
+      programs: their programs; compiled as far as they are measured.
+      optimizer: the host optimizer; its update of each layer is measured.
+      placement: where arrays live.
+      transport: the transport to measure, one of `TRANSPORTS`.
+      recomputing: the same segments, with rematerialized variants where eligible; `programs` contains them. None if no
+        plan may recompute.
+      remat: what is kept between forward and backward; recorded in `machine`.
+      offload_activations: whether values wait in host memory for their backward.
+      cache: earlier measurements; None for the user's own cache (`MeasurementCache`).
+      progress: called with the next subject.
+      budget_s: seconds to spend; three repetitions of everything may exceed it. None for `BUDGET_S`.
+    """
+    measured = MeasuredLayers(partition, recomputing or partition, programs, optimizer, placement, transport)
+    cache = cache or default_cache(placement)
+    layers = measured.profiles(cache, progress or silent, budget_s)
+    profile = Profile(facts_of(placement, transport, remat), layers)
+    if not placement.is_cpu:
+        profile = with_link_work(profile, partition_costs(partition))
+        contention = measure_contention(optimizer, placement, partition.layers, cache)
+        profile = dataclasses.replace(profile, contention=contention)
+    staging_bytes = make_transport(transport, placement, partition.layers).staging_bytes
+    return with_program_facts(profile, partition, programs.derivatives, offload_activations, staging_bytes)
+
+
+def measure_share(
+    partition: Partition,
+    programs: Programs,
+    optimizer: HostOptimizer,
+    placement: Placement,
+    *,
+    recomputing: Partition | None = None,
+    cache: MeasurementCache | None = None,
+    progress: Report | None = None,
+    budget_s: float | None = None,
+) -> tuple[LayerProfile, ...]:
+    """Measures the work of one device of several: its programs and the updates of whole layers.
+
+    Loads, offloads and temporaries are 0, and programs that read or write host memory take no longer than others: these
+    follow from what all devices do together (`shares.py`).
+
+    Args as for `measure_profile`, for one device and its share of the batch.
+    """
+    measured = MeasuredLayers(partition, recomputing or partition, programs, optimizer, placement, None)
+    return measured.profiles(cache or default_cache(placement), progress or silent, budget_s)
+
+
+def facts_of(placement: Placement, transport: str, remat: str) -> dict[str, Any]:
+    """The facts of a measured profile's machine."""
+    about = surroundings(placement.platform, placement.device_kind)
+    return {"measured": True, "name": placement.device_kind, **about, "transport": transport, "remat": remat}
+
+
+def with_link_work(profile: Profile, costs: Sequence[LayerCosts]) -> Profile:
+    """The profile with what programs that read or write host memory take of the links.
+
+    That is the time of a load, or an offload, of as many bytes, at the mean speed of those that were measured.
+
+    Args:
+      profile: the measured layers.
+      costs: of the same layers; a DHA program reads the bytes that it touches, a GO backward writes the gradient.
+    """
+    load_s_a_byte, offload_s_a_byte = fetch_seconds_a_byte(profile), save_seconds_a_byte(profile)
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            forward_read_s=min(counted.dha_bytes_forward * load_s_a_byte, layer.forward_dha_s),
+            backward_read_s=min(counted.dha_bytes_backward * load_s_a_byte, layer.backward_dha_s),
+            backward_write_s=layer.grad_bytes * offload_s_a_byte,
+        )
+        for layer, counted in zip(profile.layers, costs, strict=True)
+    )
+    return dataclasses.replace(profile, layers=layers)
+
+
+def default_cache(placement: Placement) -> MeasurementCache:
+    """Returns the user's cache of measurements on this device."""
+    return MeasurementCache(cache_directory(), surroundings(placement.platform, placement.device_kind))
+
+
+def silent(part: str, done: int, total: int) -> None:
+    """Reports nothing."""
+
+
+def _seconds(
+    subjects: Mapping[Any, Subject], programs: Programs, cache: MeasurementCache, report: Report, end_s: float
+) -> dict[Any, float]:
+    """Returns the seconds of each subject; each missing one in turn receives its share of the remaining time.
+
+    Subjects with equal content are measured once.
+    """
+    by_content = {subject.content: subject for subject in subjects.values()}
+    seconds = {content: known for content in by_content if (known := cache.get(content)) is not None}
+    missing = {content: subject for content, subject in by_content.items() if content not in seconds}
+    if missing:
+        report("compiling", 0, len(missing))
+        begin_s = time.monotonic()
+        programs.require(subject.key for subject in missing.values() if subject.key is not None)
+        end_s += time.monotonic() - begin_s
+    try:
+        for number, (content, subject) in enumerate(missing.items()):
+            report(subject.label, number, len(missing))
+            share_s = (end_s - time.monotonic()) / (len(missing) - number)
+            seconds[content] = subject.time(Effort(budget_s=max(share_s, 0.0)))
+            cache.put(content, seconds[content])
+    finally:
+        device_timer.cache_clear()
+        cold_caches.cache_clear()
+    return {key: seconds[subject.content] for key, subject in subjects.items()}
+
+
+def temporary_bytes_of(
+    keys: Sequence[ProgramKey], programs: Programs, cache: MeasurementCache, report: Report
+) -> dict[ProgramKey, int]:
+    """Returns the bytes that each compiled program needs besides its arguments and results; compiles unknown ones."""
+    contents = {key: f"temporaries\n{programs.lowered(key).as_text()}" for key in keys}
+    key_of = {content: key for key, content in contents.items()}
+    found = {content: int(known) for content in key_of if (known := cache.get(content)) is not None}
+    missing = {content: key for content, key in key_of.items() if content not in found}
+    if missing:
+        report("compiling", 0, len(missing))
+    compiled = programs.temporary_bytes_of(missing.values())
+    for content, key in missing.items():
+        found[content] = compiled[key]
+        cache.put(content, found[content])
+    return {key: found[content] for key, content in contents.items()}
+
+
+class MeasuredLayers:
+    """The subjects of a partition, and the profile's layers made from their seconds.
+
+    Attributes:
+      subjects: by key; segments and layers that share a program, layout or update share the key.
+      keys: for each segment, its programs by the names of their times. Those that read or write host memory do so for
+        all groups of the segment.
+      compiled: all programs that a step of any plan may run.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        recomputing: Partition,
+        programs: Programs,
+        optimizer: HostOptimizer,
+        placement: Placement,
+        transport: str | None,
+    ) -> None:
+        self._partition, self._programs, self._is_alone = partition, programs, transport is not None
+        self.subjects: dict[Any, Subject] = {}
+        self.keys: list[dict[str, Any]] = []
+        self._stores: list[Any] = []
+        self._sums: dict[int, list[Any]] = {}
+        self._widened = widened_groups(partition, programs.derivatives)
+        self._recomputations: dict[int, ProgramKey] = {}
+        self._variants = [] if transport is None else program_variants(partition, recomputing, programs.derivatives)
+        last = len(partition.segments) - 1
+        for number, segment in enumerate(partition.segments):
+            derivative, is_sum = programs.derivatives[segment.program], adds_there(partition, number, self._widened)
+            keys = keys_of(segment.program, derivative, number == last, is_sum)
+            self.keys.append(keys if self._is_alone else plain_keys(keys))
+            again = recomputing.segments[number].program
+            if again != segment.program:
+                self._recomputations[number] = ProgramKey(ProgramKind.BACKWARD, again)
+            recomputation = {"recompute": self._recomputations[number]} if again != segment.program else {}
+            for name, key in (self.keys[-1] | recomputation).items():
+                if key not in self.subjects:
+                    label = f"{name.removesuffix('_s').replace('_', ' ')} {segment.name}"
+                    self.subjects[key] = program_subject(programs, key, placement, label)
+            if transport is not None:
+                self._add_transfers(transport, placement, number, gradient_shapes(partition, derivative), is_sum)
+        self._add_updates(optimizer, placement)
+        self._updates_on_device: dict[int, Any] = {}
+        self._streamed: dict[int, Any] = {}
+        if placement.updates and transport is not None:
+            self._add_updates_on_device(optimizer, placement, make_transport(transport, placement, partition.layers))
+        self.compiled = list(dict.fromkeys(key for variants in self._variants for key in variants.values()))
+
+    def profiles(self, cache: MeasurementCache, report: Report, budget_s: float | None) -> tuple[LayerProfile, ...]:
+        """Measures what is not in the cache; returns the profiles of all uses. Args as for `measure_profile`."""
+        temporaries = temporary_bytes_of(self.compiled, self._programs, cache, report)
+        end_s = time.monotonic() + (BUDGET_S if budget_s is None else budget_s)
+        seconds = _seconds(self.subjects, self._programs, cache, report, end_s)
+        counted = partition_costs(self._partition)
+        return tuple(
+            layer
+            for number, uses in enumerate(self._partition.uses_of)
+            for layer in self._layers(number, [counted[use] for use in uses], seconds, temporaries)
+        )
+
+    def _add_transfers(
+        self, transport: str, placement: Placement, number: int, gradients: Sequence[Any], is_sum: Sequence[bool]
+    ) -> None:
+        for use in (self._partition.uses[i] for i in self._partition.uses_of[number]):
+            layer, own = self._partition.layers[use.group], gradients[use.place]
+            if ("load", layer.layout) not in self.subjects:
+                self.subjects["load", layer.layout] = load_subject(transport, placement, layer)
+            widens = use.group in self._widened
+            adds = is_sum[use.place] or widens
+            store = ("offload", layer.layout, gradients_text(own), adds, widens)
+            if use.is_trained and store not in self.subjects:
+                self.subjects[store] = offload_subject(transport, placement, layer, own, adds, widens)
+            self._stores.append(store)
+            has_rows = any(isinstance(gradient, RowGradient) for gradient in own)
+            if use.is_trained and not placement.is_cpu and (has_rows or adds):
+                key = ("sum", *store[1:])
+                self._sums.setdefault(use.group, []).append(key)
+                if key not in self.subjects:
+                    self.subjects[key] = host_sum_subject(transport, placement, layer, own, adds, widens)
+
+    def _add_updates(self, optimizer: HostOptimizer, placement: Placement) -> None:
+        layers = self._partition.layers
+        used = {use.group for use in self._partition.uses}
+        arrivals = arrivals_of(self._partition, self._widened)
+        # Layers with a joint update share its time in proportion to their bytes, since a profile has one time each.
+        self._updates: dict[int, tuple[Any, float]] = {}
+        for unit in optimizer.units_of(layers):
+            if used.isdisjoint(unit.layers):
+                continue
+            key = ("update", optimizer.updates.key(unit, layers, arrivals))
+            if key not in self.subjects:
+                self.subjects[key] = update_subject(optimizer, placement, unit, layers, arrivals)
+            all_bytes = sum(layers[layer].trained.num_bytes for layer in used.intersection(unit.layers))
+            for layer in unit.layers:
+                share = layers[layer].trained.num_bytes / all_bytes if len(unit.layers) > 1 and all_bytes else 1.0
+                self._updates[layer] = (key, share)
+
+    def _add_updates_on_device(self, optimizer: HostOptimizer, placement: Placement, transport: Transport) -> None:
+        layers = self._partition.layers
+        updates = DeviceUpdateCompiler(optimizer, layers, placement, transport, accumulates=False)
+        for unit in optimizer.units_of(layers):
+            if len(unit.layers) == 1 and unit.layers[0] in self._updates:
+                layer = layers[unit.layers[0]]
+                key = ("update on the device", optimizer.updates.plain_content(unit), layer.trained.layout)
+                if key not in self.subjects:
+                    self.subjects[key] = device_update_subject(optimizer, updates, placement, unit, layer)
+                self._updates_on_device[unit.layers[0]] = key
+                count = num_subgroups_of(unit.num_bytes)
+                streamed = ("streamed update", count, *key[1:])
+                if streamed not in self.subjects:
+                    self.subjects[streamed] = streamed_update_subject(updates, placement, unit, layer, count)
+                self._streamed[unit.layers[0]] = streamed
+
+    def _streamed_s(self, group: int, seconds: Mapping[Any, float]) -> float | None:
+        """The updates of all subgroups of a group."""
+        key = self._streamed.get(group)
+        return None if key is None else key[1] * seconds[key]
+
+    def _layers(
+        self,
+        number: int,
+        costs: Sequence[LayerCosts],
+        seconds: Mapping[Any, float],
+        num_bytes: Mapping[ProgramKey, int],
+    ) -> list[LayerProfile]:
+        """Makes the profiles of a segment's uses from the seconds of its subjects and the temporaries of its programs.
+
+        Times are split among the uses as their operations are counted, the extra time of programs that read or write
+        host memory by the bytes that each reads or writes there.
+        """
+        times: dict[str, Any] = dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s"), 0.0)
+        times |= {name: seconds[key] for name, key in self.keys[number].items()}
+        if number == len(self._partition.segments) - 1:
+            times = _halves(times)
+        again: dict[str, Any] = {}
+        if number in self._recomputations and costs[0].recomputation is not None:
+            again_s = seconds[self._recomputations[number]]
+            again["recompute_s"] = max(again_s - times["backward_s"], 0.0)
+            again["recompute_activation_bytes"] = costs[0].recomputation.activation_bytes
+        if self._is_alone:
+            again["temporary_bytes"] = {name: num_bytes[key] for name, key in self._variants[number].items()}
+        uses, split = self._partition.uses_of[number], _split(times, costs)
+        return [
+            self._layer(use, own, seconds, own_times | (again if use == uses[0] else {}))
+            for use, own, own_times in zip(uses, costs, split, strict=True)
+        ]
+
+    def _layer(
+        self, number: int, costs: LayerCosts, seconds: Mapping[Any, float], times: Mapping[str, Any]
+    ) -> LayerProfile:
+        use = self._partition.uses[number]
+        is_last = use.segment == len(self._partition.segments) - 1
+        update_s = 0.0
+        if use.is_trained:
+            update, share = self._updates[use.group]
+            # An accelerator's host adds what is stored as the update begins.
+            update_s = seconds[update] * share + sum(seconds[key] for key in self._sums.get(use.group, ()))
+        return LayerProfile(
+            name=costs.name,
+            parameters=costs.parameters,
+            block=costs.block,
+            param_bytes=costs.param_bytes,
+            grad_bytes=costs.grad_bytes,
+            # The last segment has one program, so what it would keep is among that program's temporaries.
+            activation_bytes=0 if is_last else costs.activation_bytes,
+            load_s=seconds["load", self._partition.layers[use.group].layout] if self._is_alone else 0.0,
+            offload_s=seconds[self._stores[number]] if use.is_trained and self._is_alone else 0.0,
+            update_s=update_s,
+            update_gpu_s=seconds.get(self._updates_on_device.get(use.group)) if use.is_trained else None,
+            update_streamed_s=self._streamed_s(use.group, seconds) if use.is_trained else None,
+            shares_program=use.place > 0,
+            **times,
+        )
+
+
+def _split(times: Mapping[str, float], costs: Sequence[LayerCosts]) -> list[dict[str, float]]:
+    """The times of a segment's programs, split among its uses."""
+    if len(costs) == 1:
+        return [dict(times)]
+    shares = {
+        "forward": _shares([own.forward_flops or own.forward_bytes for own in costs]),
+        "backward": _shares([own.backward_flops or own.backward_bytes for own in costs]),
+        "forward_dha": _shares([own.dha_bytes_forward for own in costs]),
+        "backward_dha": _shares([own.dha_bytes_backward for own in costs]),
+        "backward_go": _shares([own.grad_bytes for own in costs]),
+    }
+    found = []
+    for place in range(len(costs)):
+        own = {f"{way}_s": times[f"{way}_s"] * shares[way][place] for way in ("forward", "backward")}
+        for variant in ("forward_dha", "backward_dha", "backward_go"):
+            plain = f"{variant.split('_')[0]}_s"
+            more_s = (times[f"{variant}_s"] - times[plain]) * shares[variant][place]
+            own[f"{variant}_s"] = max(own[plain] + more_s, 0.0)
+        found.append(own)
+    return found
+
+
+def _shares(sizes: Sequence[float]) -> list[float]:
+    total = sum(sizes)
+    return [size / total if total else 1 / len(sizes) for size in sizes]
+
+
+def _halves(times: Mapping[str, float]) -> dict[str, float]:
+    """Splits the time of the last segment's program, which is both forward and backward.
+
+    The forward's share is its time as a separate program, but at most the whole; the backward's is the rest.
+    """
+    forward_s = min(times["forward_s"], times["backward_s"], times["backward_go_s"])
+    forward_dha_s = min(times["forward_dha_s"], times["backward_dha_s"])
+    return {
+        "forward_s": forward_s,
+        "forward_dha_s": forward_dha_s,
+        "backward_s": times["backward_s"] - forward_s,
+        "backward_dha_s": times["backward_dha_s"] - forward_dha_s,
+        "backward_go_s": times["backward_go_s"] - forward_s,
+    }

@@ -1,0 +1,397 @@
+"""Microbenchmarks for a profile's durations: a program, a load, a store or an update, each with its own arguments.
+
+Arguments are made from shapes (`samples.py`). An optimizer starts from its own initial state. Only one subject's
+arguments exist at a time; caches are emptied before each call (`cold_caches.py`).
+
+A task of an accelerator takes what its own queue takes (`device_timer.py`). A CPU, and the host, take a call's time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxferry.engine import DeviceUpdateCompiler, Programs, joined, widened_groups
+from jaxferry.optimizer import HostOptimizer, UpdateGroup, vectors_arriving
+from jaxferry.partition import Derivative, Layer, Leaf, Partition, RowGradient
+from jaxferry.step import Arrival, ProgramKey, ProgramKind, Source, Target
+from jaxferry.training.samples import ProgramArguments, sample, sample_gradient, sample_vectors
+from jaxferry.training.timers import MOST_REPETITIONS, Copy, Effort, cold_caches, device_timer, median_s, timed_call
+from jaxferry.transport import DeviceLayer, HostGradient, Placement, TaskMark, Vectors, make_transport
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """Something to measure.
+
+    Attributes:
+      label: a name for progress reports.
+      content: identifies it among everything measured on the same machine.
+      time: measures it, in seconds.
+      key: the program that must be compiled first, if any.
+    """
+
+    label: str
+    content: str
+    time: Callable[[Effort], float]
+    key: ProgramKey | None = None
+
+
+def program_subject(programs: Programs, key: ProgramKey, placement: Placement, label: str) -> Subject:
+    """Measures one device program."""
+
+    def time(effort: Effort) -> float:
+        return _program_s(programs[key], ProgramArguments(programs, key, placement), placement, effort)
+
+    return Subject(label, f"program\n{programs.lowered(key).as_text()}", time, key)
+
+
+def _program_s(run: Callable[..., Any], prepare: Callable[[], Any], placement: Placement, effort: Effort) -> float:
+    """The seconds of a program on the device.
+
+    Args:
+      run: issues it.
+      prepare: makes the arguments of a call.
+      placement: where they live.
+      effort: limits on the repetitions.
+    """
+    if placement.is_cpu:
+        return median_s(timed_call(run, prepare, empty_caches=cold_caches(placement.device)), effort)
+    return median_s(device_timer(placement).program(run, prepare), effort.at_most(MOST_REPETITIONS))
+
+
+def _copy_s(copy: Copy, placement: Placement, effort: Effort) -> float:
+    """The seconds of a copy on its link; on a CPU until it has arrived."""
+    if placement.is_cpu:
+        return median_s(_whole_copy(copy, placement), effort)
+    return median_s(device_timer(placement).copy(copy), effort.at_most(MOST_REPETITIONS))
+
+
+def _whole_copy(copy: Copy, placement: Placement) -> Callable[[], float]:
+    """Times a copy from its call until it has arrived."""
+    begun: list[Any] = []
+
+    def run(source: Any) -> Any:
+        begun.append(copy.begin(source, None))
+        return copy.arrive(begun[0])
+
+    timed = timed_call(run, lambda: (copy.prepare(),), empty_caches=cold_caches(placement.host_compute))
+
+    def once() -> float:
+        seconds = timed()
+        copy.end(begun.pop())
+        return seconds
+
+    return once
+
+
+def load_subject(kind: str, placement: Placement, layer: Layer) -> Subject:
+    """Measures the load of a layer's parameters; `kind` is the transport."""
+
+    def time(effort: Effort) -> float:
+        transport = make_transport(kind, placement, [layer])
+        vectors = sample_vectors(layer, placement.pinned)
+
+        def begin(vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
+            return transport.load(0, vectors, mark)
+
+        return _copy_s(Copy(lambda: vectors, begin, DeviceLayer.parameters, transport.drop), placement, effort)
+
+    return Subject(f"load {layer.name}", f"load by {kind}\n{layer.layout}", time)
+
+
+def offload_subject(
+    kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool, widens: bool = False
+) -> Subject:
+    """Measures the store of a layer's gradient; on a CPU until the host can read it.
+
+    Args:
+      kind: the transport.
+      placement: where arrays live.
+      layer: the layer.
+      gradients: shapes of the backward's gradients: arrays, or rows of lookups.
+      is_sum: whether it is added to the stored gradient of a later segment.
+      widens: whether it is added to a sum of more bits.
+    """
+
+    def time(effort: Effort) -> float:
+        return _copy_s(_store(kind, placement, layer, gradients, is_sum, widens), placement, effort)
+
+    content = f"offload by {kind}, {_sum_text(is_sum, widens)}\n{layer.layout}\n{gradients_text(gradients)}"
+    return Subject(f"offload {layer.name}", content, time)
+
+
+def host_sum_subject(
+    kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool, widens: bool = False
+) -> Subject:
+    """Measures what an accelerator's host does with a stored gradient before the update reads it: it may add rows.
+
+    Args as for `offload_subject`.
+    """
+
+    def time(effort: Effort) -> float:
+        store = _store(kind, placement, layer, gradients, is_sum, widens)
+        return median_s(device_timer(placement).arrival(store), effort)
+
+    content = f"sum on the host by {kind}, {_sum_text(is_sum, widens)}\n{layer.layout}\n{gradients_text(gradients)}"
+    return Subject(f"sum {layer.name} on the host", content, time)
+
+
+def _sum_text(is_sum: bool, widens: bool) -> str:
+    return f"sum {is_sum}{' in more bits' * widens}"
+
+
+def _store(kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool, widens: bool) -> Copy:
+    """The store of a gradient; arguments as for `offload_subject`."""
+    transport = make_transport(kind, placement, [layer])
+    stored = layer.trained.wide if widens else layer.trained
+    known = [HostGradient(sample_vectors(stored, placement.update_output), True)] if is_sum else []
+
+    def prepare() -> Any:
+        return [sample_gradient(gradient, placement.device) for gradient in gradients]
+
+    def begin(arrays: Any, mark: TaskMark | None) -> HostGradient:
+        return transport.store(0, arrays, known.pop() if known else None, mark, False, widens)
+
+    def end(stored: HostGradient) -> None:
+        if is_sum:
+            known.append(stored)
+        else:
+            transport.recycle(0, stored)
+
+    return Copy(prepare, begin, lambda stored: transport.gather(0, stored), end)
+
+
+def gradients_text(gradients: Sequence[Any]) -> str:
+    """Describes gradients' shapes in words; equal for equal stores."""
+
+    def words(gradient: Any) -> str:
+        if not isinstance(gradient, RowGradient):
+            return f"{gradient.dtype}{list(gradient.shape)}"
+        return f"{words(gradient.indices)} of {words(gradient.rows)} in {gradient.dtype}{list(gradient.shape)}"
+
+    return ", ".join(map(words, gradients))
+
+
+def gradient_shapes(partition: Partition, derivative: Derivative) -> list[list[Any]]:
+    """Returns shapes of the gradients that a segment's programs return, by group."""
+    segment, arguments = derivative.segment, derivative.backward_arguments(partition.graph)
+    layers = [partition.layers[group].trained for group in segment.groups]
+
+    def by_group(*given: Any) -> list[list[Any]]:
+        parts = segment.trained_by_group(derivative.backward(*given)[0])
+        return [joined(layer, part) for layer, part in zip(layers, parts, strict=True)]
+
+    made: list[list[Any]] = jax.eval_shape(by_group, *arguments)
+    return made
+
+
+_SCALE = np.float32(1)
+
+
+class HostUpdate:
+    """A unit's host update on new state, until the compute copy is where the device reads it.
+
+    Args:
+      optimizer: the optimizer.
+      placement: where arrays live.
+      unit: what it updates at once.
+      layers: of the model.
+      arrivals: for each layer, how its gradient arrives.
+
+    Attributes:
+      text: identifies the program.
+      num_bytes: of the master parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: HostOptimizer,
+        placement: Placement,
+        unit: UpdateGroup,
+        layers: Sequence[Layer],
+        arrivals: Sequence[Arrival],
+    ) -> None:
+        self._optimizer, self._placement, self._unit, self._arrivals = optimizer, placement, unit, arrivals
+        self._layers, self._parts = layers, [layers[i].trained for i in unit.layers]
+        self.text = optimizer.updates.text(unit, layers, arrivals)
+        self.num_bytes = sum(master.size * master.dtype.itemsize for master in unit.masters)
+        self._scalar = jax.device_put(np.float32(1), placement.host_compute)
+
+    def arguments(self) -> list[Any]:
+        """The unit with new masters and state, compute copies and gradients."""
+        masters = [sample(aval, self._placement.host) for aval in self._unit.masters]
+        state = self._optimizer.updates.init_state(self._unit, masters)
+        own = dataclasses.replace(self._unit, masters=masters, state=state, programs={})
+        self._optimizer.updates.compile([own], self._layers, self._arrivals)
+        vectors = [sample_vectors(part, self._placement.pinned) for part in self._parts]
+        where = self._placement.update_output
+        gradients = [
+            tuple(sample(vector, where) for vector in vectors_arriving(part, self._arrivals[i]))
+            for i, part in zip(self._unit.layers, self._parts, strict=True)
+        ]
+        return [own, vectors, jax.block_until_ready(gradients)]
+
+    def __call__(self, held: list[Any]) -> None:
+        """Updates in place; the results, which are ready, take the places of the arguments."""
+        own, vectors, gradients = held
+        [update] = own.programs.values()
+        held[1] = update(own, vectors, gradients, self._scalar, _SCALE)
+
+    def begin_step(self, held: list[Any]) -> list[Any]:
+        """Computes what all updates of a step share; returns the argument."""
+        [update] = held[0].programs.values()
+        update.begin_step(held[0], self._scalar, _SCALE)
+        return held
+
+
+def update_subject(
+    optimizer: HostOptimizer,
+    placement: Placement,
+    unit: UpdateGroup,
+    layers: Sequence[Layer],
+    arrivals: Sequence[Arrival],
+) -> Subject:
+    """Measures a unit's host update; arguments as for `HostUpdate`."""
+    update = HostUpdate(optimizer, placement, unit, layers, arrivals)
+
+    def time(effort: Effort) -> float:
+        held = update.arguments()
+        cold = cold_caches(placement.host_compute)
+        return median_s(timed_call(update, lambda: (update.begin_step(held),), empty_caches=cold), effort)
+
+    return Subject(f"update {layers[unit.layers[0]].name}", f"update\n{update.text}", time)
+
+
+def device_update_subject(
+    optimizer: HostOptimizer, updates: DeviceUpdateCompiler, placement: Placement, unit: UpdateGroup, layer: Layer
+) -> Subject:
+    """Measures the update of a unit of one layer whose masters and state are on the device."""
+    gradients = jax.eval_shape(layer.trained.join_small, [sized(leaf) for leaf in layer.trained.leaves])
+    lowered, arguments = updates.alone(unit, gradients)
+
+    def time(effort: Effort) -> float:
+        masters, _, copies, *others = jax.tree.map(lambda aval: sample(aval, placement.device), arguments)
+        state = optimizer.updates.init_state(unit, [sample(aval, placement.host) for aval in unit.masters])
+        current: list[Any] = [masters, jax.device_put(state, placement.device), copies]
+        program = lowered.compile()
+
+        def update(*held: Any) -> Any:
+            current[:] = program(*held, *others)
+            return current
+
+        return _program_s(update, lambda: tuple(current), placement, effort)
+
+    return Subject(f"update of {layer.name} on the device", f"device update\n{lowered.as_text()}", time)
+
+
+def streamed_update_subject(
+    updates: DeviceUpdateCompiler, placement: Placement, unit: UpdateGroup, layer: Layer, count: int
+) -> Subject:
+    """Measures the update of one of `count` subgroups of a unit of one layer that streams through the device."""
+    gradients = jax.eval_shape(layer.trained.join_small, [sized(leaf) for leaf in layer.trained.leaves])
+    lowered, arguments = updates.alone_streamed(unit, gradients, count)
+
+    def time(effort: Effort) -> float:
+        donated, others = arguments[:3], jax.tree.map(lambda aval: sample(aval, placement.device), arguments[3:])
+        program = lowered.compile()
+
+        def prepare() -> Any:
+            return jax.tree.map(lambda aval: sample(aval, placement.device), donated)
+
+        return _program_s(lambda *held: program(*held, *others), prepare, placement, effort)
+
+    label = f"streamed update of {layer.name}"
+    return Subject(label, f"streamed update\n{lowered.as_text()}", time)
+
+
+def sized(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    """Shape and compute dtype of a parameter, which are those of its gradient."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def keys_of(program: int, derivative: Derivative, is_last: bool, is_sum: Sequence[bool]) -> dict[str, ProgramKey]:
+    """Returns the programs that determine a segment's times, by the times' names in a profile.
+
+    A segment without a backward has only its forwards.
+
+    Args:
+      program: the segment's program number.
+      derivative: the segment's derivative.
+      is_last: whether forward and backward are one program.
+      is_sum: for each group, whether a program that writes its gradient to the host adds it there (`adds_there`).
+    """
+    kind, num = ProgramKind.LOSS if is_last else ProgramKind.BACKWARD, len(is_sum)
+    loaded, stays, read = (Source.DEVICE,) * num, (Target.DEVICE,) * num, (Source.HOST,) * num
+    # A lookup's backward reads no weight, and programs do not write its few rows to the host.
+    reads_back = tuple(Source.HOST if is_last or reads else Source.DEVICE for reads in derivative.reads_groups)
+    trained = derivative.segment.trained_by_group(derivative.segment.trained)
+    written = tuple(
+        Target.DEVICE if derivative.has_rows or not own else Target.HOST_SUM if is_added else Target.HOST
+        for own, is_added in zip(trained, is_sum, strict=True)
+    )
+    forwards = {
+        "forward_s": ProgramKey(ProgramKind.FORWARD, program, loaded, stays),
+        "forward_dha_s": ProgramKey(ProgramKind.FORWARD, program, read, stays),
+    }
+    if not derivative.segment.runs_back:
+        return forwards
+    return forwards | {
+        "backward_s": ProgramKey(kind, program, loaded, stays),
+        "backward_dha_s": ProgramKey(kind, program, reads_back, stays),
+        "backward_go_s": ProgramKey(kind, program, loaded, written),
+    }
+
+
+def variants_of(
+    program: int, derivative: Derivative, is_last: bool, is_sum: Sequence[bool], recomputes: bool = False
+) -> dict[str, ProgramKey]:
+    """Returns all programs of a segment that a step may run, by the names of their temporaries in a profile.
+
+    Args as for `keys_of`; `recomputes` says whether the derivative runs the forward again.
+    """
+    keys = keys_of(program, derivative, is_last, is_sum)
+    if "backward_s" in keys:
+        keys["backward_dha_go_s"] = dataclasses.replace(keys["backward_dha_s"], writes=keys["backward_go_s"].writes)
+    runs = {name: key for name, key in keys.items() if not (is_last and key.kind is ProgramKind.FORWARD)}
+    return {f"{name.removesuffix('_s')}{'_recompute' * recomputes}": key for name, key in runs.items()}
+
+
+def plain_keys(keys: Mapping[str, ProgramKey]) -> dict[str, ProgramKey]:
+    """The programs of `keys_of`, with those that touch no host memory in place of those that do."""
+    return {name: keys[f"{name.split('_')[0]}_s"] for name in keys}
+
+
+def adds_there(partition: Partition, number: int, widened: Collection[int]) -> list[bool]:
+    """For each group of a segment, whether a later segment's gradient is on the host already, for programs to add to.
+
+    Args:
+      partition: the segments.
+      number: the segment.
+      widened: the groups whose gradients the host adds, as for `StepProgram`.
+    """
+    later = {group for segment in partition.segments[number + 1 :] for group in segment.groups}.difference(widened)
+    return [group in later for group in partition.segments[number].groups]
+
+
+def program_variants(
+    partition: Partition, recomputing: Partition, derivatives: Mapping[int, Derivative]
+) -> list[dict[str, ProgramKey]]:
+    """For each segment, all programs that a step of any plan may run, as in `variants_of`.
+
+    Args:
+      partition: the segments.
+      recomputing: the same, with rematerialized variants where eligible.
+      derivatives: of both, by program number.
+    """
+    found, last, widened = [], len(partition.segments) - 1, widened_groups(partition, derivatives)
+    for number, (segment, again) in enumerate(zip(partition.segments, recomputing.segments, strict=True)):
+        is_sum, is_last = adds_there(partition, number, widened), number == last
+        found.append(variants_of(segment.program, derivatives[segment.program], is_last, is_sum))
+        if again.program != segment.program:
+            found[-1] |= variants_of(again.program, derivatives[again.program], False, is_sum, recomputes=True)
+    return found
