@@ -19,12 +19,11 @@ import numpy as np
 from jax.profiler import TraceAnnotation
 
 from jaxferry.engine.prefetch import wait_for_copy
-from jaxferry.engine.programs import Call, CalledUse
 from jaxferry.engine.step import StepContext
 from jaxferry.engine.step_run import Wait
 from jaxferry.optimizer import UpdateGroup
 from jaxferry.processes import moved
-from jaxferry.step import Operation, ProgramKey
+from jaxferry.step import Instruction, Operation, ProgramKey, ProgramUse
 from jaxferry.transport import PutCopy, Vectors, delete_all
 
 _add = jax.jit(jnp.add)
@@ -32,7 +31,7 @@ _add = jax.jit(jnp.add)
 
 def execute(step: StepContext, index: int) -> Wait | None:
     """Executes one instruction; see `step_run.Action`. JAX's profiler shows it by its task's name."""
-    call = step.calls[index]
+    call = step.instructions[index]
     if call.offloads_awaited:
         step.make_room(call)
     operation = OPERATIONS[call.operation]
@@ -45,15 +44,15 @@ def execute(step: StepContext, index: int) -> Wait | None:
 def await_gradients(step: StepContext, index: int) -> None:
     """Waits until the gradients that an update reads are in host memory; see `step_run.Arrival`."""
     if step.is_last:
-        step.gradients.wait_for(step.state.host.unit_of(step.calls[index].group))
+        step.gradients.wait_for(step.state.host.unit_of(step.instructions[index].group))
 
 
-def load(step: StepContext, call: Call) -> None:
+def load(step: StepContext, call: Instruction) -> None:
     """Copies a group's parameters to the device."""
     step.copies.load(call.index)
 
 
-def refresh(step: StepContext, call: Call) -> None:
+def refresh(step: StepContext, call: Instruction) -> None:
     """Replaces the RESIDENT copy of a group after its update."""
     if step.is_last:
         group, state, resources = call.group, step.state, step.runnable.resources
@@ -63,7 +62,7 @@ def refresh(step: StepContext, call: Call) -> None:
         wait_for_copy(state.resident[group], resources.placement)
 
 
-def forward(step: StepContext, call: Call) -> None:
+def forward(step: StepContext, call: Instruction) -> None:
     """Runs a forward and keeps its residuals."""
     assert call.key is not None
     outputs, nondiff_outputs, saved, finite = _run(step, call, call.key, (), _values_read(step, call))
@@ -72,7 +71,7 @@ def forward(step: StepContext, call: Call) -> None:
     _end_program(step, call, finite)
 
 
-def loss(step: StepContext, call: Call) -> None:
+def loss(step: StepContext, call: Instruction) -> None:
     """Runs forward and backward of the last segment."""
     key = step.gradients.key(call, step.work.commit)
     if key is None:
@@ -86,7 +85,7 @@ def loss(step: StepContext, call: Call) -> None:
     _end_program(step, call, finite)
 
 
-def backward(step: StepContext, call: Call) -> None:
+def backward(step: StepContext, call: Instruction) -> None:
     """Runs a backward and passes on its gradients and cotangents."""
     key = step.gradients.key(call, step.work.commit)
     if key is None:
@@ -102,14 +101,14 @@ def backward(step: StepContext, call: Call) -> None:
     _end_program(step, call, (norms, gradients, cotangents))
 
 
-def offload(step: StepContext, call: Call) -> None:
+def offload(step: StepContext, call: Instruction) -> None:
     """Offloads a gradient; on an accelerator this only issues the copy."""
     mark = step.mark(call.index)
     step.gradients.offload(call, mark, step.work.commit, waits=step.does_what_it_issues)
     _end_offloads(step)
 
 
-def update(step: StepContext, call: Call) -> None:
+def update(step: StepContext, call: Instruction) -> None:
     """Updates the unit of a group. The last update task also updates the units that no segment reads.
 
     Before the last micro-batch it adds up what has arrived.
@@ -136,7 +135,7 @@ def update(step: StepContext, call: Call) -> None:
         step.num_updates += 1
 
 
-def update_on_device(step: StepContext, call: Call) -> Wait | None:
+def update_on_device(step: StepContext, call: Instruction) -> Wait | None:
     """Updates the unit of a group whose masters and optimizer state are on the device.
 
     Where the update needs the norm of all gradients, a thread that may wait issues it. Otherwise it is issued here, and
@@ -163,13 +162,13 @@ def update_on_device(step: StepContext, call: Call) -> Wait | None:
     return None
 
 
-def load_state(step: StepContext, call: Call) -> None:
+def load_state(step: StepContext, call: Instruction) -> None:
     """Copies a subgroup's masters and optimizer state to the device."""
     if step.is_last:
         step.streaming.load(_subgroup(call), step.mark(call.index))
 
 
-def store_state(step: StepContext, call: Call) -> Wait | None:
+def store_state(step: StepContext, call: Instruction) -> Wait | None:
     """Copies them back to host memory if they have been updated, with the new compute copy unless that stays."""
     if not step.is_last:
         return None
@@ -181,7 +180,7 @@ def store_state(step: StepContext, call: Call) -> Wait | None:
     return None
 
 
-def save(step: StepContext, call: Call) -> Wait | None:
+def save(step: StepContext, call: Instruction) -> Wait | None:
     """Moves values to pinned host memory. Programs that need their memory wait for the end of this task."""
     arrays = _move(step, call, step.values, step.offloaded, "pinned_host")
     copy = PutCopy([step.values.pop(value) for value in call.values], arrays)
@@ -191,18 +190,18 @@ def save(step: StepContext, call: Call) -> Wait | None:
     return None
 
 
-def fetch(step: StepContext, call: Call) -> None:
+def fetch(step: StepContext, call: Instruction) -> None:
     """Moves values back to the device."""
     _move(step, call, step.offloaded, step.values, "device")
     # Pinned memory is free at once, whatever the device still reads: `release` drops it when the step has ended.
     step.fetched += [step.offloaded.pop(value) for value in call.values]
 
 
-def nothing(step: StepContext, call: Call) -> None:
+def nothing(step: StepContext, call: Instruction) -> None:
     """Does nothing: another instruction does this task's work."""
 
 
-OPERATIONS: dict[Operation, Callable[[StepContext, Call], Wait | None]] = {
+OPERATIONS: dict[Operation, Callable[[StepContext, Instruction], Wait | None]] = {
     Operation.LOAD: load,
     Operation.REFRESH: refresh,
     Operation.FORWARD: forward,
@@ -219,10 +218,12 @@ OPERATIONS: dict[Operation, Callable[[StepContext, Call], Wait | None]] = {
 }
 
 
-def _run(step: StepContext, call: Call, key: ProgramKey, destinations: Sequence[Any], others: Sequence[Any]) -> Any:
+def _run(
+    step: StepContext, call: Instruction, key: ProgramKey, destinations: Sequence[Any], others: Sequence[Any]
+) -> Any:
     """Runs the program of a call, which may wait for its own parameters."""
-    program = step.runnable.programs[key] if call.writes_host else call.program
-    if not call.arrives:
+    program = step.compiled[call.index] or step.runnable.programs[key]
+    if not key.arrives:
         return step.ran(program(*destinations, [_parameters(step, use) for use in call.uses], *others))
     [use] = call.uses
     assert use.copy is not None
@@ -239,7 +240,7 @@ def _run(step: StepContext, call: Call, key: ProgramKey, destinations: Sequence[
     return made
 
 
-def _parameters(step: StepContext, use: CalledUse) -> Sequence[jax.Array]:
+def _parameters(step: StepContext, use: ProgramUse) -> Sequence[jax.Array]:
     """The parameters of a group that a program reads, or its vectors in host memory; none if it reads neither."""
     if not use.is_read:
         return []
@@ -248,33 +249,32 @@ def _parameters(step: StepContext, use: CalledUse) -> Sequence[jax.Array]:
     return step.state.resident[use.group].parameters() if use.copy is None else step.copies.parameters(use.copy)
 
 
-def _values_read(step: StepContext, call: Call) -> list[list[jax.Array]]:
+def _values_read(step: StepContext, call: Instruction) -> list[list[jax.Array]]:
     """The values that a program is given, one list for each argument."""
     value = step.values.__getitem__
     return [list(map(value, numbers)) for numbers in call.reads]
 
 
-def _keep_outputs(step: StepContext, call: Call, outputs: Any, nondiff_outputs: Any, finite: jax.Array) -> None:
+def _keep_outputs(step: StepContext, call: Instruction, outputs: Any, nondiff_outputs: Any, finite: jax.Array) -> None:
     step.values.update(zip(call.outputs, outputs, strict=True))
     step.values.update(zip(call.nondiff_outputs, nondiff_outputs, strict=True))
     step.finite.append(finite)
 
 
-def _keep_cotangents(step: StepContext, call: Call, cotangents: Any) -> None:
+def _keep_cotangents(step: StepContext, call: Instruction, cotangents: Any) -> None:
     """Adds cotangents to those of later segments."""
     for value, cotangent in zip(call.inputs, cotangents, strict=True):
         known = step.cotangents.get(value)
         step.cotangents[value] = cotangent if known is None else _add(known, cotangent)
 
 
-def _end_program(step: StepContext, call: Call, ended: Any) -> None:
+def _end_program(step: StepContext, call: Instruction, ended: Any) -> None:
     """Marks the end of a program and frees the buffers that it read last."""
     step.num_programs += 1
     if step.copies.marks is not None:
         _mark_end(step, call, ended)
-    if call.writes_host:
-        for use in call.written:
-            step.gradients.note_arrival(use.group)
+    for use in call.written:
+        step.gradients.note_arrival(use.group)
     # Before the device waits for anything else.
     for drop in call.drops:
         step.copies.drop(drop.load, drop.is_reused)
@@ -285,7 +285,7 @@ def _end_program(step: StepContext, call: Call, ended: Any) -> None:
         step.values.pop(value).delete()
 
 
-def _mark_end(step: StepContext, call: Call, ended: Any) -> None:
+def _mark_end(step: StepContext, call: Instruction, ended: Any) -> None:
     """Records when the device has made these arrays, if a recorder asks for it."""
     if step.copies.marks is not None and not step.does_what_it_issues:
         step.copies.marks.after(call.index, ended)
@@ -299,7 +299,7 @@ def _end_offloads(step: StepContext) -> None:
 
 def _move(
     step: StepContext,
-    call: Call,
+    call: Instruction,
     source: dict[int, Any],
     target: dict[int, Any],
     memory_kind: str,
@@ -313,7 +313,7 @@ def _move(
     return arrays
 
 
-def _units_to_update(step: StepContext, call: Call) -> list[UpdateGroup]:
+def _units_to_update(step: StepContext, call: Instruction) -> list[UpdateGroup]:
     """The units of an update task of the host that still need an update."""
     host = step.state.host
     units = host.units if step.is_last_update else [host.unit_of(call.group)]
@@ -322,7 +322,7 @@ def _units_to_update(step: StepContext, call: Call) -> list[UpdateGroup]:
     return units
 
 
-def _update_on_device(step: StepContext, call: Call, norm: np.floating) -> None:
+def _update_on_device(step: StepContext, call: Instruction, norm: np.floating) -> None:
     """Issues the update of the group's unit, or of a subgroup, unless another group of the unit has done so."""
     unit = step.state.host.unit_of(call.group)
     if (id(unit) in step.updated and not unit.subgroups) or not step.work.commit():
@@ -347,7 +347,7 @@ def _update_on_device(step: StepContext, call: Call, norm: np.floating) -> None:
     delete_all(jax.tree.leaves(gradients))
 
 
-def _update_subgroup(step: StepContext, call: Call, unit: UpdateGroup, norm: np.floating) -> None:
+def _update_subgroup(step: StepContext, call: Instruction, unit: UpdateGroup, norm: np.floating) -> None:
     """Issues the update of a subgroup that has been loaded."""
 
     def take_uses() -> Any:
@@ -358,7 +358,7 @@ def _update_subgroup(step: StepContext, call: Call, unit: UpdateGroup, norm: np.
     _mark_end(step, call, loss if made is None else made)
 
 
-def _subgroup(call: Call) -> tuple[int, int]:
+def _subgroup(call: Instruction) -> tuple[int, int]:
     return call.group, call.task.subgroup
 
 

@@ -22,10 +22,9 @@ import jax
 from jaxferry.engine.device_updates import DeviceUpdates
 from jaxferry.engine.norms import GradientNorms, Norms
 from jaxferry.engine.pending import Accumulated, LateFailure
-from jaxferry.engine.programs import Call, CalledUse
 from jaxferry.optimizer import UpdateGroup
 from jaxferry.partition import wide_dtype
-from jaxferry.step import ProgramKey, StepProgram, Target, variant_of
+from jaxferry.step import Instruction, ProgramKey, ProgramUse, StepProgram, Target, variant_of
 from jaxferry.transport import CopyInFlight, HostGradient, Transport, Vectors, added
 
 _add_onto = jax.jit(lambda known, more: list(map(added, known, more)), donate_argnums=0)
@@ -111,14 +110,14 @@ class StepGradients:
         self.on_host: dict[int, HostGradient] = dict(accumulated.on_host)
         self.has_added = False
 
-    def key(self, call: Call, commit: Callable[[], bool]) -> ProgramKey | None:
+    def key(self, call: Instruction, commit: Callable[[], bool]) -> ProgramKey | None:
         """The program to run. It adds to host memory if an earlier program has written there.
 
         Returns None if the step was stopped before any sum changed.
         """
         key = call.key
         assert key is not None
-        if not call.writes_host:
+        if not call.written:
             return key
         widened, added = set[int](), set[int]()
         for use in call.written:
@@ -131,11 +130,11 @@ class StepGradients:
                 added.add(use.place)
         return variant_of(key, widened, added)
 
-    def destinations(self, call: Call, key: ProgramKey) -> Sequence[list[list[jax.Array]]]:
+    def destinations(self, call: Instruction, key: ProgramKey) -> Sequence[list[list[jax.Array]]]:
         """The vectors of each group that a program writes gradients into, as one argument or none."""
         if call.stores:
             return [[list(self._transport.destinations(call.group, None))]]
-        if not call.writes_host:
+        if not call.written:
             return ()
         made = []
         for use in call.written:
@@ -145,7 +144,7 @@ class StepGradients:
 
     def receive(
         self,
-        call: Call,
+        call: Instruction,
         key: ProgramKey,
         gradients: Sequence[Any],
         norms: Sequence[jax.Array | None],
@@ -161,8 +160,8 @@ class StepGradients:
 
     def _receive(
         self,
-        call: Call,
-        use: CalledUse,
+        call: Instruction,
+        use: ProgramUse,
         target: Target,
         gradients: Any,
         norm: jax.Array | None,
@@ -173,7 +172,7 @@ class StepGradients:
         self.norms.note(group, norm)
         if call.stores:
             stored = self.on_host[group] = self._transport.queued(*gradients)
-            self._note_offload(call.offload, group, stored)
+            self._note_offload(self._program.queued[call.segment], group, stored)
             return
         if use.is_updated_on_device:
             self.kept.setdefault(group, []).append(gradients)
@@ -217,7 +216,7 @@ class StepGradients:
         """The gradients for an update on the device: for each of its groups one list for each use."""
         return [self.kept.pop(group, []) for group in unit.layers]
 
-    def offload(self, call: Call, mark: Any, commit: Callable[[], bool], waits: bool) -> None:
+    def offload(self, call: Instruction, mark: Any, commit: Callable[[], bool], waits: bool) -> None:
         """Offloads a gradient, or keeps it in the sums on the device.
 
         Args:
@@ -229,12 +228,12 @@ class StepGradients:
         group = call.group
         # A sum begun on the host, under another batch's plan, stays there. The bits are the same either way.
         if group in self._program.summed and not self._is_last and group not in self.on_host:
-            self.sums[group] = self._sum_of(group, self._pending.pop(call.number))
+            self.sums[group] = self._sum_of(group, self._pending.pop(call.task.segment))
             return
         if not self._may_add(group, commit):
             return
-        gradients, known, is_sum = self._pending.pop(call.number), self.on_host.get(group), group in self._are_sums
-        widens = group in self._program.widened
+        gradients, known = self._pending.pop(call.task.segment), self.on_host.get(group)
+        is_sum, widens = group in self._are_sums, group in self._program.widened
         stored = self.on_host[group] = self._transport.store(group, gradients, known, mark, is_sum, widens)
         if waits:
             jax.block_until_ready(self.gather(group))

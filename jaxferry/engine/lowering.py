@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax
 
 from jaxferry.costs import Profile
 from jaxferry.modes import GradientPlace, UpdatePlace
-from jaxferry.partition import Derivative, Partition
+from jaxferry.partition import Derivative, Partition, Segment
 from jaxferry.step import (
     CROSSING_SLOTS,
     NO_JOINS,
@@ -30,9 +31,11 @@ from jaxferry.step import (
     Plan,
     ProgramKey,
     ProgramKind,
+    ProgramUse,
     Schedule,
     Source,
     StepProgram,
+    Target,
     Task,
     places,
     program_keys,
@@ -128,13 +131,17 @@ class _Lowering:
 
     def _program(self, made: Instruction) -> Instruction:
         place = self._places[made.index]
-        key = self._joined(self._keys[place], made)
+        key, segment = self._joined(self._keys[place], made), self._partition.segments[made.segment]
         return dataclasses.replace(
             made,
             operation=Operation.LOSS if key.kind is ProgramKind.LOSS else made.operation,
             key=key,
             place=place,
-            copies=self._copies_of(made),
+            uses=self._uses_of(made, key),
+            reads=self._reads_of(segment, key),
+            outputs=tuple(segment.outputs),
+            nondiff_outputs=tuple(segment.nondiff_outputs),
+            inputs=tuple(segment.inputs),
             offloads_awaited=tuple(i for i in self._waits_of(made.index) if self._tasks[i].kind is Kind.OFFLOAD),
             frees=tuple(self._frees.get(place, ())),
             drops=tuple(self._drops.get(made.index, ())),
@@ -199,6 +206,36 @@ class _Lowering:
             if runs_in == made.index and task.kind is made.task.kind:
                 copies[task.segment - first] = task.copy
         return tuple(copies)
+
+    def _uses_of(self, made: Instruction, key: ProgramKey) -> tuple[ProgramUse, ...]:
+        """What a program does with each group of its segment."""
+        parts, copies = self._partition, self._copies_of(made)
+        read = [True] * len(copies)
+        if key.kind is ProgramKind.BACKWARD:
+            read = list(self._derivatives[parts.segments[made.segment].program].reads_groups)
+        found = []
+        for number in parts.uses_of[made.segment]:
+            use, layer = parts.uses[number], self._plan.layers[number]
+            found.append(
+                ProgramUse(
+                    number=number,
+                    place=use.place,
+                    group=use.group,
+                    copy=copies[use.place],
+                    is_read=read[use.place],
+                    reads_vectors=key.reads[use.place] is Source.HOST,
+                    writes_host=key.writes[use.place] is not Target.DEVICE,
+                    is_trained=use.is_trained,
+                    is_updated_on_device=use.is_trained and layer.update is not UpdatePlace.HOST,
+                )
+            )
+        return tuple(found)
+
+    def _reads_of(self, segment: Segment, key: ProgramKey) -> tuple[tuple[int, ...], ...]:
+        """The values that a program is given, one tuple for each of its arguments."""
+        if key.kind is not ProgramKind.BACKWARD:
+            return tuple(segment.inputs), tuple(segment.nondiff_inputs)
+        return backward_reads(segment, self._derivatives[segment.program])
 
     def _backward_place(self, segment: int) -> int:
         order = places(self._partition)
@@ -343,6 +380,16 @@ def last_readers(partition: Partition, derivatives: Mapping[int, Derivative]) ->
     return frees
 
 
+def backward_reads(segment: Segment, derivative: Derivative) -> tuple[tuple[int, ...], ...]:
+    """The values that a backward is given: inputs, inputs without derivative, and outputs of its segment."""
+    pairs = (
+        (segment.inputs, derivative.inputs_read),
+        (segment.nondiff_inputs, derivative.nondiff_inputs_read),
+        (segment.outputs, derivative.outputs_read),
+    )
+    return tuple(tuple(values[i] for i in places) for values, places in pairs)
+
+
 def _freeable_reads(partition: Partition, derivatives: Mapping[int, Derivative]) -> list[list[int]]:
     """The freeable values that each program touches."""
     kept = {partition.loss, *(atom for atom in partition.aux if isinstance(atom, int))}
@@ -352,11 +399,6 @@ def _freeable_reads(partition: Partition, derivatives: Mapping[int, Derivative])
         segment = partition.segments[number]
         read = (*segment.inputs, *segment.nondiff_inputs, *segment.outputs, *segment.nondiff_outputs)
         if kind is ProgramKind.BACKWARD:
-            derivative = derivatives[segment.program]
-            read = (
-                *(segment.inputs[i] for i in derivative.inputs_read),
-                *(segment.nondiff_inputs[i] for i in derivative.nondiff_inputs_read),
-                *(segment.outputs[i] for i in derivative.outputs_read),
-            )
+            read = tuple(itertools.chain(*backward_reads(segment, derivatives[segment.program])))
         table.append([value for value in read if value in made and value not in kept])
     return table

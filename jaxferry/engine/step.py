@@ -25,14 +25,14 @@ from jaxferry.engine.lanes import Lanes
 from jaxferry.engine.norms import Norms
 from jaxferry.engine.pending import task_errors
 from jaxferry.engine.prefetch import DeviceCopies, PrefetchSlot
-from jaxferry.engine.programs import Call, Programs, calls_of
+from jaxferry.engine.programs import Programs
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.engine.recorder import Recorder
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.step_run import Failure, StepRun
 from jaxferry.engine.streamed_updates import StreamingStep
 from jaxferry.optimizer import HostOptimizer
-from jaxferry.step import Operation, StepProgram
+from jaxferry.step import Instruction, Operation, StepProgram
 from jaxferry.transport import Placement, TaskMark, Transport
 
 
@@ -139,9 +139,10 @@ class RunnableStep:
     is_first: bool = False
 
     @functools.cached_property
-    def calls(self) -> tuple[Call, ...]:
-        """The instructions as the executor follows them."""
-        return calls_of(self.program, self.programs)
+    def compiled(self) -> tuple[Any, ...]:
+        """The program of each instruction; None for one that writes to host memory: see `StepGradients.key`."""
+        keys = (instruction.key for instruction in self.program.instructions)
+        return tuple(None if key is None or key.writes_host else self.programs[key] for key in keys)
 
 
 class StepContext:
@@ -152,7 +153,8 @@ class StepContext:
       program: its instructions.
       state: the state that the step updates.
       work: the run of its tasks.
-      calls: the instructions as the executor follows them.
+      instructions: those of the program.
+      compiled: their compiled programs.
       does_what_it_issues: whether each lane's thread does the work itself; on an accelerator, a thread only issues it.
       copies: its device copies.
       values: the values between programs, by number.
@@ -177,7 +179,8 @@ class StepContext:
     def __init__(self, runnable: RunnableStep, state: TrainState, batch: Sequence[Any], copies: DeviceCopies) -> None:
         self.runnable, self.program, self.state, self.copies = runnable, runnable.program, state, copies
         placement, rules, accumulated = runnable.resources.placement, runnable.rules, state.accumulated
-        self.calls, self.values = runnable.calls, self._given(batch)
+        self.instructions, self.compiled = runnable.program.instructions, runnable.compiled
+        self.values = self._given(batch)
         self.does_what_it_issues = placement.is_cpu
         self._waits = placement.is_cpu or placement.takes_turns
         self.offloaded: dict[int, jax.Array] = {}
@@ -241,7 +244,7 @@ class StepContext:
         placement, graph = self.runnable.resources.placement, self.program.partition.graph
         return jnp.zeros(aval.shape, aval.dtype, device=placement.of(graph, aval))
 
-    def make_room(self, call: Call) -> None:
+    def make_room(self, call: Instruction) -> None:
         """Ensures that the offloads whose memory this program reuses have finished when the device runs it.
 
         On an accelerator an offload counts as ended once issued, so the device waits.
@@ -278,7 +281,7 @@ class StepContext:
         An accelerator reports late that a program has failed, to whoever waits for a result of it or of a later one.
         The flags of the forwards, which stay until the step ends, fail with their program.
         """
-        forwards = [call.index for call in self.calls if call.operation in (Operation.FORWARD, Operation.LOSS)]
+        forwards = [call.index for call in self.instructions if call.operation in (Operation.FORWARD, Operation.LOSS)]
         for index, flag in [*((None, flag) for flag in self._prelude), *zip(forwards, self.finite, strict=False)]:
             try:
                 jax.block_until_ready(flag)

@@ -35,6 +35,7 @@ from .instructions import Joins as Joins
 from .instructions import Operation as Operation
 from .instructions import ProgramKey as ProgramKey
 from .instructions import ProgramKind as ProgramKind
+from .instructions import ProgramUse as ProgramUse
 from .instructions import Source as Source
 from .instructions import StepProgram as StepProgram
 from .instructions import Target as Target

@@ -277,9 +277,36 @@ class Drop:
     is_reused: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgramUse:
+    """What a program does with one parameter group of its segment.
+
+    Attributes:
+      number, place, group: the index of the use, its place among those of its segment, and the group.
+      copy: the load whose copy the program reads, or None.
+      is_read: whether the program is given parameters of the group.
+      reads_vectors: whether these are the group's vectors in host memory.
+      writes_host: whether the program writes the group's gradient to host memory.
+      is_trained: whether the group has a gradient that is wanted.
+      is_updated_on_device: whether it is updated on the device.
+    """
+
+    number: int
+    place: int
+    group: int
+    copy: int | None
+    is_read: bool
+    reads_vectors: bool
+    writes_host: bool
+    is_trained: bool
+    is_updated_on_device: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction of a step.
+    """One instruction of a step, with all that the executor looks up.
+
+    The thread that issues for an accelerator bounds the speed of small models, so nothing is found out during a step.
 
     Attributes:
       operation: what it does.
@@ -292,7 +319,10 @@ class Instruction:
         a FETCH that of the program that reads the values, for a task that is part of another one's program that of the
         program; else -1.
       values: the values that a SAVE or FETCH moves.
-      copies: for a program, the load of the copy that it reads of each group of its segment; None without one.
+      uses: for a program, the parameter groups of its segment, in that order.
+      reads: the values that the program is given, one tuple for each of its arguments.
+      outputs, nondiff_outputs: the values that a forward makes.
+      inputs: the values whose cotangents a backward makes.
       offloads_awaited: OFFLOAD instructions that must have ended on the device before the program may allocate memory.
       frees: values that no later program reads.
       drops: device copies that no later instruction reads.
@@ -307,11 +337,30 @@ class Instruction:
     key: ProgramKey | None = None
     place: int = -1
     values: tuple[int, ...] = ()
-    copies: tuple[int | None, ...] = ()
+    uses: tuple[ProgramUse, ...] = ()
+    reads: tuple[tuple[int, ...], ...] = ()
+    outputs: tuple[int, ...] = ()
+    nondiff_outputs: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
     offloads_awaited: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
     drops: tuple[Drop, ...] = ()
     vacates: tuple[int, ...] = ()
+
+    @property
+    def copies(self) -> tuple[int | None, ...]:
+        """For a program, the load of the copy that it reads of each group of its segment; None without one."""
+        return tuple(use.copy for use in self.uses)
+
+    @functools.cached_property
+    def written(self) -> tuple[ProgramUse, ...]:
+        """The uses whose gradient the program writes to host memory."""
+        return tuple(use for use in self.uses if use.writes_host)
+
+    @functools.cached_property
+    def stores(self) -> bool:
+        """Whether the program queues the copy of its gradient to host memory."""
+        return self.key is not None and self.key.stores
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
