@@ -1,8 +1,8 @@
 """What each layer costs: the profile, measured elsewhere or estimated here, and machines.
 
-records, layer_records   a profile as JSON             machines        machines as JSON
-segment_costs, tables    FLOPs, bytes, temporaries     estimate        times of a machine from these
-contention, sharing      lanes beside each other       cache, timers   what measurements use
+profile_records, layer_records   a profile as JSON     machines    machines as JSON
+counts, segment_costs            FLOPs, bytes          estimate    times of a machine from these
+sharing                          several devices       progress    a bar on standard error
 """
 
 import lazy_loader

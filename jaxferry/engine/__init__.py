@@ -1,10 +1,10 @@
 """The engine: lowers a plan to a step program, and runs it.
 
-instruction, lower    the step program              memory, budget    its memory, what fits
-programs              run on the device             HostOptimizer     runs on the host
-TrainState            outlives a step               StepContext       one step in progress
-executor              one function an operation     StepRunner        runs steps, rolls back what fails
-Lanes                 the threads                   Recorder, Marks   start and end of each task
+lowering, memory, budget    the step program, its memory     runner      runs steps, rolls back what fails
+programs                    compiled for the device          step        one step in progress
+executor                    one function an operation        state       what outlives a step
+lanes, ready_tasks          threads, and what may start      recorder    when each task ran
+gradients, device_updates   where gradients go               evaluator   a forward alone
 """
 
 import lazy_loader

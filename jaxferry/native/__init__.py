@@ -1,4 +1,10 @@
-"""The native operations. The libraries of `xla_ffi` are found, checked and registered with XLA on first use."""
+"""The native library in Python: custom calls on host memory, host steps, and what they do without the library.
+
+loading, paths, build   finds, loads, builds a library      targets       its custom calls
+operations, twins       DHA reads and host stores           host_steps    fused optimizer steps
+checks, self_tests      arguments; the library's results    host_sums     gradients added in host memory
+cpus                    how many threads                    donation      programs that take buffers over
+"""
 
 import lazy_loader
 

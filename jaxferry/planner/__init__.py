@@ -1,8 +1,9 @@
 """Chooses plans: policies, searches, bounds.
 
-registry, base   policies by name                     auto, exact   the searches
-memferry, l2l ...  the papers' policies, baselines      *_bound       bounds that are proven
-preference       which of two plans is better         planning      one plan, a comparison, a sweep
+registry, base         policies by name            auto, exact            the searches
+memferry, baselines    the papers' policies        bounds, place_bound    what no plan can undercut
+preference             which of two plans wins     planning               one plan, a comparison, a sweep
+granularity            how fine layers are         neighbours, search     local changes, pools of plans
 """
 
 import lazy_loader

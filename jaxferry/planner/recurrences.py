@@ -1,8 +1,8 @@
 """The machine model as recurrences over many plans at once.
 
 This module implements the rules of `jaxferry/step/schedule.py` a second time; tests compare the two bit by bit. Both
-use `jaxferry.step.gradient_room` for the offloads that a backward waits for. Arrays are (layers, plans), or (plans,) within a
-loop over layers.
+use `jaxferry.step.gradient_room` for the offloads that a backward waits for. Arrays are (layers, plans), or (plans,)
+within a loop over layers.
 
     forward   X = max(X, waits) + load_s          X: the link's end    C: the GPU's end
               C = max(C, X or host copy) + forward_s

@@ -1,8 +1,9 @@
 """One step: its plan, its tasks and instructions, and the time and memory that it takes.
 
-records        a plan as JSON                     holdings, room, copy_spans   its device memory
-schedule       rules of the machine model         step_*, tasks, streaming     the tasks of a plan
-instruction    what the engine runs for a task    simulate                     when each task runs
+plans           a plan as JSON                        holdings, gradient_room   its device memory
+schedule        rules of the machine model            builder, streaming        the tasks of a plan
+tasks           a task, its lane, what it waits for   instructions              what the engine runs for it
+machine         runs tasks on four lanes              simulation                what that says of a plan
 """
 
 import lazy_loader

@@ -16,7 +16,7 @@ Rules (the machine model; MemFerry, section IV-B):
 - **D2H**: gradients in backward order, none for GO layers. **Host**: updates in backward order, each once all gradients
   of its parameters are on the host.
 - **Room for gradients**: a backward waits only for those offloads without which it would not fit into device memory
-  (`jaxferry.step.gradient_room`). A backward that adds to a gradient in host memory waits until that gradient has arrived.
+  (`step/gradient_room.py`). A backward that adds to a gradient in host memory waits until that gradient has arrived.
 - `loads: "bulk"`: no forward starts before the last load for the forward has ended. Loads follow the order of updates,
   so each layer's load for the next step starts once that layer is updated. `updates: "after-all"`: no update starts
   before all gradients are on the host.
@@ -168,7 +168,7 @@ def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:
 
 
 def step_demand(profile: Profile, plan: Plan) -> tuple[Holdings, Demand]:
-    """The layers' copies, and each program's need on the device; arrays of one plan, see `jaxferry.step.gradient_room`."""
+    """The layers' copies, and each program's need on the device; arrays of one plan, see `step/gradient_room.py`."""
     return _demand(profile, effective(profile, plan))
 
 

@@ -1,8 +1,9 @@
 """The public training step.
 
-train_step    TrainStep, its state and metrics   options       its arguments, checked
-compiler      partition, plan, lower, compile    model         parameters and optimizer
-prepared      a step for one batch structure     measure       measures a profile on the device
+trainer       TrainStep, its state and metrics        options         its arguments, checked
+compiler      a batch structure -> a step             model           parameters and optimizer
+choice        the plan                                profiles        what it is planned with
+step          plan -> program -> compiled             measure         measures a profile on the device
 """
 
 import lazy_loader

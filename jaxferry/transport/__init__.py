@@ -1,9 +1,9 @@
 """Moves layers and gradients between host and device.
 
-placement     where arrays live             base             what a transport does
-pinned        views of pinned memory        ferry            by the native library's queues
-allocator     XLA's, as a model             device_put       by plain JAX
-marks         when a task started, ended    choice           which of both
+placement     where arrays live             base          what a transport does
+pinned        views of pinned memory        ferry         by the native library's queues
+allocator     XLA's, as a model             device_put    by plain JAX, and which of both
+held          copies on the device          marks         when a task started and ended
 """
 
 import lazy_loader

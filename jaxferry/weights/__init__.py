@@ -1,7 +1,7 @@
 """Weight offloading on one GPU: Beaumont, Eyraud-Dubois, Shilova and Zhao, "Weight Offloading Strategies", 2022.
 
-instance -> greedy (which weights leave, and when) -> scheduling (the transfers) -> validate (in tests)
-         -> bound (a lower bound by MILP), l2l (the baseline)
+instance -> policies (which weights leave, and when) -> scheduling (the transfers) -> validation (in tests)
+         -> bounds (a lower bound by MILP)
 """
 
 import lazy_loader
