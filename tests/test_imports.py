@@ -30,10 +30,14 @@ LAYERS = (
     ("__main__",),
     ("",),
 )
+CHECKOUT = ROOT.parent
+# Commands and tables are no library, and checkpoints are one package with one face: `jaxferry.checkpoint`.
+ROOMS = [name for names in LAYERS[1:-3] for name in names if name != "checkpoint"]
+USERS = ("jaxferry", "tests", "examples", "benchmarks")
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 # The simulator and the engine run the same task list and never know of each other.
-STRANGERS = {("engine", "step.simulate"), ("step.simulate", "engine")}
+SIMULATOR = {"step.machine", "step.simulation"}
 
 # Optional, or needed by checkpoints alone: the only packages that a function may import.
 OPTIONAL = {"matplotlib", "orbax", "safetensors", "xxhash"}
@@ -70,6 +74,21 @@ def import_graph(root):
     """Each module with the set of modules of the same package that it imports."""
     modules = find_modules(root)
     return {name: find_imports(file, root.name, modules) for name, file in modules.items()}
+
+
+def offered(room):
+    """What a room offers, by its stub: each name with the file that defines it."""
+    stub = ROOT / room / "__init__.pyi"
+    found = ast.parse(stub.read_text()).body if stub.exists() else []
+    return {alias.name: f"{room}.{node.module}" for node in found for alias in node.names}
+
+
+def names_imported(file):
+    """Pairs of a module of the package and a name that a file imports from there."""
+    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+    pairs = [(node.module or "", alias.name) for node in nodes for alias in node.names]
+    prefix = f"{ROOT.name}."
+    return [(module.removeprefix(prefix), name) for module, name in pairs if module.startswith(prefix)]
 
 
 def with_packages(graph):
@@ -137,12 +156,34 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_simulator_and_engine_do_not_know_each_other():
-    def part_of(name):
-        return next((part for part in ("engine", "step.simulate") if f"{name}.".startswith(f"{part}.")), None)
+    of_step = offered("step")
+    simulated = {name for name, module in of_step.items() if module in SIMULATOR}
+    assert {"simulate", "steady_step_s"} <= simulated
+    for name, file in find_modules(ROOT).items():
+        imported = names_imported(file)
+        if name.startswith("engine."):
+            assert not {each for module, each in imported if module == "step"} & simulated, name
+        if name in SIMULATOR:
+            assert not any(module.startswith("engine") for module, _ in imported), name
 
-    pairs = {(part_of(name), part_of(target)) for name, targets in GRAPH.items() for target in targets}
-    assert ("engine", "engine") in pairs and ("step.simulate", "step.simulate") in pairs
-    assert not pairs & STRANGERS
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_offers_what_others_import_from_it(room):
+    others = [file for folder in USERS for file in (CHECKOUT / folder).rglob("*.py")]
+    others = [file for file in others if ROOT / room not in file.parents]
+    wanted = {name for file in others for module, name in names_imported(file) if module == room}
+    modules = {name.removeprefix(f"{room}.") for name in find_modules(ROOT)}
+    assert wanted - modules == set(offered(room))
+
+
+def test_others_import_from_rooms_and_not_from_their_files():
+    found = []
+    for folder in USERS:
+        for file in (CHECKOUT / folder).rglob("*.py"):
+            own = file.relative_to(ROOT).parts[0] if ROOT in file.parents else None
+            modules = {module for module, _ in names_imported(file)}
+            found += [(file.name, each) for each in modules if each.split(".")[0] in {*ROOMS} - {own} and "." in each]
+    assert found == []
 
 
 def test_functions_import_nothing_but_heavy_optional_packages():
@@ -183,7 +224,7 @@ def test_a_circle_through_a_package_is_seen(package):
     graph = package(
         {
             "engine/trace/__init__.py": "from pack.engine.trace import recorder\n",
-            "engine/recorder.py": "from pack.engine.step import StepResult\n",
+            "engine/trace/recorder.py": "from pack.engine.step import StepResult\n",
             "engine/trace/marks.py": "",
             "engine/step.py": "from pack.engine.trace.marks import Marks\n",
         }
