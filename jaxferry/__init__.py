@@ -63,14 +63,15 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("SavedCheckpoint", "list_checkpoints"), "jaxferry.checkpoint"),
     **dict.fromkeys(("adam", "adamw", "lion", "sgd"), "jaxferry.optimizer.optimizers"),
-    **dict.fromkeys(("TrainState", "TrainStep", "train_step"), "jaxferry.training.trainer"),
+    "TrainState": "jaxferry.engine",
+    **dict.fromkeys(("TrainStep", "train_step"), "jaxferry.training"),
 }
 
 
 _ALIASES = {
     "jaxferry.distributed": "jaxferry.processes.distributed",
     "jaxferry.pretrained": "jaxferry.checkpoint.pretrained",
-    "jaxferry.train_step": "jaxferry.training.trainer",
+    "jaxferry.train_step": "jaxferry.training.entry",
 }
 
 

@@ -53,20 +53,17 @@ class TrainState:
     A frozen parameter keeps its dtype. If that is the compute dtype, the compute copy is its only copy; otherwise there
     is a second one in its own dtype.
 
-    `step(state, batch)` updates the state in place and returns the same object; `copy` keeps one. `step.init`,
-    `step.init_from` and `step.restore` make states.
+    `step(state, batch)` updates the state in place and returns it; `copy` keeps one.
 
     Attributes:
       step: number of steps taken, which is the number of the next batch.
       host: its arrays, arranged in parameter groups.
-      resident: device copies of RESIDENT groups, by index.
-      kept: device copies that stay until the update which the current micro-batches lead to, by group.
+      resident, kept: device copies of RESIDENT groups; copies that stay until the micro-batches' update; by group.
       optimizer: the host optimizer.
       damage: the error message if a failed update left the state between two steps, else None.
       checkpoint: the folder of the last save or restore; None if there is none.
       extra: the user's own arrays in the checkpoint that the state was restored from, by name.
-      pending: the last step, while its updates are in flight.
-      prefetch: the copies loaded, or in flight, for the next step.
+      pending, prefetch: the last step, while its updates are in flight; the copies loaded for the next step.
       accumulated: sums of micro-batches since the last update.
       loss_scale: the factor that multiplies the loss for the backward.
       held_bytes: the host memory that training it takes in this process.
@@ -97,7 +94,8 @@ class TrainState:
         self.pending: PendingStep | None = None
         self.prefetch: Prefetch | None = None
         self.accumulated = Accumulated()
-        self._params, self.optimizer, self._placement = params, optimizer, placement
+        self._params, self._tree = params, jax.tree.structure(params)
+        self.optimizer, self._placement = optimizer, placement
         self.owner, self.held_bytes = owner, held_bytes
 
     def __repr__(self) -> str:
@@ -124,17 +122,19 @@ class TrainState:
         """
         self.settle()
         shown = self._shown
-        self._check_memory({"parameters": numpy_bytes(shown)}, "a copy of the parameters", _READ_BY_LEAF)
+        host_memory.check(
+            {"parameters": numpy_bytes(shown)}, "a copy of the parameters", _READ_BY_LEAF, self.held_bytes
+        )
         by_leaf, pairs = self.host.masters(), zip(self.optimizer.avals, shown, strict=True)
         # Without the arrays that have been read, only one parameter exists twice.
         masters = [self._copied_whole(by_leaf.pop(leaf), *pair) for leaf, pair in enumerate(pairs)]
-        return self._in_tree(masters)
+        return jax.tree.unflatten(self._tree, masters)
 
     @params.setter
     @by_one_thread
     def params(self, given: Any) -> None:
         shown = self._shown
-        leaves = given_leaves("state.params", given, self._in_tree(shown))
+        leaves = given_leaves("state.params", given, jax.tree.unflatten(self._tree, shown))
         if self.accumulated.num_batches:
             raise StateError("state.params is assigned while gradients are accumulated: assign it after an update")
         self.settle()
@@ -156,7 +156,7 @@ class TrainState:
         train, all must read each leaf at the same time, in the same order.
         """
         pairs = enumerate(zip(self._shown, self.optimizer.avals, strict=True))
-        return self._in_tree([LazyParameter(self.read_parameter, leaf, *avals) for leaf, avals in pairs])
+        return jax.tree.unflatten(self._tree, [LazyParameter(self.read_parameter, leaf, *own) for leaf, own in pairs])
 
     @by_one_thread
     def read_parameter(self, leaf: int, index: Any = ..., *, as_bytes: bool = False) -> np.ndarray:
@@ -196,7 +196,7 @@ class TrainState:
         self.settle()
         shapes = self.optimizer.state_shapes()
         needed = {"optimizer state": numpy_bytes(aval for aval in shapes.values() if not is_key(aval))}
-        self._check_memory(needed, "a copy of the optimizer's state", _FREE_FIRST)
+        host_memory.check(needed, "a copy of the optimizer's state", _FREE_FIRST, self.held_bytes)
         found = self.host.optimizer_state()
         return self.optimizer.whole_state(
             {name: self._copied_whole(found.pop(name), aval) for name, aval in shapes.items()}
@@ -236,8 +236,7 @@ class TrainState:
         made._is_arranged, made.checkpoint = self._is_arranged, self.checkpoint
         return made
 
-    def __copy__(self) -> TrainState:
-        return self.copy()
+    __copy__ = copy
 
     def __deepcopy__(self, memo: Any) -> TrainState:
         return self.copy()
@@ -252,7 +251,7 @@ class TrainState:
           HostMemoryError: if host memory cannot hold them; nothing is allocated then.
         """
         self.settle()
-        self._check_memory(self.host.copy_bytes, what, _FREE_FIRST)
+        host_memory.check(self.host.copy_bytes, what, _FREE_FIRST, self.held_bytes)
         return self.host.copies()
 
     @property
@@ -260,13 +259,6 @@ class TrainState:
         """Shape and dtype of each master parameter, as the user sees it."""
         pairs = zip(jax.tree.leaves(self._params), self.optimizer.avals, strict=True)
         return [own if is_stored_as_bytes(own, aval) else aval for own, aval in pairs]
-
-    def _in_tree(self, leaves: Sequence[Any]) -> Any:
-        tree: Any = jax.tree.structure(self._params)
-        return jax.tree.unflatten(tree, leaves)
-
-    def _check_memory(self, needed: Mapping[str, int], what: str, remedy: str) -> None:
-        host_memory.check(needed, what, remedy, self.held_bytes)
 
     def _replace_state(self, leaves: Mapping[str, Any]) -> None:
         """Replaces leaves of the optimizer's state, which are copied in their own dtypes."""
@@ -292,7 +284,7 @@ class TrainState:
 
         if self._placement.ownership.is_all:
             needed = {"given arrays": sum(aval_bytes(avals[name]) for name in leaves)}
-            self._check_memory(needed, "an assignment to the state", _FREE_FIRST)
+            host_memory.check(needed, "an assignment to the state", _FREE_FIRST, self.held_bytes)
             return {name: {None: on_host(stored(name), self._placement, avals[name].dtype)} for name in leaves}
         return {
             name: {None: leaf if is_key(leaf) else np.asarray(stored(name), avals[name].dtype)}
@@ -380,10 +372,7 @@ class TrainState:
 
     @by_one_thread
     def masters(self) -> list[Any]:
-        """Returns the master parameters in the order of the flattened tree, without copies: later updates change them.
-
-        A `Stacked` stands for one that is stored in parts, an `Owned` for one of which this process has some elements.
-        """
+        """Returns the master parameters in the tree's order, without copies: later updates change them."""
         return self.stored()[0]
 
     @by_one_thread
@@ -402,7 +391,7 @@ class TrainState:
             masters, state = self.copies("a copy of the state")
         else:
             elsewhere = {"state that is updated on the device": self.host.elsewhere_bytes}
-            self._check_memory(elsewhere, "a copy of a part of the state", _FREE_FIRST)
+            host_memory.check(elsewhere, "a copy of a part of the state", _FREE_FIRST, self.held_bytes)
             masters, state = self.host.masters(), dict(self.host.optimizer_state())
         shapes = self.optimizer.state_shapes()
         return (
@@ -412,11 +401,7 @@ class TrainState:
 
     @by_one_thread
     def optimizer_state(self) -> dict[str, Any]:
-        """Returns the leaves of the optimizer's state by path; leaves shared by all layers (a count) occur once.
-
-        Leaves of parameters that are stored in parts, or of which processes have some elements, are joined, as copies;
-        later updates change the others.
-        """
+        """Returns the leaves of the optimizer's state by path, joined if stored in parts; updates change whole ones."""
         self.settle()
         shapes = self.optimizer.state_shapes()
         return {name: self._whole(parts, shapes[name]) for name, parts in self.host.optimizer_state().items()}

@@ -13,9 +13,7 @@ from .host_steps import StepFactors as StepFactors
 from .host_steps import StepPart as StepPart
 from .host_steps import StepRule as StepRule
 from .loading import ABI as ABI
-from .loading import CPU_FUNCTIONS as CPU_FUNCTIONS
 from .loading import SIMD as SIMD
-from .loading import TARGETS as TARGETS
 from .loading import LibraryStatus as LibraryStatus
 from .loading import NativeLibrary as NativeLibrary
 from .loading import ffi_version as ffi_version
@@ -33,7 +31,9 @@ from .self_tests import run_self_test as run_self_test
 from .self_tests import shortest_s as shortest_s
 from .self_tests import unusable_reason as unusable_reason
 from .targets import ALIGNED_NUMBERS as ALIGNED_NUMBERS
+from .targets import CPU_FUNCTIONS as CPU_FUNCTIONS
 from .targets import SCRATCH_BYTES as SCRATCH_BYTES
+from .targets import TARGETS as TARGETS
 from .targets import GatherShape as GatherShape
 from .targets import ProductShape as ProductShape
 from .targets import Vacancy as Vacancy

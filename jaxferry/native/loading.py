@@ -27,27 +27,9 @@ from scipy.linalg import cython_blas
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native import cpus
 from jaxferry.native.paths import FILE_NAMES, REMEDY, check_is_whole, describe_missing, library_directories
-from jaxferry.native.targets import DTYPE_NUMBERS
+from jaxferry.native.targets import CPU_FUNCTIONS, DTYPE_NUMBERS, TARGETS
 
 ABI = 6
-
-TARGETS = (
-    "jaxferry_scratch",
-    "jaxferry_dha_gather",
-    "jaxferry_dha_matmul",
-    "jaxferry_dha_read",
-    "jaxferry_gradient_store",
-    "jaxferry_dha_matmul_gradient",
-    "jaxferry_row_store",
-    "jaxferry_ferry_load",
-    "jaxferry_ferry_store",
-    "jaxferry_ferry_wait",
-    "jaxferry_ferry_vacate",
-    "jaxferry_mark",
-)
-
-CPU_FUNCTIONS = ("jaxferry_host_update",)
-"""What the CPU library must have besides, for host memory of any device."""
 
 SIMD = ("portable", "avx2", "avx512", "avx512-bf16")
 """Instruction sets of the host step, in ascending order."""

@@ -57,6 +57,24 @@ class Vacancy(enum.Enum):
     """No work uses it: its last use is known to have ended."""
 
 
+TARGETS = (
+    "jaxferry_scratch",
+    "jaxferry_dha_gather",
+    "jaxferry_dha_matmul",
+    "jaxferry_dha_read",
+    "jaxferry_gradient_store",
+    "jaxferry_dha_matmul_gradient",
+    "jaxferry_row_store",
+    "jaxferry_ferry_load",
+    "jaxferry_ferry_store",
+    "jaxferry_ferry_wait",
+    "jaxferry_ferry_vacate",
+    "jaxferry_mark",
+)
+
+CPU_FUNCTIONS = ("jaxferry_host_update",)
+"""What the CPU library must have besides, for host memory of any device."""
+
 QUEUES = ("program", "load", "store")
 """The queue that a mark follows: the program's own stream, or one of the ferry's queues."""
 

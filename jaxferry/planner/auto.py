@@ -12,8 +12,7 @@ plans that recompute one layer after another, and neighbours. The first pool doe
 option to recompute makes no plan slower.
 
 A plan with all layers DHA and all gradients GO holds only activations. With GO allowed, this is the smallest feasible
-budget. No budget means unlimited memory: the search takes the fastest plan of the pool, and copies and gradients may
-stay on the device. To plan for a device, pass its memory.
+budget. No budget means unlimited memory: the search takes the fastest plan of the pool.
 
 Where a profile states `update_gpu_s`, groups may also be updated on the device, where their optimizer state then stays
 (`planner/device_updates.py`). Where it also states `state_up_s` and `state_down_s`, updates may stream through the GPU

@@ -23,14 +23,14 @@ class Copy:
 
 
 class Copies:
-    """The copies of parameters on the device: their loads and their uses.
+    """The copies of parameters on the device.
 
     Attributes:
       all: in the order of their loads.
       first_loads: the loads for forwards, each with its group; they wait for the previous step's update.
       held: by group, the copy that every layer of the group uses.
       fused: by layer, the RELOAD copies that serve a forward and a backward in one program.
-      reload_uses: the programs that read RELOAD copies, in order.
+      reload_uses: the programs that read RELOAD copies, in order; a load into a slot waits for the one before the last.
       resident: the groups whose copy is on the device before the step.
       ahead: by layer, the copy that its backward will read, where that is known already.
     """
@@ -57,10 +57,6 @@ class Copies:
         self.all.append(Copy(task))
         return self.all[-1]
 
-    def free_slot(self) -> tuple[int, ...]:
-        """The task that the next load of a RELOAD layer waits for: the use before the previous one."""
-        return tuple(self.reload_uses[-2:-1])
-
     def for_forward(self, layer: int) -> Copy | None:
         """The copy that a forward reads, loaded unless it is held; None if it reads another place."""
         mode, group = self.modes[layer], self.profile.group_of[layer]
@@ -68,7 +64,7 @@ class Copies:
             return None
         if group in self.held:
             return self.held[group]
-        copy = self.load(Kind.LOAD, layer, self.free_slot() if mode is Mode.RELOAD else ())
+        copy = self.load(Kind.LOAD, layer, tuple(self.reload_uses[-2:-1]) if mode is Mode.RELOAD else ())
         self.first_loads.append((copy.load, group))
         if mode is Mode.GFGB:
             self.held[group] = copy
@@ -97,7 +93,7 @@ class Copies:
             return self.held[group]
         if not self.profile.layers[layer].backward_reads and not self.recomputes[layer]:
             return None
-        return self.load(Kind.RELOAD, layer, tuple(sorted({forward, *self.free_slot()})))
+        return self.load(Kind.RELOAD, layer, tuple(sorted({forward, *self.reload_uses[-2:-1]})))
 
     def still_held(self, layer: int, group: int) -> bool:
         """Whether another layer holds the group's copy beyond this layer's backward."""
@@ -126,16 +122,15 @@ class Copies:
 
     def free(self) -> None:
         """Frees each copy at its last use."""
-        for copy in self.all:
-            if copy.last_use is not None:
-                num_bytes = self.profile.layers[self.tasks.tasks[copy.load].segment].param_bytes
-                self.tasks.add_bytes(copy.last_use, end_bytes=num_bytes)
+        for copy in (each for each in self.all if each.last_use is not None):
+            num_bytes = self.profile.layers[self.tasks.tasks[copy.load].segment].param_bytes
+            self.tasks.add_bytes(copy.last_use, end_bytes=num_bytes)
 
 
 def _seconds_a_byte(transfers: Iterable[tuple[float, int]]) -> float:
     """The mean over all transfers, given as (seconds, bytes). A small layer's own rate would be mostly latency."""
-    seconds, sizes = zip(*transfers, strict=True)
-    return float(sum(seconds)) / sum(sizes) if sum(sizes) else 0.0
+    seconds, sizes = (sum(each) for each in zip(*transfers, strict=True))
+    return float(seconds) / sizes if sizes else 0.0
 
 
 def save_seconds_a_byte(profile: Profile) -> float:

@@ -1,6 +1,7 @@
 """The public training step.
 
-trainer       TrainStep, its state and metrics        options         its arguments, checked
+entry         train_step, its arguments               options         these, checked
+trainer       TrainStep                               saving          a state to a checkpoint and back
 compiler      a batch structure -> a step             model           parameters and optimizer
 choice        the plan                                profiles        what it is planned with
 step          plan -> program -> compiled             measure         measures a profile on the device

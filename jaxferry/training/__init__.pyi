@@ -6,6 +6,7 @@ from .contention import in_turn as in_turn
 from .contention import measure_contention as measure_contention
 from .contention import speeds_in_pairs as speeds_in_pairs
 from .contention import transfers as transfers
+from .entry import train_step as train_step
 from .measured_profile import MeasuredLayers as MeasuredLayers
 from .measured_profile import measure_profile as measure_profile
 from .microbenchmarks import HostUpdate as HostUpdate
@@ -42,4 +43,3 @@ from .timers import host_cache_bytes as host_cache_bytes
 from .timers import median_s as median_s
 from .timers import timed_call as timed_call
 from .trainer import TrainStep as TrainStep
-from .trainer import train_step as train_step

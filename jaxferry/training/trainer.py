@@ -1,15 +1,9 @@
-"""The public entry: `train_step` turns a loss function and an Optax optimizer into an offloaded training step.
-
-step = train_step(loss_fn, optax.adamw(3e-4), memory_budget="8GiB")
-state = step.init(params)
-state, metrics = step(state, batch)
-"""
+"""The training step: makes states, takes steps, evaluates, saves and restores."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,156 +14,21 @@ import optax
 
 from jaxferry import checkpoint
 from jaxferry.costs import Profile
-from jaxferry.engine import LossScale, Owner, StepResult, TrainState
-from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
-from jaxferry.modes import BLOCK
-from jaxferry.optimizer import masters_layer_by_layer, path_names
-from jaxferry.partition import Partition, Trainable, result_shapes, stored_struct
+from jaxferry.engine import Owner, TrainState
+from jaxferry.errors import InputError, JaxFerryError, StateError
+from jaxferry.optimizer import masters_layer_by_layer
+from jaxferry.partition import result_shapes
 from jaxferry.processes import PROGRESS, check_same_values, global_shape, messages_of
 from jaxferry.settings import own_settings
-from jaxferry.step import Plan, Run
+from jaxferry.step import Run
 from jaxferry.training.compiler import Compiler, Shared
 from jaxferry.training.cuts import split_flags
+from jaxferry.training.metrics import metrics_of
 from jaxferry.training.model import Model, abstract
-from jaxferry.training.options import CACHED_SHAPES, Options, read_options
+from jaxferry.training.options import Options
+from jaxferry.training.saving import content, copied_content, restored
 from jaxferry.training.step import Prepared
-from jaxferry.transport import Placement, choose_transport, make_placement
-
-__all__ = ["Prepared", "TrainStep", "train_step"]
-
-
-def train_step(
-    loss_fn: Callable[..., Any],
-    optimizer: optax.GradientTransformation,
-    *,
-    trainable: Trainable | None = None,
-    memory_budget: int | str | None = None,
-    reserve_factor: float | None = None,
-    clip_norm: float | None = None,
-    accumulate: int = 1,
-    compute_dtype: Any = None,
-    loss_scale: float | str | None = None,
-    plan: Plan | str | os.PathLike[str] | None = None,
-    policy: str | None = None,
-    profile: Profile | str | os.PathLike[str] | None = None,
-    remat: Any = "none",
-    offload_activations: bool = False,
-    skip_nonfinite: bool = False,
-    check_gradients: bool | None = None,
-    device: jax.Device | None = None,
-    mesh: jax.sharding.Mesh | None = None,
-    transport: str | None = None,
-    record_steps: int = 0,
-    cached_shapes: int = CACHED_SHAPES,
-    merge_small: bool = True,
-    granularity: str = BLOCK,
-) -> TrainStep:
-    """Makes a training step whose parameters and optimizer state live in host memory.
-
-    Args:
-      loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar, or `(scalar, aux)`; the further arguments
-        are those that the step is called with, usually one batch.
-      optimizer: any Optax transformation. It runs layer by layer if that gives the same result, otherwise as one update
-        after the last gradient, with a warning. Parameters whose update is always zero, and for which it keeps no state
-        (`optax.set_to_zero` under `optax.multi_transform`, say), are frozen: see `trainable`.
-      trainable: which parameters are trained: a function of a parameter's path (`lambda path: "lora" in path`), or a
-        tree of booleans, each of which may stand for a subtree; None for all. The others are frozen: they have no
-        gradient, no optimizer state and no update, are hidden from `optimizer`, and keep their dtype. They are loaded
-        or read in host memory like any other. `optax.multi_transform` with `optax.set_to_zero` has the same effect.
-      memory_budget: device memory, such as `"8GiB"` or a number of bytes. None takes what the device's allocator has
-        (no limit on a CPU), `"none"` sets no limit.
-      reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device until a transfer takes them;
-        None for the policy's default, usually 1.
-      clip_norm: global norm to which gradients are clipped, exactly; None clips nothing. The norm covers the gradients
-        of trained parameters.
-      accumulate: number of steps (micro-batches) whose mean gradient one update applies, as in `optax.MultiSteps`. Sums
-        are in fp32 at least. They stay on the device if the plan lets gradients stay and they fit into the budget;
-        otherwise they are added up in host memory.
-      compute_dtype: dtype of the parameters on the device, such as `jnp.float16`. By default `bfloat16` on accelerators
-        for models in float32, otherwise the parameters' own.
-      loss_scale: factor that multiplies the loss before its backward and divides the gradients in the update. If
-        gradients overflow, `"dynamic"` (the default for `float16`) halves it and skips that update.
-      plan: a plan, or the path of its JSON file, instead of a policy.
-      policy: name of the policy that chooses the plan, such as `"exact"`, `"memferry"` or `"auto"`. None makes every
-        layer GFGB; layers switch to RELOAD until the step fits into the memory budget.
-      profile: the profile that the policy plans with, or the path of its JSON file. None measures one on the device for
-        policies that need times, and keeps the measurements in the user's cache folder (`JAXFERRY_CACHE_DIR` names
-        another, or "off"). `"measure"` measures for any policy; `"estimate"` runs nothing and uses a roofline model.
-        With `mesh`, one device runs its share of the batch, and all devices time what they exchange; a loss function
-        that names the mesh cannot be measured so.
-      remat: what segments keep on the device between forward and backward. `"none"`: everything that their derivatives
-        need. `"full"`: only their inputs; the backward runs the forward again. A policy, such as
-        `jax.checkpoint_policies.dots_saveable`: what it names. `"auto"`: policy `"auto"` chooses between none and full;
-        if the step does not fit into the memory budget even with every layer RELOAD, segments recompute as well. Or one
-        of these for each segment: a mapping from names of segments or layers (`"none"` for the others), or a function
-        of the segment's name. Segments that recompute in `plan` always do.
-      offload_activations: whether values that cross segments, and that a backward reads, wait for it in pinned host
-        memory. Not with `remat="auto"`. These are segments' inputs and outputs, not the residuals within a segment;
-        with `remat="full"` there are no such residuals. A value leaves the device after the last forward that reads it
-        and returns while the program before its first backward runs. Values whose backward is fewer than four programs
-        later stay, as do those below 1 KiB. The device then holds the values of a few segments, however deep the model
-        is, and each value crosses the link twice. Results are bit-identical.
-      skip_nonfinite: skip updates whose loss or gradients are not finite; the state stays unchanged. By default a
-        non-finite loss raises `NonFiniteError` (the state stays unchanged as well).
-      check_gradients: whether a non-finite gradient raises `NonFiniteError` before its update, as a loss does. True:
-        always; updates then wait for all gradients. None: where they wait for the gradients' norm anyway, which is with
-        `clip_norm` and `accumulate`; elsewhere the update is applied, with a warning. False: never, for optimizers that
-        handle such gradients (`optax.zero_nans`).
-      device: the device to train on; by default JAX's first.
-      mesh: the devices that share each batch, such as `jax.make_mesh((8,), ("data",))`, in place of `device`: all of
-        this process, with automatic or explicit axes. The batch's first axis is split over them; the loss and its
-        gradients are those of the whole batch, as in a `jax.jit` with a sharded batch. Each device loads a share of
-        every layer over its own link and gathers the others' from the devices; a share of each gradient leaves over
-        each link. Updates are on the host, or on the devices where the optimizer state of their groups stays.
-      transport: `"ferry"`: the native library moves layers and gradients on its own queues and computes in host memory
-        (the default if it is built and no parameter is trained in float64). `"device_put"`: plain JAX does both by
-        copies; results are the same except for the order in which products in host memory are summed.
-      record_steps: number of last steps whose task times `TrainStep.recorded` returns; 0 records nothing and costs
-        nothing.
-      cached_shapes: number of batch structures (shapes, dtypes, flags) whose plans and programs are kept. A further one
-        frees those of the structure that was used longest ago, and warns once: a batch of a freed structure is planned
-        and compiled again. Evaluations count apart.
-      merge_small: whether neighbouring layers become one where a step would take longer to issue than to run, by a
-        roofline model of a known GPU. No merged layer holds more than an eighth of the parameters, and layers stay
-        apart if the memory budget asks for it. Layers of a given plan or profile are merged as named there: `a+b`.
-      granularity: how fine layers are, the units that plans load, read in host memory and update. `"block"`: all
-        parameters between two cuts, such as a transformer block. `"module"`: the matrices of each module, and all norms
-        and biases of a block together, so that a plan can read these in place while it loads the matrices, and no copy
-        is larger than a module's. `"auto"`: modules where the policy's plan is then faster by a roofline model, with
-        the time that more copies take to issue, or where blocks do not fit; with a given plan or profile, whichever it
-        names. Programs are the same, so results are equal up to the rounding of gradients' sums. For one granularity,
-        plans that load their matrices and update on the host give the same bits. Products with matrices in host memory
-        (DHA, the forward of DFGB), large gradients of GO and updates on the device are summed in another order, so
-        results then agree within the dtype's rounding. Small modules are not merged.
-
-    Raises:
-      InputError: if an argument is invalid.
-    """
-    if not callable(loss_fn):
-        raise InputError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}")
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise InputError(f"optimizer must be an Optax GradientTransformation, got {optimizer!r}")
-    options = read_options(
-        memory_budget=memory_budget,
-        reserve_factor=reserve_factor,
-        clip_norm=clip_norm,
-        compute_dtype=compute_dtype,
-        plan=plan,
-        policy=policy,
-        profile=profile,
-        remat=remat,
-        offload_activations=offload_activations,
-        skip_nonfinite=skip_nonfinite,
-        check_gradients=check_gradients,
-        record_steps=record_steps,
-        accumulate=accumulate,
-        loss_scale=loss_scale,
-        trainable=trainable,
-        cached_shapes=cached_shapes,
-        merge_small=merge_small,
-        granularity=granularity,
-    )
-    return TrainStep(loss_fn, optimizer, options, make_placement(device, mesh), transport)
+from jaxferry.transport import Placement, choose_transport
 
 
 class TrainStep:
@@ -275,7 +134,7 @@ class TrainStep:
             state.fill()
             number = state.step
             result = prepared.runner.step(state, _leaves(args, kwargs))
-            return state, self._metrics(number, prepared.partition, result)
+            return state, metrics_of(number, prepared.partition, result, self._options)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
         """Partitions, plans and compiles for arguments of this structure; results are cached.
@@ -498,8 +357,9 @@ class TrainStep:
             messages = messages_of("save", self._placement.process, self._placement.num_processes)
             if not wait and messages is None:
                 checkpoint.check_target(target, state.updated_step, keep)
-            copied = None if wait else self._copied(state, own, metric)
-            saved = self._content(*state.stored(), state, own, metric) if copied is None else copied
+            params = self.compiler.model.params
+            copied = None if wait else copied_content(state, params, own, metric)
+            saved = content(*state.stored(), state, params, own, metric) if copied is None else copied
 
             def write() -> None:
                 checkpoint.save(saved, target, keep, messages)
@@ -507,35 +367,6 @@ class TrainStep:
 
             if copied is None or not self._saves.start(write):
                 write()
-
-    def _content(
-        self, masters: Any, optimizer: Any, state: TrainState, extra: Mapping[str, Any], metric: float | None
-    ) -> checkpoint.Checkpoint:
-        """The content of a checkpoint of these arrays of a state."""
-        params, scale = self.compiler.model.params, state.loss_scale
-        return checkpoint.Checkpoint(
-            step=state.updated_step,
-            params=dict(zip(path_names(params), masters, strict=True)),
-            dtypes=[str(leaf.dtype) for leaf in jax.tree.leaves(params)],
-            dictionary_paths=checkpoint.dictionary_paths(params),
-            optimizer=optimizer,
-            loss_scale=[scale.value, scale.num_finite] if scale.is_dynamic else None,
-            extra=extra,
-            metric=metric,
-        )
-
-    def _copied(
-        self, state: TrainState, extra: Mapping[str, Any], metric: float | None
-    ) -> checkpoint.Checkpoint | None:
-        """A copy of a state for a save in the background; None, with a warning, if host memory cannot hold it."""
-        try:
-            masters, optimizer = state.stored(copied=True)
-            own = {name: np.array(array) for name, array in extra.items()}
-        except MemoryError as error:
-            what = str(error) or "host memory is full"
-            warnings.warn(f"save(wait=False) waits until the state is written: {what}", stacklevel=3)
-            return None
-        return self._content(masters, optimizer, state, own, metric)
 
     def wait_for_saves(self) -> None:
         """Waits until the last save with `wait=False` is on the disk.
@@ -578,22 +409,8 @@ class TrainStep:
         """Reads a checkpoint into a new state."""
         if params is None:
             params = saved.dictionary() if known is None else known.model.params
-        model = self._adopt(params).model
-        expected = dict(zip(path_names(model.params), jax.tree.leaves(model.params), strict=True))
-        checkpoint.check_coded(saved.params, saved.dtypes, expected, model.optimizer.avals)
-        stored = {name: stored_struct(leaf) for name, leaf in expected.items()}
-        checkpoint.check_matches("model", saved.params, stored)
-        checkpoint.check_transformations(saved.optimizer, model.optimizer.state_shapes(), expected)
-        checkpoint.check_matches("optimizer", saved.optimizer, model.optimizer.state_shapes(), check_dtypes=True)
-        model.check_host_memory()
-        masters = model.masters([saved.params[name] for name in expected])
-        optimizer = model.optimizer_state(saved.optimizer)
-        state = self._made(model.new_state(masters, self.compiler.layers, optimizer, saved.step, owner=self.owner))
-        if saved.loss_scale is not None and state.loss_scale.is_dynamic:
-            value, num_finite = saved.loss_scale
-            state.loss_scale = LossScale(float(value), num_finite=int(num_finite))
-        state.extra = {name: leaf.read() for name, leaf in saved.extra.items()}
-        return state
+        compiler = self._adopt(params)
+        return self._made(restored(saved, compiler.model, compiler.layers, self.owner))
 
     def _adopt(self, params: Any) -> Compiler:
         """Returns the compiler for a model's tree: the current one if the tree is the same, else a new one."""
@@ -621,45 +438,6 @@ class TrainStep:
         if state.optimizer is not self.compiler.model.optimizer:
             raise StateError("this state belongs to another model or training step: restore it from a checkpoint")
         state.check()
-
-    def _metrics(self, number: int, parts: Partition, result: StepResult) -> dict[str, Any]:
-        is_lost = not result.is_finite and not self._options.skip_nonfinite
-        scale = self._options.loss_scale
-        if is_lost and scale is not None and scale.is_dynamic and result.loss_scale > 1:
-            is_lost = False  # the next step has a smaller scale
-        if is_lost:
-            raise self._nonfinite(number, parts, result)
-        if result.is_applied and result.nonfinite_gradient is not None and self._options.check_gradients is None:
-            warnings.warn(
-                f"step {number} has applied gradients that are not finite (layer {result.nonfinite_gradient!r}): "
-                "check_gradients=True raises an error before the update, skip_nonfinite=True skips it",
-                stacklevel=3,
-            )
-        metrics: dict[str, Any] = {
-            "loss": result.loss,
-            "device_param_bytes_peak": result.device_param_bytes_peak,
-        }
-        if scale is not None:
-            metrics["loss_scale"] = result.loss_scale
-        if self._options.skip_nonfinite or (scale is not None and scale.is_dynamic):
-            metrics["skipped"] = not result.is_finite
-        if result.grad_norm is not None:
-            metrics["grad_norm"] = result.grad_norm
-        if parts.aux_tree is not None:
-            metrics["aux"] = jax.tree.unflatten(parts.aux_tree, result.aux)
-        return metrics
-
-    def _nonfinite(self, number: int, parts: Partition, result: StepResult) -> NonFiniteError:
-        """The error for a step whose loss or gradients are not finite."""
-        loss, finite = np.asarray(result.loss), [bool(flag) for flag in result.finite]
-        layer = parts.segments[finite.index(False)].name if False in finite else result.nonfinite_gradient
-        what = f"the loss of step {number} is {loss}; the first layer with a non-finite output is {layer!r}"
-        if np.isfinite(loss) and result.nonfinite_gradient is not None:
-            layer = result.nonfinite_gradient
-            what = f"the loss of step {number} is {loss}, but the gradient of layer {layer!r} is not finite"
-        left = "before the step" if self._options.accumulate == 1 else "after the last update"
-        told = f"{what}; the state is that {left} (skip_nonfinite=True skips such steps)"
-        return NonFiniteError(told, number, layer)
 
 
 def _leaves(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
