@@ -122,9 +122,10 @@ class Copies:
 
     def free(self) -> None:
         """Frees each copy at its last use."""
-        for copy in (each for each in self.all if each.last_use is not None):
-            num_bytes = self.profile.layers[self.tasks.tasks[copy.load].segment].param_bytes
-            self.tasks.add_bytes(copy.last_use, end_bytes=num_bytes)
+        for copy in self.all:
+            if copy.last_use is not None:
+                num_bytes = self.profile.layers[self.tasks.tasks[copy.load].segment].param_bytes
+                self.tasks.add_bytes(copy.last_use, end_bytes=num_bytes)
 
 
 def _seconds_a_byte(transfers: Iterable[tuple[float, int]]) -> float:
