@@ -23,37 +23,33 @@ class L2L(ModePolicy):
         return np.full(len(profile.layers), RELOAD, dtype=np.int8)
 
 
-class NativeOffload(ModePolicy):
+class EveryLayerLoaded(ModePolicy):
+    """Every layer GFGB."""
+
+    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
+        """GFGB for every layer."""
+        return np.full(len(profile.layers), GFGB, dtype=np.int8)
+
+
+class NativeOffload(EveryLayerLoaded):
     """Every layer GFGB; a forward waits only for its own load, updates wait for all gradients."""
 
     name = "native-offload"
     summary = "loads layer by layer, updates after all gradients"
     updates = Updates.AFTER_ALL
 
-    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
-        """GFGB for every layer."""
-        return np.full(len(profile.layers), GFGB, dtype=np.int8)
 
-
-class NativeOverlapped(ModePolicy):
+class NativeOverlapped(EveryLayerLoaded):
     """Every layer GFGB; a forward waits for its own load only, an update for its own gradients only."""
 
     name = "native-overlapped"
     summary = "loads and updates layer by layer"
 
-    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
-        """GFGB for every layer."""
-        return np.full(len(profile.layers), GFGB, dtype=np.int8)
 
-
-class ZeroOffload(ModePolicy):
+class ZeroOffload(EveryLayerLoaded):
     """Every layer GFGB; forwards wait for all loads, updates for all gradients."""
 
     name = "zero-offload"
     summary = "DeepSpeed's ZeRO-Offload: bulk loads, updates after all gradients"
     loads = Loads.BULK
     updates = Updates.AFTER_ALL
-
-    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
-        """GFGB for every layer."""
-        return np.full(len(profile.layers), GFGB, dtype=np.int8)
