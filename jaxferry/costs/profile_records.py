@@ -7,8 +7,6 @@ is not fast enough for all of them at once, each is slower beside the others tha
 that a lane loses: a share of each second that another lane works. So a lane that is always busy, beside one that works
 for some of that time, takes as much longer as was measured with both of them busy all the time.
 
-Profiles: the cost of each layer of a model on a machine, in seconds and bytes.
-
 The times are those of MemFerry, section IV-B; `jaxferry.profile/1` is the JSON of a profile:
 
     {"format": "jaxferry.profile/1",
@@ -22,9 +20,7 @@ A layer has the keys of this version and no others, so a misspelt key is an erro
 which is free-form. A version whose new keys change the meaning of a layer without them has another number in its
 `format`.
 
-Tables of a profile's layers as arrays, each made once for a profile: planners ask for them for every few plans.
-
-Nobody changes an array from here.
+Tables hold columns of the layers as arrays, each made once for a profile. Nobody changes them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Fits a plan into the memory budget, and finds what may stay on the device for later loads.
 
-Fits a plan into a memory budget, by the engine's own count of bytes.
-
 Plan --too large--> segments switch to RELOAD --still too large--> segments also recompute --> Plan
 """
 

@@ -1,10 +1,8 @@
 """Runs a forward without a backward, layer by layer, under the memory budget of the training step.
 
-Plans a forward without a backward under a memory budget: which layers are loaded ahead, later, or not at all.
-
-While a segment runs, the next segment's layer loads as well, so that its load is hidden. If both do not fit, the next
-layer is loaded after the segment has ended. If a single layer and its segment's values still do not fit, the segment
-reads its parameters in host memory (DHA).
+A plan says which layers are loaded ahead, later, or not at all. While a segment runs, the next segment's layer loads as
+well, so that its load is hidden. If both do not fit, the next layer is loaded after the segment has ended. If a single
+layer and its segment's values still do not fit, the segment reads its parameters in host memory (DHA).
 
 pinned host vectors --load--> device --segment--> values ... --last segment--> the function's results
 """

@@ -1,10 +1,8 @@
 """Operations on arrays in host memory: Direct Host Access (DHA) for reads, in-place stores for gradients.
 
-Rounded values as programs store them.
-
-XLA may compute with more bits than a program says (`xla_allow_excess_precision`, on by default): where a value is cast
-to 16 bits and used again in fp32, it drops both casts. The stored array may then be infinite while the same program
-finds its norm finite.
+Values are rounded as programs store them: XLA may compute with more bits than a program says
+(`xla_allow_excess_precision`, on by default): where a value is cast to 16 bits and used again in fp32, it drops both
+casts. The stored array may then be infinite while the same program finds its norm finite.
 
 Each operation is one custom call of the native library, or without the library its twin in plain JAX (`twins.py`).
 Results are equal up to the summation order of products. Use them inside jitted functions. They are differentiable once;

@@ -1,7 +1,7 @@
 """The host optimizer: which parameters are updated together, and their updates.
 
 Each layer has an update of its own if that gives the same result as the update of the whole tree; otherwise all layers
-have one. Parameters that are stored in parts are updated by part if that gives the same result (`stacked_update.py`),
+have one. Parameters that are stored in parts are updated by part if that gives the same result (`separable.py`),
 otherwise whole, together with all layers that hold parts of them.
 """
 

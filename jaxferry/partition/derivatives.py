@@ -17,8 +17,7 @@ Alternatively, a policy as in `jax.checkpoint_policies` decides for each equatio
 A backward needs residuals. The engine holds many of them anyway: the weights, which it drops after the forward and
 reloads for the backward, and the segment's inputs and outputs. These are passed to the backward as arguments, not saved
 twice. The backward recomputes copies made from weights alone (a cast, a transpose), so nothing of a weight stays on the
-device in between. Of the other residuals it saves as few bytes as possible, or those that a policy selects
-(`residuals.py`).
+device in between. Of the other residuals it saves as few bytes as possible, or those that a policy selects.
 """
 
 from __future__ import annotations

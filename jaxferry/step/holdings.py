@@ -1,7 +1,5 @@
 """What a plan means for a profile: effective modes and gradient places, and when copies exist on the device.
 
-What a plan means for a profile: effective modes and gradient places, and which load makes which copy.
-
 Arrays are (layers, plans): searches ask for many plans at once, the lowering for one. Modes are codes, see `CODES`.
 
 A **place** is a program's position in the step: layer l's forward has place l, its backward has place 2L - 1 - l.

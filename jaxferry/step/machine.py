@@ -1,6 +1,6 @@
 """The machine: runs a list of tasks on four lanes, exactly and without fitted constants, once or for ever.
 
-What programs and lanes share: the link's work of programs, and contention, as tasks of their own.
+What programs and lanes share, as tasks of their own:
 
     H2D   load 1   read 2   load 3            GPU   forward 1   forward 2 (DHA)   forward 3
     D2H   offload 3   write 2   offload 1     GPU   ... backward 3   backward 2 (GO)   backward 1
@@ -34,8 +34,6 @@ mean. Otherwise the potentials rise (Bellman and Ford), until they prove the mea
 cycle with a larger one.
 
 With updates by need the map is not linear. The period is then measured, see `STEPS_BY_NEED`.
-
-The machine: runs a list of tasks on four lanes, exactly and without fitted constants.
 
 A task starts once its lane is free and all its dependencies have ended. Lanes follow the order of the list, except the
 host with updates by need (`Schedule.updates_by_need`).

@@ -1,6 +1,6 @@
 """Updates that stream through the GPU, in this step and in the next one.
 
-Updates that stream through the GPU: masters and optimizer state go up, are updated there, and go back down.
+Masters and optimizer state go up, are updated there, and go back down:
 
     H2D   state_up 0   state_up 1   state_up 2 ...
     GPU   backward     update 0     backward    update 1   update 2 ...
@@ -21,7 +21,7 @@ The programs of the GPU run in the order of the list. So an update is listed bef
 its state would have arrived in a step alone. Those left after the last backward run between the forwards of the next
 step (`jaxferry.step.streaming`), the group that these need first in front.
 
-Streamed updates that a step leaves to the next one: their places between its loads and forwards.
+A step leaves some of them to the next one, between its loads and forwards:
 
     H2D   ... state_up 1 | load 1   state_up 5   load 2   state_up 6   load 3 ...
     GPU   ... backward 1 |  update 1   forward 1   update 5   forward 2   update 6   forward 3 ...

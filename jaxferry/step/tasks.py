@@ -1,7 +1,5 @@
 """Tasks: their lanes, durations, dependencies and memory; how a list of them grows, and which lane limits it.
 
-Tasks: their lanes, durations, dependencies and memory.
-
 Simulator and engine consume the same list of tasks, see `jaxferry.step.schedule`.
 """
 

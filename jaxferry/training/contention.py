@@ -1,6 +1,6 @@
 """Measured links and their contention: how fast loads, offloads and updates are beside each other.
 
-Measured links of several devices: what they load, offload and exchange, all at the same time.
+Links of several devices: what they load, offload and exchange, all at the same time.
 
     vectors in host memory --up--> shares --gather--> all of them on each device
     a partial sum on each device --scatter--> shares --down--> host memory
@@ -8,7 +8,7 @@ Measured links of several devices: what they load, offload and exchange, all at 
 Each time is taken for a small and a large move. Every process makes the same moves in the same order, and takes the
 slowest one's times, so that all of them plan alike.
 
-Measured contention: how fast loads, offloads and updates on the host are beside each other.
+Contention of one device:
 
     update, update, update, ...      |
     load, load, load, ...            |  each alone, then in pairs, each in a thread of its own

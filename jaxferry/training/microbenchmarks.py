@@ -1,9 +1,9 @@
 """Microbenchmarks for a profile's durations: a program, a load, a store or an update, each with its own arguments.
 
 Arguments are made from shapes (`samples.py`). An optimizer starts from its own initial state. Only one subject's
-arguments exist at a time; caches are emptied before each call (`cold_caches.py`).
+arguments exist at a time; caches are emptied before each call (`timers.py`).
 
-A task of an accelerator takes what its own queue takes (`device_timer.py`). A CPU, and the host, take a call's time.
+A task of an accelerator takes what its own queue takes (`timers.py`). A CPU, and the host, take a call's time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Measures what one device of several does: the same model on its share of the batch.
 
-Measured profiles of several devices: the work of one of them, and what all exchange.
-
     the share of one device --its programs, on one device--> times of the work
-    all devices --links.py--> times of loads, offloads and exchanges
+    all devices --contention.py--> times of loads, offloads and exchanges
 
 Each process measures on a device of its own, and all take the slowest one's times.
 """

@@ -1,8 +1,7 @@
 """Times tasks of a host and of an accelerator, with cold caches, by the marks that steps use.
 
-Repeats measurements: warm-up, repetitions, median.
-
-The median discards repetitions that other work on the machine disturbs.
+A measurement is a warm-up and the median of repetitions. The median discards repetitions that other work on the machine
+disturbs.
 
 Empties a processor's caches, so that each repetition of a microbenchmark finds its arguments in memory.
 

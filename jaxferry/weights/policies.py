@@ -9,12 +9,11 @@ Some of the 2 L waits move nothing, because the weights are already on the devic
 and its backward, the first layer's between its backward and its forward (its new weights are offloaded meanwhile), and
 that of any layer whose offload has not finished when its next forward starts. The formula charges them nevertheless.
 
-Runs the greedy policy with several smaller memories and keeps the best schedule.
-
-The selection of Algorithm 1 makes room for operations, not for transfers in flight. A selection for a memory that is
-smaller by 0 to 3 times the largest weight leaves room for both; all schedules respect the true memory. Selections
-without the discount are tried too: on slow links it can pay to spread the transfers over more layers. This is our own
-addition; it is never worse than `greedy`, but not optimal.
+`greedy` runs with several smaller memories and keeps the best schedule. The selection of Algorithm 1 makes room for
+operations, not for transfers in flight. A selection for a memory that is smaller by 0 to 3 times the largest weight
+leaves room for both; all schedules respect the true memory. Selections without the discount are tried too: on slow
+links it can pay to spread the transfers over more layers. This is our own addition; it is never worse than `greedy`,
+but not optimal.
 
 Greedy selection of the weights to offload: "Weight Offloading Strategies", section 5, Algorithm 1.
 
