@@ -16,7 +16,7 @@ from jaxferry.modes import Mode
 from jaxferry.partition import partition
 from jaxferry.planner import make_plan, with_update_order
 from jaxferry.step import schedule_step, steady_step_s
-from jaxferry.training import Options, choose_plan
+from jaxferry.training import Planning, choose_plan
 
 
 def loss_fn(params, x):
@@ -38,7 +38,7 @@ def test_a_budget_that_a_policy_cannot_meet_gets_its_leanest_plan(parts, policy)
     profile = with_program_facts(profile, parts, derivatives_of(parts, "none"))
     with pytest.raises(BudgetError) as caught:
         make_plan(profile, policy, memory_budget_bytes=1)
-    options = Options(policy=policy, memory_budget_bytes=1)
+    options = Planning(policy=policy, memory_budget_bytes=1)
     plan = choose_plan(RematVariants(parts, "none"), options, profile)
     assert plan.predicted is not None
     assert plan.predicted.peak_device_bytes == caught.value.smallest_bytes

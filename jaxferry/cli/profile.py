@@ -25,7 +25,7 @@ from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK
 from jaxferry.partition import AUTO, REMAT
 from jaxferry.processes import mesh_of
-from jaxferry.training import Model, Options, train_step
+from jaxferry.training import Model, Numerics, train_step
 from jaxferry.transport import TRANSPORTS, make_placement
 
 
@@ -115,7 +115,7 @@ def estimate_model(
         known = call_model(model)
         params, batch = known.shapes(), known.batch_of(0)
         made = trace(0, known.loss_fn, params, batch, figures, dtype, granularity, **sharing)
-    sizes = Model(params, OPTIMIZERS["adamw"](1e-3), Options(compute_dtype=dtype), make_placement(), None)
+    sizes = Model(params, OPTIMIZERS["adamw"](1e-3), Numerics(compute_dtype=dtype), make_placement(), None)
     in_all = sizes.host_bytes(made.variants.base.layers, widened=made.widened)
     host_bytes = {name: -(-size // processes) for name, size in in_all.items()}
     facts = {"model": model, "remat": remat, "host_bytes": host_bytes}

@@ -237,7 +237,7 @@ def make_recording(
     ran = step.recorded()
     if ran is None:
         raise StateError("there is nothing to record: train_step needs record_steps=, and at least one step must end")
-    profile, accumulate = prepared.profile, step.options.accumulate
+    profile, accumulate = prepared.profile, step.options.numerics.accumulate
     first = state.step - ran.schedule.steps
     tasks = []
     for task, start_s, end_s in zip(ran.schedule.tasks, ran.starts_s, ran.ends_s, strict=True):
@@ -249,7 +249,7 @@ def make_recording(
         model=model,
         machine=machine or {"name": step.device_kind, "jax": importlib.metadata.version("jax")},
         accumulate=accumulate,
-        memory_budget_bytes=step.options.memory_budget_bytes,
+        memory_budget_bytes=step.options.planning.memory_budget_bytes,
         plan=prepared.plan,
         profile=profile,
         tasks=tuple(tasks),

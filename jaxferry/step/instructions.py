@@ -19,8 +19,8 @@ from collections.abc import Collection, Mapping
 
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.partition import Derivative, Partition
+from jaxferry.step.keys import ProgramKey, Source
 from jaxferry.step.plans import Plan
-from jaxferry.step.program_keys import ProgramKey, Source
 from jaxferry.step.tasks import Schedule, Task
 
 

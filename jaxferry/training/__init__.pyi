@@ -22,7 +22,8 @@ from .model import Model as Model
 from .model import host_bytes as host_bytes
 from .options import ESTIMATE as ESTIMATE
 from .options import MEASURE as MEASURE
-from .options import Options as Options
+from .options import Numerics as Numerics
+from .options import Planning as Planning
 from .profile_cache import MeasurementCache as MeasurementCache
 from .profile_cache import cache_directory as cache_directory
 from .profile_cache import surroundings as surroundings

@@ -14,7 +14,7 @@ from jaxferry.modes import BLOCK, FASTER, MODULE, Mode
 from jaxferry.partition import AUTO, Partition
 from jaxferry.planner import FinestPlanner, Request, as_run, plan_finest, with_gap, with_update_order
 from jaxferry.step import LayerPlan, Plan, UpdateOrder, fetch_seconds_a_byte, save_seconds_a_byte
-from jaxferry.training.options import Options
+from jaxferry.training.options import Planning
 
 DEFAULT_MACHINE = "h200-pcie5"
 """The machine that a profile is estimated for if the device is not a known GPU (a CPU, for example)."""
@@ -29,7 +29,7 @@ def needs_times(policy: str | None) -> bool:
 
 def planning_profile(
     variants: RematVariants,
-    options: Options,
+    planning: Planning,
     given: Profile | None,
     device_kind: str,
     updates_after_all: bool = False,
@@ -37,6 +37,7 @@ def planning_profile(
     staging_bytes: int = 0,
     state_bytes: Mapping[str, int] | None = None,
     has_own_memory: bool = True,
+    accumulate: int = 1,
 ) -> Profile:
     """The profile that a step is planned and lowered with, with the facts of its programs.
 
@@ -44,7 +45,7 @@ def planning_profile(
 
     Args:
       variants: the segments and their derivatives.
-      options: those of the training step.
+      planning: how the training step is planned.
       given: the user's own or measured profile, or None.
       device_kind: the device's own name, such as `"NVIDIA H200"`.
       updates_after_all: whether updates wait for all gradients under any plan.
@@ -52,6 +53,7 @@ def planning_profile(
       staging_bytes: device memory that transfers need besides the moved bytes.
       state_bytes: bytes of masters and optimizer state of each parameter group, by name; None if not known.
       has_own_memory: whether device memory is not host memory, so that a policy may update groups on the device.
+      accumulate: the number of micro-batches of an update.
 
     Raises:
       InputError: if the given profile is for another model.
@@ -65,18 +67,18 @@ def planning_profile(
             own = by and f" of {num_processes}"
             raise InputError(f"the profile is of {given.num_devices} devices{by}, and {num_devices}{own} train")
         profile = given
-    elif options.plan is None and policy_of(options) is not None:
+    elif planning.plan is None and planning.chooser is not None:
         costs, facts = partition_costs(parts, None), {"device": device_kind}
         profile = estimate_profile(costs, _machine_of(device_kind), facts, num_devices, num_processes)
         profile = profile.without_streaming()  # those times are AdamW's
     else:
         profile = without_times(parts)
-    is_offloaded = options.offload_activations
+    is_offloaded = planning.offload_activations
     profile = with_program_facts(profile, parts, variants.derivatives, is_offloaded, staging_bytes)
-    profile = with_sum_bytes(profile, parts, summed_groups(parts, variants.derivatives, options.accumulate))
+    profile = with_sum_bytes(profile, parts, summed_groups(parts, variants.derivatives, accumulate))
     profile = dataclasses.replace(profile, updates_after_all=updates_after_all, updates_together=updates_together)
     # A given plan may update groups on any device, and its tasks follow each other by the given times.
-    may_update = has_own_memory or options.plan is not None
+    may_update = has_own_memory or planning.plan is not None
     return with_updates_on_device(profile, parts, device_kind, state_bytes, may_update)
 
 
@@ -118,7 +120,7 @@ def with_updates_on_device(
     return dataclasses.replace(profile, layers=tuple(layers))
 
 
-def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> Plan:
+def choose_plan(variants: RematVariants, planning: Planning, profile: Profile) -> Plan:
     """Chooses the modes of the layers.
 
     A given plan is used for exactly these layers. Without plan and policy, every layer is loaded once (GFGB), and the
@@ -127,47 +129,47 @@ def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> 
 
     Args:
       variants: the segments and their derivatives.
-      options: those of the training step.
+      planning: how the training step is planned.
       profile: from `planning_profile`.
 
     Raises:
       InputError: if the plan is for another model, or the policy does not exist.
     """
-    parts, policy = variants.base, policy_of(options)
-    if options.plan is not None:
-        _check_names("plan", options.plan, parts)
-        if profile.num_processes > 1 and options.plan != options.plan.updated_on_host():
+    parts, policy = variants.base, planning.chooser
+    if planning.plan is not None:
+        _check_names("plan", planning.plan, parts)
+        if profile.num_processes > 1 and planning.plan != planning.plan.updated_on_host():
             raise InputError(
                 "the plan updates layers on the device, which devices of several processes do not: plan updates on the "
                 'host ("update": "host")'
             )
-        if profile.num_devices > 1 and options.plan != options.plan.without_streams():
+        if profile.num_devices > 1 and planning.plan != planning.plan.without_streams():
             raise InputError(
                 "the plan streams updates through the GPU, which several devices do not: plan updates on the host or "
                 'where the state stays ("update": "host" or "resident")'
             )
-        return _as_run(options.plan, profile)
+        return _as_run(planning.plan, profile)
     if policy is None:
         layers = tuple(LayerPlan(use.name, Mode.GFGB) for use in parts.uses)
         plan = Plan("native-overlapped", 1.0, layers, update_order=UpdateOrder.NEED)
         return _as_run(with_update_order(profile, plan), profile)
-    return planner_within(variants, options, profile)(options.memory_budget_bytes)
+    return planner_within(variants, planning, profile)(planning.memory_budget_bytes)
 
 
-def best_granularity(variants: RematVariants, options: Options, profile: Profile) -> str:
+def best_granularity(variants: RematVariants, planning: Planning, profile: Profile) -> str:
     """How fine layers should be: what a given plan or profile names, else what is faster for the policy.
 
     Args:
       variants: the segments, cut into layers of modules.
-      options: those of the training step.
+      planning: how the training step is planned.
       profile: of these layers, estimated.
     """
-    policy = policy_of(options)
-    if options.given_names:
-        return MODULE if list(options.given_names) == [use.name for use in variants.base.uses] else BLOCK
+    policy = planning.chooser
+    if planning.given_names:
+        return MODULE if list(planning.given_names) == [use.name for use in variants.base.uses] else BLOCK
     if policy is None or not profile.has_times or not any(use.place for use in variants.base.uses):
         return BLOCK
-    request = Request(options.reserve_factor, options.memory_budget_bytes)
+    request = Request(planning.reserve_factor, planning.memory_budget_bytes)
     profile = _may_recompute(variants, profile)
     try:
         chosen, _ = plan_finest(profile, policy, request, FASTER)
@@ -177,31 +179,31 @@ def best_granularity(variants: RematVariants, options: Options, profile: Profile
     return MODULE if chosen is profile else BLOCK
 
 
-def leanest_plan(variants: RematVariants, options: Options, profile: Profile) -> Plan | None:
+def leanest_plan(variants: RematVariants, planning: Planning, profile: Profile) -> Plan | None:
     """The policy's plan for its smallest feasible budget; None if no policy chooses.
 
     A profile without temporaries may make a policy choose a plan that does not fit, where its leanest one does.
     """
-    policy = policy_of(options)
-    if options.plan is not None or policy is None:
+    policy = planning.chooser
+    if planning.plan is not None or policy is None:
         return None
-    return planner_within(variants, options, profile)(1)
+    return planner_within(variants, planning, profile)(1)
 
 
 def planner_within(
-    variants: RematVariants, options: Options, profile: Profile, policy: str | None = None
+    variants: RematVariants, planning: Planning, profile: Profile, policy: str | None = None
 ) -> Callable[[int | None], Plan]:
     """Returns a function that plans within a budget, or within the smallest feasible one if that is larger.
 
     Args:
       variants: the segments and their derivatives.
-      options: those of the training step; its budget is ignored.
+      planning: how the training step is planned; its budget is ignored.
       profile: from `planning_profile`.
-      policy: the policy; None for that of the options.
+      policy: the policy; None for that of the planning.
     """
-    policy = policy or policy_of(options)
+    policy = policy or planning.chooser
     assert policy is not None, "without a policy there is nothing to choose"
-    request = Request(options.reserve_factor)
+    request = Request(planning.reserve_factor)
     planner = FinestPlanner(_may_recompute(variants, profile), policy, request, MODULE)
 
     @functools.cache
@@ -218,13 +220,6 @@ def _may_recompute(variants: RematVariants, profile: Profile) -> Profile:
     """The profile for plans that recompute only where the options leave it to them."""
     segments, uses = variants.base.segments, variants.base.uses
     return profile.only_recomputing([use.place == 0 and segments[use.segment].remat == AUTO for use in uses])
-
-
-def policy_of(options: Options) -> str | None:
-    """Returns the policy that chooses a step's plan; None if none does."""
-    if options.policy is None and options.reserve_factor is not None and options.reserve_factor < 1:
-        return "native-overlapped"
-    return options.policy
 
 
 def _as_run(plan: Plan, profile: Profile) -> Plan:

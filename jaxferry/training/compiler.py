@@ -84,9 +84,9 @@ class Shared:
       memory: the thread that makes what a first step needs in host memory, while the step is compiled.
     """
 
-    def __init__(self, placement: Placement, options: Options) -> None:
+    def __init__(self, placement: Placement, record_steps: int) -> None:
         self.placement, self.prefetch, self.owner = placement, PrefetchSlot(), Owner()
-        self.recorder = Recorder(options.record_steps) if options.record_steps else None
+        self.recorder = Recorder(record_steps) if record_steps else None
         self._lanes = make_lanes(placement.is_cpu)
         self.memory = ThreadPool(1, "jaxferry memory")
         self._has_warned = False
@@ -124,8 +124,8 @@ class Compiler:
 
     def __init__(self, model: Model, loss_fn: Callable[..., Any], options: Options, shared: Shared) -> None:
         self.model, self._loss_fn, self._options, self._shared = model, loss_fn, options, shared
-        self._cutter = Cutter(model, loss_fn, options, shared.placement)
-        self._profiler = Profiler(model, options, shared.placement)
+        self._cutter = Cutter(model, loss_fn, options.planning, shared.placement)
+        self._profiler = Profiler(model, options.planning, shared.placement)
         self._prepared: Recent[tuple[Prepared, Cut]] = Recent(options.cached_shapes, self._drop)
         self._evaluators: Recent[tuple[Evaluator, Cut | None]] = Recent(options.cached_shapes, self._drop)
         self._has_dropped = self._has_decided = False
@@ -168,12 +168,12 @@ class Compiler:
 
     def _decide_granularity(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Lets the first batch of a step decide how fine layers are, if that is left open."""
-        if self._options.granularity != FASTER or self._has_decided:
+        if self._options.planning.granularity != FASTER or self._has_decided:
             return
         self._cutter.restart(MODULE)
-        variants = RematVariants(self._cutter.cut(args, kwargs).parts, self._options.remat)
+        variants = RematVariants(self._cutter.cut(args, kwargs).parts, self._options.planning.remat)
         profile = self._profiler.planned_by_estimate(variants)
-        self._cutter.restart(best_granularity(variants, self._options, profile))
+        self._cutter.restart(best_granularity(variants, self._options.planning, profile))
 
     def measure(self, args: Any, kwargs: Mapping[str, Any]) -> Profile:
         """Measures what each layer costs on the device."""
@@ -190,7 +190,7 @@ class Compiler:
             check_may_trace("a function for arguments of new shapes")
             cut = self._cut(args, kwargs) if function is self._loss_fn else None
             parts = self._cutter.forward(function, args, kwargs) if cut is None else cut.parts
-            budget, transport = self._options.memory_budget_bytes, self._transport_of(parts.layers)
+            budget, transport = self._options.planning.memory_budget_bytes, self._transport_of(parts.layers)
             return Evaluator(parts, self._shared.placement, transport, self.model.is_native, budget), cut
 
         return self._evaluators.get((function, structure_of(args, kwargs)), make)[0]
@@ -211,7 +211,8 @@ class Compiler:
         resources = self._shared.resources(transport, self.model)
         begin = self._begin_memory(state, transport, variants.base.layers)
         try:
-            prepared = StepCompiler(variants, programs, profile, resources, self._options, begin).compile_best()
+            given = (self._options.planning, self._options.numerics)
+            prepared = StepCompiler(variants, programs, profile, resources, *given, begin).compile_best()
             self._check_host_memory(prepared, begin is not None)
         except BaseException:
             transport.make_ahead({})
@@ -269,7 +270,7 @@ class Compiler:
 
     def _share(self, partition: Partition, args: Any, kwargs: Mapping[str, Any]) -> Callable[[], Share]:
         """Makes what one of several devices does of a step, for its measurement."""
-        given = (self.model, self._loss_fn, self._options, self._shared.placement, partition, args, kwargs)
+        given = (self.model, self._loss_fn, self._options.planning, self._shared.placement, partition, args, kwargs)
         return functools.partial(share_of_one, *given)
 
     def _drop(self, dropped: tuple[Any, Cut | None]) -> None:
@@ -298,11 +299,11 @@ class Compiler:
     def _variants(self, cut: Cut) -> tuple[RematVariants, Programs]:
         """The segments with their rematerialized variants, and their uncompiled programs."""
         self._shared.warn_once(cut.parts)
-        variants = cut.variants(self._options.remat)
-        if self._options.offload_activations:
-            _check_fixed_remat(variants.base, self._options.plan)
+        variants = cut.variants(self._options.planning.remat)
+        if self._options.planning.offload_activations:
+            _check_fixed_remat(variants.base, self._options.planning.plan)
         self.model.optimizer.check_parts(cut.parts.layers)
-        is_scaled = self._options.loss_scale is not None
+        is_scaled = self._options.numerics.loss_scale is not None
         placement, is_native = self._shared.placement, self.model.is_native
         return variants, Programs(variants.base, variants.derivatives, placement, is_native, is_scaled, cut.programs)
 
@@ -310,7 +311,7 @@ class Compiler:
         """The transport of these groups, shared by all programs so that its memory is shared too."""
         if layers not in self._transports:
             self._transports[layers] = make_transport(
-                self.model.transport, self._shared.placement, layers, self._options.accumulate > 1
+                self.model.transport, self._shared.placement, layers, self._options.numerics.accumulate > 1
             )
         return self._transports[layers]
 

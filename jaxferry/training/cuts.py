@@ -30,7 +30,7 @@ from jaxferry.planner import merge_rule
 from jaxferry.settings import for_platform, traced_settings
 from jaxferry.training.choice import known_machine
 from jaxferry.training.model import Model
-from jaxferry.training.options import Options
+from jaxferry.training.options import Planning
 from jaxferry.transport import Placement
 
 
@@ -128,7 +128,7 @@ class Cutter:
     Args:
       model: the model.
       loss_fn: its loss function.
-      options: those of `train_step`.
+      planning: how its steps are planned.
       placement: where arrays live.
 
     Attributes:
@@ -136,11 +136,11 @@ class Cutter:
       granularity: how fine they are.
     """
 
-    def __init__(self, model: Model, loss_fn: Callable[..., Any], options: Options, placement: Placement) -> None:
-        self._model, self._loss_fn, self._options, self._placement = model, loss_fn, options, placement
+    def __init__(self, model: Model, loss_fn: Callable[..., Any], planning: Planning, placement: Placement) -> None:
+        self._model, self._loss_fn, self._planning, self._placement = model, loss_fn, planning, placement
         self.known_layers: tuple[Layer, ...] | None = None
-        self._merges_small = options.merge_small
-        self.granularity = BLOCK if options.granularity == FASTER else options.granularity
+        self._merges_small = planning.merge_small
+        self.granularity = BLOCK if planning.granularity == FASTER else planning.granularity
 
     def keep_small_apart(self) -> bool:
         """Makes the next cut decide the groups anew, without merging small layers; False if none would be merged."""
@@ -151,7 +151,7 @@ class Cutter:
 
     def take_modules(self) -> bool:
         """Makes the next cut take layers of modules, if the choice is open; False if it is not, or has them already."""
-        if self._options.granularity != FASTER or self.granularity == MODULE:
+        if self._planning.granularity != FASTER or self.granularity == MODULE:
             return False
         self.restart(MODULE)
         return True
@@ -209,6 +209,6 @@ class Cutter:
         if self.known_layers is not None:
             return (), None
         # A mapping of `remat` names layers as they are.
-        may_merge = self._merges_small and not self._placement.is_cpu and not isinstance(self._options.remat, Mapping)
+        may_merge = self._merges_small and not self._placement.is_cpu and not isinstance(self._planning.remat, Mapping)
         machine = known_machine(self._placement.device_kind) if may_merge else None
-        return self._options.given_names, machine
+        return self._planning.given_names, machine

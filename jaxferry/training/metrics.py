@@ -11,22 +11,22 @@ import numpy as np
 from jaxferry.engine import StepResult
 from jaxferry.errors import NonFiniteError
 from jaxferry.partition import Partition
-from jaxferry.training.options import Options
+from jaxferry.training.options import Numerics
 
 
-def metrics_of(number: int, parts: Partition, result: StepResult, options: Options) -> dict[str, Any]:
+def metrics_of(number: int, parts: Partition, result: StepResult, numerics: Numerics) -> dict[str, Any]:
     """Returns the metrics of a step, see `TrainStep.__call__`.
 
     Raises:
-      NonFiniteError: if the loss or a gradient is not finite, unless the options let such steps pass.
+      NonFiniteError: if the loss or a gradient is not finite, unless such steps are skipped.
     """
-    is_lost = not result.is_finite and not options.skip_nonfinite
-    scale = options.loss_scale
+    is_lost = not result.is_finite and not numerics.skip_nonfinite
+    scale = numerics.loss_scale
     if is_lost and scale is not None and scale.is_dynamic and result.loss_scale > 1:
         is_lost = False  # the next step has a smaller scale
     if is_lost:
-        raise _nonfinite(number, parts, result, options)
-    if result.is_applied and result.nonfinite_gradient is not None and options.check_gradients is None:
+        raise _nonfinite(number, parts, result, numerics)
+    if result.is_applied and result.nonfinite_gradient is not None and numerics.check_gradients is None:
         warnings.warn(
             f"step {number} has applied gradients that are not finite (layer {result.nonfinite_gradient!r}): "
             "check_gradients=True raises an error before the update, skip_nonfinite=True skips it",
@@ -38,7 +38,7 @@ def metrics_of(number: int, parts: Partition, result: StepResult, options: Optio
     }
     if scale is not None:
         metrics["loss_scale"] = result.loss_scale
-    if options.skip_nonfinite or (scale is not None and scale.is_dynamic):
+    if numerics.skip_nonfinite or (scale is not None and scale.is_dynamic):
         metrics["skipped"] = not result.is_finite
     if result.grad_norm is not None:
         metrics["grad_norm"] = result.grad_norm
@@ -47,7 +47,7 @@ def metrics_of(number: int, parts: Partition, result: StepResult, options: Optio
     return metrics
 
 
-def _nonfinite(number: int, parts: Partition, result: StepResult, options: Options) -> NonFiniteError:
+def _nonfinite(number: int, parts: Partition, result: StepResult, numerics: Numerics) -> NonFiniteError:
     """The error for a step whose loss or gradients are not finite."""
     loss, finite = np.asarray(result.loss), [bool(flag) for flag in result.finite]
     layer = parts.segments[finite.index(False)].name if False in finite else result.nonfinite_gradient
@@ -55,6 +55,6 @@ def _nonfinite(number: int, parts: Partition, result: StepResult, options: Optio
     if np.isfinite(loss) and result.nonfinite_gradient is not None:
         layer = result.nonfinite_gradient
         what = f"the loss of step {number} is {loss}, but the gradient of layer {layer!r} is not finite"
-    left = "before the step" if options.accumulate == 1 else "after the last update"
+    left = "before the step" if numerics.accumulate == 1 else "after the last update"
     told = f"{what}; the state is that {left} (skip_nonfinite=True skips such steps)"
     return NonFiniteError(told, number, layer)

@@ -25,7 +25,7 @@ from jaxferry.partition import (
     layers_by_path,
     stored_struct,
 )
-from jaxferry.training.options import Options
+from jaxferry.training.options import Numerics
 from jaxferry.transport import Placement, choose_transport
 
 ACCELERATOR_DTYPE: Any = jnp.bfloat16
@@ -63,20 +63,20 @@ class Model:
         self,
         params: Any,
         optimizer: optax.GradientTransformation,
-        options: Options,
+        numerics: Numerics,
         placement: Placement,
         transport: str | None,
     ) -> None:
-        self._options, self._placement, self._optax = options, placement, optimizer
-        self.compute_dtype = _compute_dtype(params, options, placement)
-        hidden = frozen_leaves(options.trainable, params)
+        self.numerics, self._placement, self._optax = numerics, placement, optimizer
+        self.compute_dtype = _compute_dtype(params, numerics, placement)
+        hidden = frozen_leaves(numerics.trainable, params)
         layers = layers_by_path(params, self.compute_dtype, hidden)
         self.params = abstract(params)
         leaves, tree = jax.tree.flatten(self.params)
         dtypes = _master_dtypes(layers)
         masters = [jax.ShapeDtypeStruct(stored_struct(leaf).shape, dtypes[i]) for i, leaf in enumerate(leaves)]
         self._masters = jax.tree.unflatten(tree, masters)
-        self.optimizer = HostOptimizer(optimizer, tree, masters, placement, options.clip_norm, hidden)
+        self.optimizer = HostOptimizer(optimizer, tree, masters, placement, numerics.clip_norm, hidden)
         by_path = layers_by_path(params, self.compute_dtype, self.optimizer.frozen)
         self.layers = held_whole(by_path, self.optimizer.whole)
         self.optimizer.check_parts(self.layers)
@@ -85,7 +85,7 @@ class Model:
 
     def on(self, placement: Placement) -> Model:
         """The same model on other devices, with the same transport."""
-        return Model(self.params, self._optax, self._options, placement, self.transport)
+        return Model(self.params, self._optax, self.numerics, placement, self.transport)
 
     @functools.cached_property
     def update_text(self) -> str:
@@ -96,7 +96,7 @@ class Model:
         constants = [np.asarray(constant).tobytes().hex() for jaxpr in traced for constant in jaxpr.consts]
         # Printed functions have addresses, which differ.
         steps = re.sub(r" at 0x[0-9a-f]+", "", "".join(map(str, traced)))
-        return f"{steps} {constants} {self._options.clip_norm}"
+        return f"{steps} {constants} {self.numerics.clip_norm}"
 
     @property
     def is_native(self) -> bool:
@@ -126,7 +126,7 @@ class Model:
             state = [aval for unit in self.optimizer.units_of(layers) for aval in unit.state]
         copies = sum(own.num_whole_bytes(layers[group]) for group in read)
         more = {_COPIES: copies, _SAVED: saved_bytes}
-        if self._options.accumulate > 1:
+        if self.numerics.accumulate > 1:
             widened = dict.fromkeys(range(len(layers)), 1) | dict(widened or {})
         of_training = _host_bytes(layers, state, own, widened or {}, self._placement.is_cpu)
         return of_training | {name: num_bytes for name, num_bytes in more.items() if num_bytes}
@@ -247,7 +247,7 @@ class Model:
           step: the number of steps taken.
           owner: who may use it.
         """
-        scale = self._options.loss_scale or UNSCALED
+        scale = self.numerics.loss_scale or UNSCALED
         held_bytes = sum(self._known_bytes().values())
         return TrainState(
             self.params, self.optimizer, self._placement, layers, masters, owner, held_bytes, optimizer, step, scale
@@ -315,10 +315,10 @@ def abstract(params: Any) -> Any:
     return jax.tree.map(shape_of, params)
 
 
-def _compute_dtype(params: Any, options: Options, placement: Placement) -> Any:
+def _compute_dtype(params: Any, numerics: Numerics, placement: Placement) -> Any:
     is_single = all(getattr(leaf, "dtype", None) == np.float32 for leaf in jax.tree.leaves(params))
     by_default = ACCELERATOR_DTYPE if placement.platform != "cpu" and is_single else None
-    return by_default if options.compute_dtype is None else options.compute_dtype
+    return by_default if numerics.compute_dtype is None else numerics.compute_dtype
 
 
 def _master_dtypes(layers: Sequence[Layer]) -> dict[int, np.dtype]:

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.costs import Profile
-from jaxferry.engine import LossScale
+from jaxferry.engine import LossScale, Rules
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK, GRANULARITIES
 from jaxferry.partition import Trainable, check_remat
 from jaxferry.planner import make_policy
+from jaxferry.settings import looks_for_nans
 from jaxferry.step import Plan
 from jaxferry.units import parse_bytes
 
@@ -29,40 +30,70 @@ CACHED_SHAPES = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """The checked arguments of `jaxferry.train_step`, which documents them."""
+class Numerics:
+    """The arguments of `train_step` that decide what a step computes."""
 
-    memory_budget_bytes: int | None = None
-    reserve_factor: float | None = None
     clip_norm: float | None = None
     compute_dtype: Any = None
+    skip_nonfinite: bool = False
+    check_gradients: bool | None = None
+    accumulate: int = 1
+    loss_scale: LossScale | None = None
+    trainable: Trainable | None = None
+
+    @property
+    def rules(self) -> Rules:
+        """When updates may run, and which are skipped."""
+        clips, check = self.clip_norm is not None, self.check_gradients
+        is_adapted = self.loss_scale is not None and self.loss_scale.is_dynamic
+        # Where updates wait for the norm anyway, the check costs nothing. Who looks for a NaN wants no update with one.
+        checks = clips or self.accumulate > 1 or looks_for_nans() if check is None else check
+        return Rules(clips, self.skip_nonfinite, is_adapted or checks, self.accumulate)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planning:
+    """The arguments of `train_step` that decide how a step is cut, planned and laid out in memory."""
+
+    memory_budget_bytes: int | None = None
+    takes_device_budget: bool = True
+    reserve_factor: float | None = None
     plan: Plan | None = None
     policy: str | None = None
     profile: Profile | str | None = None
     remat: Any = "none"
-    skip_nonfinite: bool = False
-    check_gradients: bool | None = None
-    record_steps: int = 0
-    accumulate: int = 1
-    loss_scale: LossScale | None = None
-    trainable: Trainable | None = None
     offload_activations: bool = False
-    cached_shapes: int = CACHED_SHAPES
     merge_small: bool = True
     granularity: str = BLOCK
-    takes_device_budget: bool = True
 
-    def on(self, memory_bytes: int | None) -> Options:
-        """The options on a device whose allocator has this limit in bytes: the memory budget if none was given."""
+    def on(self, memory_bytes: int | None) -> Planning:
+        """The same on a device whose allocator has this limit in bytes: the memory budget if none was given."""
         if not self.takes_device_budget:
             return self
         return dataclasses.replace(self, memory_budget_bytes=memory_bytes)
+
+    @property
+    def chooser(self) -> str | None:
+        """The policy that chooses a step's plan; None if none does."""
+        if self.policy is None and self.reserve_factor is not None and self.reserve_factor < 1:
+            return "native-overlapped"
+        return self.policy
 
     @property
     def given_names(self) -> tuple[str, ...]:
         """The names of the layers of the given plan or profile; empty without any."""
         given = self.plan if self.plan is not None else self.profile
         return () if given is None or isinstance(given, str) else tuple(layer.name for layer in given.layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The checked arguments of `jaxferry.train_step`, which documents them, by who reads them."""
+
+    numerics: Numerics = Numerics()
+    planning: Planning = Planning()
+    record_steps: int = 0
+    cached_shapes: int = CACHED_SHAPES
 
 
 def read_options(
@@ -96,26 +127,32 @@ def read_options(
     if policy is not None:
         make_policy(policy)
     has_budget = memory_budget not in (None, "none")
-    return Options(
+    numerics = Numerics(
+        clip_norm=_read_clip_norm(clip_norm),
+        compute_dtype=_read_dtype(compute_dtype),
+        skip_nonfinite=_read_flag(skip_nonfinite, "skip_nonfinite"),
+        check_gradients=None if check_gradients is None else _read_flag(check_gradients, "check_gradients"),
+        accumulate=_read_count(accumulate, 1, "accumulate must be a number of micro-batches"),
+        loss_scale=_read_loss_scale(loss_scale, compute_dtype, accumulate),
+        trainable=trainable,
+    )
+    planning = Planning(
         memory_budget_bytes=parse_bytes(memory_budget, "memory_budget") if has_budget else None,
         takes_device_budget=memory_budget is None,
         reserve_factor=_read_reserve_factor(reserve_factor),
-        clip_norm=_read_clip_norm(clip_norm),
-        compute_dtype=_read_dtype(compute_dtype),
         plan=_read_record(Plan, plan, "plan"),
         policy=policy,
         profile=profile if profile in (MEASURE, ESTIMATE) else _read_record(Profile, profile, "profile"),
         remat=check_remat(remat),
-        skip_nonfinite=_read_flag(skip_nonfinite, "skip_nonfinite"),
-        check_gradients=None if check_gradients is None else _read_flag(check_gradients, "check_gradients"),
-        record_steps=_read_count(record_steps, 0, "record_steps must be a number of steps"),
-        accumulate=_read_count(accumulate, 1, "accumulate must be a number of micro-batches"),
-        loss_scale=_read_loss_scale(loss_scale, compute_dtype, accumulate),
-        trainable=trainable,
         offload_activations=_read_flag(offload_activations, "offload_activations"),
-        cached_shapes=_read_count(cached_shapes, 1, "cached_shapes must be a number of shapes"),
         merge_small=_read_flag(merge_small, "merge_small"),
         granularity=_read_granularity(granularity),
+    )
+    return Options(
+        numerics,
+        planning,
+        record_steps=_read_count(record_steps, 0, "record_steps must be a number of steps"),
+        cached_shapes=_read_count(cached_shapes, 1, "cached_shapes must be a number of shapes"),
     )
 
 

@@ -8,17 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxferry.costs import Profile, progress_bar
-from jaxferry.engine import Programs, RematVariants, Rules, summed_groups, widened_groups, with_sum_bytes
+from jaxferry.engine import Programs, RematVariants, summed_groups, widened_groups, with_sum_bytes
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.optimizer import num_bytes_on_each, unit_on_devices
 from jaxferry.partition import Partition
-from jaxferry.settings import looks_for_nans
 from jaxferry.step import LayerPlan, Plan, program_keys
 from jaxferry.training.choice import needs_times, planning_profile, with_updates_on_device
 from jaxferry.training.contention import TRANSFER_BYTES
 from jaxferry.training.measured_profile import measure_profile
 from jaxferry.training.model import Model
-from jaxferry.training.options import MEASURE, Options
+from jaxferry.training.options import MEASURE, Planning
 from jaxferry.training.shares import NotMeasurable, Share, measure_shares
 from jaxferry.training.timers import ACCELERATOR_BYTES, PRODUCTS_BYTES
 from jaxferry.transport import Placement
@@ -30,12 +29,12 @@ class Profiler:
 
     Args:
       model: the model.
-      options: those of `train_step`.
+      planning: how steps are planned.
       placement: where arrays live.
     """
 
-    def __init__(self, model: Model, options: Options, placement: Placement) -> None:
-        self._model, self._options, self._placement = model, options, placement
+    def __init__(self, model: Model, planning: Planning, placement: Placement) -> None:
+        self._model, self._planning, self._placement = model, planning, placement
 
     def planned(
         self, variants: RematVariants, programs: Programs, share: Callable[[], Share], staging_bytes: int
@@ -48,17 +47,17 @@ class Profiler:
           share: makes what one of several devices does.
           staging_bytes: device memory that the transport keeps.
         """
-        options, given = self._options, self._options.profile
+        given = self._planning.profile
         if given == MEASURE:
             given = self._measured(variants, programs, share)
-        elif given is None and needs_times(options.policy):
+        elif given is None and needs_times(self._planning.policy):
             given = self._measured_if_possible(variants, programs, share)
         return self._planning_profile(variants, given if isinstance(given, Profile) else None, staging_bytes)
 
     @property
     def source(self) -> str:
         """Where the profile comes from, in words."""
-        given = self._options.profile
+        given = self._planning.profile
         return str(given) if given is None or isinstance(given, str) else "given"
 
     def planned_by_estimate(self, variants: RematVariants) -> Profile:
@@ -68,7 +67,7 @@ class Profiler:
     def _planning_profile(self, variants: RematVariants, given: Profile | None, staging_bytes: int) -> Profile:
         return planning_profile(
             variants,
-            self._options,
+            self._planning,
             given,
             self._placement.device_kind,
             self._needs_all_gradients(variants.base),
@@ -76,6 +75,7 @@ class Profiler:
             staging_bytes,
             self._state_bytes(variants.base),
             self._placement.updates,
+            self._model.numerics.accumulate,
         )
 
     def measured(self, variants: RematVariants, programs: Programs, share: Callable[[], Share]) -> Profile:
@@ -87,7 +87,7 @@ class Profiler:
     def _needs_all_gradients(self, parts: Partition) -> bool:
         """Whether updates wait for all gradients under any plan."""
         is_by_layer = self._model.optimizer.is_by_layer(parts.layers)
-        return rules_of(self._options).need_all_gradients or not is_by_layer
+        return self._model.numerics.rules.need_all_gradients or not is_by_layer
 
     def _updates_together(self, parts: Partition) -> bool:
         """Whether some groups have one update: then a policy has all groups on the device, or none."""
@@ -122,7 +122,7 @@ class Profiler:
 
     def _check_room(self, parts: Partition, programs: Programs) -> None:
         """Raises NotMeasurable if measurements on an accelerator take more device memory than the budget."""
-        budget_bytes = self._options.memory_budget_bytes
+        budget_bytes = self._planning.memory_budget_bytes
         if budget_bytes is None or self._placement.allocator is None:
             return
         layers = tuple(LayerPlan(use.name, Mode.GFGB, GradientPlace.DEVICE) for use in parts.uses)
@@ -137,10 +137,10 @@ class Profiler:
             )
 
     def _measured(self, variants: RematVariants, programs: Programs, share: Callable[[], Share]) -> Profile:
-        options, placement, transport = self._options, self._placement, self._model.transport
+        planning, placement, transport = self._planning, self._placement, self._model.transport
         more: dict[str, Any] = {
-            "remat": options.remat if isinstance(options.remat, str) else "per segment",
-            "offload_activations": options.offload_activations,
+            "remat": planning.remat if isinstance(planning.remat, str) else "per segment",
+            "offload_activations": planning.offload_activations,
         }
         recomputing = variants.of(variants.may_recompute)
         with progress_bar("measuring") as progress:
@@ -153,19 +153,10 @@ class Profiler:
         widened = widened_groups(variants.base, variants.derivatives)
         host_bytes = self._model.host_bytes(variants.base.layers, widened=widened)
         facts = {**profile.machine, "host_bytes": host_bytes, **self._placement.memory_facts()}
-        groups = summed_groups(variants.base, variants.derivatives, self._options.accumulate)
+        groups = summed_groups(variants.base, variants.derivatives, self._model.numerics.accumulate)
         return dataclasses.replace(
             with_sum_bytes(profile, variants.base, groups),
             machine=facts,
             updates_after_all=self._needs_all_gradients(variants.base),
             updates_together=self._updates_together(variants.base),
         )
-
-
-def rules_of(options: Options) -> Rules:
-    """The update rules that the options of `train_step` ask for."""
-    scale, clips, check = options.loss_scale, options.clip_norm is not None, options.check_gradients
-    is_adapted = scale is not None and scale.is_dynamic
-    # Where updates wait for the norm anyway, the check costs nothing. Who looks for a NaN wants no update with one.
-    checks = clips or options.accumulate > 1 or looks_for_nans() if check is None else check
-    return Rules(clips, options.skip_nonfinite, is_adapted or checks, options.accumulate)

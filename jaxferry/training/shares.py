@@ -27,7 +27,7 @@ from jaxferry.training.cuts import Cut, Cutter, split_flags
 from jaxferry.training.measured_profile import default_cache, facts_of, measure_share, silent, temporary_bytes_of
 from jaxferry.training.microbenchmarks import program_variants
 from jaxferry.training.model import Model
-from jaxferry.training.options import Options
+from jaxferry.training.options import Planning
 from jaxferry.training.profile_cache import MeasurementCache
 from jaxferry.transport import Placement, make_placement, make_transport
 
@@ -158,7 +158,7 @@ def _alike(layers: tuple[LayerProfile, ...], placement: Placement) -> list[Layer
 def share_of_one(
     model: Model,
     loss_fn: Callable[..., Any],
-    options: Options,
+    planning: Planning,
     placement: Placement,
     partition: Partition,
     args: Any,
@@ -169,7 +169,7 @@ def share_of_one(
     Args:
       model: the model on all devices.
       loss_fn: its loss function.
-      options: those of `train_step`.
+      planning: how its steps are planned.
       placement: all devices.
       partition: the segments of all devices, whose parameter groups are taken.
       args: the step's arguments, or shapes of them, in all processes.
@@ -180,10 +180,10 @@ def share_of_one(
     """
     alone = make_placement(placement.device.mesh.local_devices[0])
     own = model.on(alone)
-    cutter = Cutter(own, loss_fn, options, alone)
+    cutter = Cutter(own, loss_fn, planning, alone)
     cutter.known_layers = partition.layers
-    variants = _cut(cutter, partition.graph, args, kwargs).variants(options.remat)
-    is_scaled = options.loss_scale is not None
+    variants = _cut(cutter, partition.graph, args, kwargs).variants(planning.remat)
+    is_scaled = model.numerics.loss_scale is not None
     programs = Programs(variants.base, variants.derivatives, alone, own.is_native, is_scaled)
     return Share(variants.base, variants.of(variants.may_recompute), programs, own.optimizer, alone)
 

@@ -50,9 +50,8 @@ from jaxferry.step import (
     simulate_schedule,
     variants_of,
 )
-from jaxferry.training.choice import choose_plan, leanest_plan, planner_within, policy_of
-from jaxferry.training.options import Options
-from jaxferry.training.profiles import rules_of
+from jaxferry.training.choice import choose_plan, leanest_plan, planner_within
+from jaxferry.training.options import Numerics, Planning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +113,7 @@ class StepCompiler:
       programs: their programs.
       profile: what plans are chosen with.
       resources: what all steps share.
-      options: those of `train_step`.
+      planning, numerics: the arguments of `train_step`.
       begin: begins what a step program needs in host memory; called with the chosen one before its programs are
         compiled, and with the one that will run. None begins nothing.
     """
@@ -125,21 +124,23 @@ class StepCompiler:
         programs: Programs,
         profile: Profile,
         resources: Resources,
-        options: Options,
+        planning: Planning,
+        numerics: Numerics,
         begin: Callable[[StepProgram], None] | None,
     ) -> None:
         self._variants, self._programs, self._given = variants, programs, profile
         self._profile = _recomputable(profile)
-        self._resources, self._options, self._begin = resources, options, begin or _nothing
+        self._resources, self._planning, self._numerics = resources, planning, numerics
+        self._begin = begin or _nothing
         # A recorder marks each copy beside the program that queues it.
         self._joins = resources.transport.joins if resources.recorder is None else NO_JOINS
-        self._widened = widened_groups(variants.base, variants.derivatives, options.accumulate)
+        self._widened = widened_groups(variants.base, variants.derivatives, numerics.accumulate)
         self._device_updates = DeviceUpdateCompiler(
             resources.optimizer,
             variants.base.layers,
             resources.placement,
             resources.transport,
-            options.accumulate > 1,
+            numerics.accumulate > 1,
         )
 
     def compile_best(self) -> Prepared:
@@ -152,7 +153,7 @@ class StepCompiler:
         try:
             return self.compile(plan)
         except BudgetError as error:
-            leanest = leanest_plan(self._variants, self._options, self._given)
+            leanest = leanest_plan(self._variants, self._planning, self._given)
             if leanest is None or leanest == plan:
                 raise
             try:
@@ -167,18 +168,18 @@ class StepCompiler:
         compiled, and what the device's allocator takes once the step is lowered. The policy then plans again, for a
         budget that is smaller by the excess, since to change the plan layer by layer would make the step slower.
         """
-        options, budget = self._options, self._options.memory_budget_bytes
-        if budget is None or options.plan is not None or policy_of(options) is None:
-            plan = choose_plan(self._variants, options, self._given)
+        planning, budget = self._planning, self._planning.memory_budget_bytes
+        if budget is None or planning.plan is not None or planning.chooser is None:
+            plan = choose_plan(self._variants, planning, self._given)
             self._begin(self._lower(plan))
             return plan
-        plan_within = planner_within(self._variants, options, self._given)
+        plan_within = planner_within(self._variants, planning, self._given)
         plan = plan_within(budget)
         self._begin(self._lower(plan))
 
         def others() -> list[Plan]:
-            names = SIMPLE_POLICIES if policy_of(options) == Auto.name else ()
-            return [planner_within(self._variants, options, self._given, name)(budget) for name in names]
+            names = SIMPLE_POLICIES if planning.chooser == Auto.name else ()
+            return [planner_within(self._variants, planning, self._given, name)(budget) for name in names]
 
         found = fastest_that_fits(plan_within, self._excess_bytes, budget, others=others)
         return plan if found is None else found
@@ -188,7 +189,7 @@ class StepCompiler:
 
         Or if no other count is expected of the engine.
         """
-        budget = self._options.memory_budget_bytes
+        budget = self._planning.memory_budget_bytes
         if budget is None or (self._resources.placement.allocator is None and _all_on_host(plan)):
             return 0
         peak = self._peak(self._lower(plan))
@@ -213,7 +214,7 @@ class StepCompiler:
         self._programs.require(keys)
         self._programs.keep(keys)
         peak_ahead = functools.partial(self._peak, program)
-        ahead = loads_ahead(program, peak_ahead, self._options.memory_budget_bytes)
+        ahead = loads_ahead(program, peak_ahead, self._planning.memory_budget_bytes)
         if self._resources.transport.reserves:
             program = self._with_reserved_buffers(program, ahead)
         self._begin(program)
@@ -231,17 +232,17 @@ class StepCompiler:
 
         Given plans load as they say, and so does L2L, which loads each layer twice by definition.
         """
-        options = self._options
-        if options.accumulate == 1 or options.plan is not None or options.policy == L2L.name:
+        planning = self._planning
+        if self._numerics.accumulate == 1 or planning.plan is not None or planning.policy == L2L.name:
             return program
-        budget, unsplit_bytes = options.memory_budget_bytes, self._peak(program).unsplit()
+        budget, unsplit_bytes = planning.memory_budget_bytes, self._peak(program).unsplit()
         kept = groups_to_keep(program, *self._counted(program), None if budget is None else budget - unsplit_bytes)
         keeping = dataclasses.replace(program, kept=kept)
         return keeping if self._peak(keeping).fits(budget) else program
 
     def _with_reserved_buffers(self, program: StepProgram, ahead: Sequence[int]) -> StepProgram:
         """The program that keeps the buffers of layers that the next step loads early."""
-        budget = self._options.memory_budget_bytes
+        budget = self._planning.memory_budget_bytes
         reserved = groups_to_reserve(program, ahead, lambda each: self._peak(each, ahead), budget)
         return dataclasses.replace(program, reserved=reserved)
 
@@ -260,7 +261,7 @@ class StepCompiler:
             return runnable
         plan = dataclasses.replace(runnable.program.plan, updates=Updates.AFTER_ALL)
         program = self._lower(plan, runnable.program.summed)
-        most = max(self._peak(runnable.program).total, self._options.memory_budget_bytes or 0)
+        most = max(self._peak(runnable.program).total, self._planning.memory_budget_bytes or 0)
         if program.updated_on_device and not self._peak(program).fits(most):
             return runnable
         tasks = TaskList(program.schedule, program.trivial)
@@ -268,7 +269,7 @@ class StepCompiler:
 
     def _fitted(self, plan: Plan) -> StepProgram:
         """The program of the plan that fits into the memory budget."""
-        budget, parts = self._options.memory_budget_bytes, self._variants.base
+        budget, parts = self._planning.memory_budget_bytes, self._variants.base
         summed = self._summed_groups(plan)
 
         def program_of(plan: Plan) -> StepProgram:
@@ -295,7 +296,7 @@ class StepCompiler:
 
     def _summed_groups(self, plan: Plan | None = None) -> list[int]:
         """The groups whose sums over micro-batches can leave the device, under this or any plan."""
-        return summed_groups(self._variants.base, self._variants.derivatives, self._options.accumulate, plan)
+        return summed_groups(self._variants.base, self._variants.derivatives, self._numerics.accumulate, plan)
 
     def _profile_of(self, plan: Plan, summed: frozenset[int]) -> Profile:
         """The profile of a step that sums the gradients of these groups on the device; other gradients leave each."""
@@ -305,7 +306,7 @@ class StepCompiler:
         return with_sum_bytes(self._profile, self._variants.base, {*self._summed_groups()} - apart)
 
     def _lower(self, plan: Plan, summed: frozenset[int] = frozenset()) -> StepProgram:
-        parts, is_offloaded = self._variants.of(plan.recomputes), self._options.offload_activations
+        parts, is_offloaded = self._variants.of(plan.recomputes), self._planning.offload_activations
         profile = self._profile_of(plan, summed)
         lowered = lower(parts, self._variants.derivatives, plan, profile, is_offloaded, self._joins)
         return dataclasses.replace(lowered, summed=summed, widened=self._widened)
@@ -315,7 +316,7 @@ class StepCompiler:
         parts, transport, on_host = program.partition, self._resources.transport, set[int]()
         if not self._resources.placement.is_cpu:
             on_host = groups_summed_on_host(parts, program.derivatives, program.plan, transport.adds_on_host)
-        return variants_of(parts, program.keys, program.widened, self._options.accumulate > 1, on_host)
+        return variants_of(parts, program.keys, program.widened, self._numerics.accumulate > 1, on_host)
 
     def _peak(self, program: StepProgram, ahead: Sequence[int] = ()) -> Peak:
         """The most device memory that a step needs."""
@@ -347,7 +348,7 @@ class StepCompiler:
     def _runnable(self, program: StepProgram, ahead: tuple[int, ...]) -> RunnableStep:
         graph, put = program.partition.graph, self._resources.placement.put
         constants = {n: put(graph, n, constant) for n, constant in graph.constants.items()}
-        tasks, rules = TaskList(program.schedule, program.trivial), rules_of(self._options)
+        tasks, rules = TaskList(program.schedule, program.trivial), self._numerics.rules
         norms = Norms(self._resources.placement, on_host=rules.clips)
         used = program.partition.num_uses
         norms.compile([used[group] for group in {use.group for use in program.partition.uses if use.is_trained}])

@@ -43,11 +43,12 @@ class TrainStep:
         transport: str | None = None,
     ) -> None:
         self._placement, self._wanted_transport = placement, transport
-        options = options.on(self._placement.memory_facts().get("memory_limit_bytes"))
+        planning = options.planning.on(self._placement.memory_facts().get("memory_limit_bytes"))
+        options = dataclasses.replace(options, planning=planning)
         self._loss_fn, self._optax, self._options = loss_fn, optimizer, options
         with own_settings():
             choose_transport(transport, self._placement)
-            self._shared = Shared(self._placement, options)
+            self._shared = Shared(self._placement, options.record_steps)
         self._compiler: Compiler | None = None
         self._newest: weakref.ref[TrainState] | None = None
         self._saves = checkpoint.BackgroundSaves()
@@ -134,7 +135,7 @@ class TrainStep:
             state.fill()
             number = state.step
             result = prepared.runner.step(state, _leaves(args, kwargs))
-            return state, metrics_of(number, prepared.partition, result, self._options)
+            return state, metrics_of(number, prepared.partition, result, self._options.numerics)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
         """Partitions, plans and compiles for arguments of this structure; results are cached.
@@ -416,7 +417,7 @@ class TrainStep:
         """Returns the compiler for a model's tree: the current one if the tree is the same, else a new one."""
         self._shared.owner.check()
         if self._compiler is None or self._compiler.model.params != abstract(params):
-            model = Model(params, self._optax, self._options, self._placement, self._wanted_transport)
+            model = Model(params, self._optax, self._options.numerics, self._placement, self._wanted_transport)
             self._compiler = Compiler(model, self._loss_fn, self._options, self._shared)
         return self._compiler
 
