@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxferry.partition import Ownership, RowGradient, Span, held_whole, keep_rows, make_layer, trace
+from jaxferry.partition import Ownership, RowGradient, Span, held_whole, keep_rows, make_layer
 
 SHAPES = [(), (5,), (3, 4), (0, 2), (7, 11)]
 
@@ -85,16 +85,8 @@ def test_rows_are_added_to_the_elements_that_a_process_holds(start, mode):
     np.testing.assert_allclose(rows.dense(), dense, rtol=1e-6)
 
 
-def test_lookups_of_other_axes_are_added_whole():
+def test_lookups_of_other_axes_leave_no_rows():
     def backward(weights, cotangent):
         return list(jax.vjp(lambda table: table[:, jnp.array([1, 3])], weights[0])[1](cotangent)), []
 
-    arguments = [[jnp.zeros(TABLE)], jnp.ones((TABLE[0], 2))]
-    kept = keep_rows(backward, arguments, 1)
-    if kept is None:
-        assert trace(lambda w: backward([w], arguments[1])[0], arguments[0][0], (), {}).equations
-        return
-    (rows,), _ = kept[0](*arguments)
-    span = Span(7, 19)
-    own = RowGradient(rows.indices, rows.rows, rows.scatter, rows.shape, rows.dtype, span)
-    np.testing.assert_array_equal(own.onto(jnp.ones(span.size)), span.of(rows.onto(jnp.ones(TABLE))))
+    assert keep_rows(backward, [[jnp.zeros(TABLE)], jnp.ones((TABLE[0], 2))], 1) is None

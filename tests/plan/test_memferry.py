@@ -6,7 +6,7 @@ import itertools
 import hypothesis
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 
 from benchmarks.papers.memferry_printed import MemFerryPrinted
 from benchmarks.papers.paper_models import known_models
@@ -83,9 +83,8 @@ def test_a_table_on_the_device_already_makes_its_other_entry_dfgb_for_nothing(pr
     size = len(profile.layers)
     modes = np.array([DHA] * (size - 1) + [GFGB])
     lookup = profile.layers[0]
-    if size > 1 and lookup.backward_dha_s > lookup.backward_s:
-        first = with_dfgb(profile, modes, [False] * size)[0]
-        assert MODES[int(first)] is Mode.DFGB
+    assume(size > 1 and lookup.backward_dha_s > lookup.backward_s)
+    assert MODES[int(with_dfgb(profile, modes, [False] * size)[0])] is Mode.DFGB
 
 
 def layer(name, load_s, forward_s, forward_dha_s):

@@ -70,17 +70,19 @@ def test_more_memory_is_never_slower_although_updates_by_need_may_be():
         assert simulate(profile, found).steady_step_s == 32
 
 
-@pytest.mark.parametrize("seed", [36, 50, 98, 148, 170])
-def test_by_need_no_backward_waits_for_room_that_a_budget_gives(seed):
+def test_by_need_no_backward_waits_for_room_that_a_budget_gives():
     """A greedy order may be slower with fewer waits, so a budget counts by need only if it ends all waits."""
-    modes = (Mode.GFGB, Mode.RELOAD, Mode.RESIDENT, Mode.DHA)
-    for profile, plan in drawn(2, seed=seed, programs=False, updates=[Updates.OVERLAPPED], modes=modes):
-        more_bytes = max(layer.grad_bytes for layer in profile.layers)
-        memory_bytes = int(step_demand(profile, plan)[1].natural[0]) + more_bytes
-        found = with_update_order(profile, dataclasses.replace(plan, memory_bytes=memory_bytes))
-        if found.update_order is UpdateOrder.NEED and found.memory_bytes is not None:
-            unlimited = dataclasses.replace(found, memory_bytes=UNLIMITED_BYTES)
-            assert schedule_step(profile, found).tasks == schedule_step(profile, unlimited).tasks
+    modes, num_seen = (Mode.GFGB, Mode.RELOAD, Mode.RESIDENT, Mode.DHA), 0
+    for seed in (*range(20), 36, 50, 98, 148, 170):
+        for profile, plan in drawn(2, seed=seed, programs=False, updates=[Updates.OVERLAPPED], modes=modes):
+            more_bytes = max(layer.grad_bytes for layer in profile.layers)
+            memory_bytes = int(step_demand(profile, plan)[1].natural[0]) + more_bytes
+            found = with_update_order(profile, dataclasses.replace(plan, memory_bytes=memory_bytes))
+            if found.update_order is UpdateOrder.NEED and found.memory_bytes is not None:
+                unlimited = dataclasses.replace(found, memory_bytes=UNLIMITED_BYTES)
+                assert schedule_step(profile, found).tasks == schedule_step(profile, unlimited).tasks
+                num_seen += 1
+    assert num_seen >= 5
 
 
 def test_one_plan_has_the_tasks_of_each_room_for_gradients():
