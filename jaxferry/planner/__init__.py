@@ -3,7 +3,7 @@
 registry, base         policies by name            auto, exact            the searches
 memferry, baselines    the papers' policies        bounds, place_bound    what no plan can undercut
 preference             which of two plans wins     planning               one plan, a comparison, a sweep
-granularity            how fine layers are         neighbours, search     local changes, pools of plans
+granularity, merging   how fine layers are         neighbours, search     local changes, pools of plans
 """
 
 import lazy_loader

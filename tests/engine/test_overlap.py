@@ -152,7 +152,8 @@ def test_the_host_updates_what_has_arrived_while_the_rest_is_on_its_way(transpor
 
 LEAVING = """
 import time, jax.numpy as jnp, numpy as np, optax, jaxferry
-from jaxferry.engine import Operation, executor
+from jaxferry.engine import executor
+from jaxferry.step import Operation
 loss = lambda params, x: jnp.mean((x @ params["a"]["w"] @ params["b"]["w"]) ** 2)
 params = {name: {"w": np.eye(4, dtype=np.float32)} for name in "ab"}
 step = jaxferry.train_step(loss, optax.sgd(0.1))

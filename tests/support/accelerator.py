@@ -28,7 +28,7 @@ import numpy as np
 from jax._src.array import ArrayImpl
 
 from jaxferry.native import NativeLibrary
-from jaxferry.training import trainer as train_step
+from jaxferry.training import entry
 from jaxferry.transport import Placement, make_placement
 
 CLIENT_BYTES_PER_S = 2.5e9
@@ -181,7 +181,7 @@ def emulate(monkeypatch):
         return accelerator.launch(functools.partial(_CALL, program), arguments, kept)
 
     monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
-    monkeypatch.setattr(train_step, "make_placement", lambda *given: placement)
+    monkeypatch.setattr(entry, "make_placement", lambda *given: placement)
     monkeypatch.setattr(jax, "device_put", accelerator.put)
     monkeypatch.setattr(_Program, "accelerator", accelerator)
     monkeypatch.setattr(jax, "jit", lambda function, **options: _Program(_JIT(function, **options)))
