@@ -1,6 +1,7 @@
 """The layers of the package: no module imports from a higher layer, and no modules import each other in a circle."""
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -83,6 +84,7 @@ def offered(room):
     return {alias.name: f"{room}.{node.module}" for node in found for alias in node.names}
 
 
+@functools.cache
 def names_imported(file):
     """Pairs of a module of the package and a name that a file imports from there."""
     nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]

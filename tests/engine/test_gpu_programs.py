@@ -170,7 +170,7 @@ def stored_values(executable):
     return results, stored
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.bfloat16])
 def test_norms_and_finiteness_are_those_of_the_rounded_values_that_are_stored(dtype):
     cuda_library()
     half, num_norms, num_flags = make_model(CONFIG, dtype=dtype), 0, 0
