@@ -126,6 +126,8 @@ def test_a_clock_that_is_set_back_makes_no_save_older_than_those_before(tmp_path
         save(tmp_path, number, last=2)
     assert names(tmp_path) == ["00000003", "00000004"]
     assert plain(checkpoint.load(tmp_path))["step"] == 4
+    save(tmp_path, 2, last=2)  # of a run that has returned to an older step
+    assert plain(checkpoint.load(tmp_path))["step"] == 2
 
 
 def test_a_checkpoint_that_is_not_named_by_its_step_is_a_users_own(tmp_path):

@@ -243,6 +243,16 @@ def test_replaced_masters_and_state_are_those_that_are_updated():
     assert_same_bits([*ours.unit.masters, *ours.unit.state], [*theirs.unit.masters, *theirs.unit.state])
 
 
+def test_a_state_that_is_replaced_alone_is_the_one_that_is_updated():
+    ours, theirs = (Updater.make(PAIRS["adamw"][0], jnp.bfloat16) for _ in range(2))
+    for number in range(2):
+        ours.step(gradients_at(number, jnp.bfloat16))
+        theirs.step(gradients_at(number, jnp.bfloat16))
+        where = ours.unit.masters[0].sharding
+        ours.unit.state = [jax.device_put(np.array(array), where, may_alias=False) for array in ours.unit.state]
+    assert_same_bits([*ours.unit.masters, *ours.unit.state], [*theirs.unit.masters, *theirs.unit.state])
+
+
 def test_the_arrays_of_a_unit_are_free_once_they_are_replaced():
     updater = Updater.make(PAIRS["adamw"][0], jnp.bfloat16)
     updater.step(gradients_at(0, jnp.bfloat16))

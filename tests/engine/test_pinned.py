@@ -93,6 +93,8 @@ def test_without_views_there_are_copies(accelerator, unreachable, vectors):
     [new] = pinned.updated_vectors([tuple(vectors)], [tuple(made)], place)
     assert all(vector.sharding.memory_kind == "pinned_host" for vector in new)
     assert_same_bits(new, made)
+    [partly] = pinned.updated_vectors([tuple(vectors)], [tuple(made[:1])], place)
+    assert_same_bits(partly, [made[0], *vectors[1:]])
     assert_same_bits(pinned.on_cpu(vectors, place), vectors)
 
 

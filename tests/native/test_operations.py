@@ -196,12 +196,14 @@ def test_a_store_writes_or_adds_and_touches_nothing_else(shape, accumulate, dtyp
     assert is_in_place or not native
 
 
-def test_a_store_rounds_to_the_destination(native):
-    gradient = numbers((64,), jnp.float32)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_store_rounds_once_to_the_destination(accumulate, native):
+    before, gradient = numbers((64,), jnp.bfloat16, seed=1), numbers((64,), jnp.float32)
     after, _ = stored(
-        lambda d, g: operations.gradient_store(d, g, native=native), numbers((64,), jnp.bfloat16, seed=1), gradient
+        lambda d, g: operations.gradient_store(d, g, accumulate=accumulate, native=native), before, gradient
     )
-    np.testing.assert_array_equal(after, exact(gradient.astype(jnp.bfloat16)))
+    wide = gradient + before.astype(jnp.float32) if accumulate else gradient
+    np.testing.assert_array_equal(after, exact(wide.astype(jnp.bfloat16)))
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -13,7 +13,16 @@ from jaxferry.modes import Mode
 from jaxferry.planner import PlanEvaluator
 from jaxferry.step import CODES, Loads, Updates, gradient_flags, mode_codes, needed_bytes, simulate
 from oracle import Oracle
-from profiles import deterministic, drawn, planned, recomputing, smallest_peak_bytes, transformer, with_modes
+from profiles import (
+    deterministic,
+    drawn,
+    planned,
+    recomputing,
+    smallest_peak_bytes,
+    transformer,
+    unit_layer,
+    with_modes,
+)
 
 PAPER_MODES = (Mode.GFGB, Mode.DHA, Mode.DFGB)
 
@@ -80,6 +89,12 @@ def test_the_window_is_the_model_s_and_within_it_the_period_is_exact(case):
     assert outcome.in_window[0] == oracle.keeps_window()
     if outcome.in_window[0]:
         assert outcome.steady_step_s[0] == pytest.approx(oracle.steady_step_s(), rel=1e-12)
+
+
+def test_a_last_layer_by_dfgb_is_never_within_the_window():
+    profile = Profile({}, (unit_layer("a"), unit_layer("b")))
+    for modes, is_within in (([Mode.DFGB, Mode.GFGB], True), ([Mode.GFGB, Mode.DFGB], False)):
+        assert PlanEvaluator(profile).plan(with_modes(profile, modes)).in_window[0] == is_within
 
 
 def test_many_plans_at_once_evaluate_as_one_by_one():

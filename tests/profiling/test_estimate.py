@@ -25,6 +25,7 @@ def test_the_roofline_by_hand() -> None:
     assert layer.backward_go_s == 8.0
     assert layer.load_s == layer.offload_s == 8.125
     assert layer.update_s == UPDATE_BYTES_PER_PARAMETER * 40 / 60
+    assert (layer.state_bytes, layer.state_up_s, layer.state_down_s) == (480, 48.125, 56.125)
     assert (layer.param_bytes, layer.grad_bytes, layer.activation_bytes) == (80, 80, 7)
 
 
@@ -140,6 +141,8 @@ def test_estimates_are_marked_and_name_the_machine() -> None:
 def test_nothing_to_move_takes_no_time() -> None:
     (layer,) = estimate_profile([dataclasses.replace(COSTS, param_bytes=0, grad_bytes=0)], MACHINE).layers
     assert layer.load_s == layer.offload_s == 0
+    (frozen,) = estimate_profile([dataclasses.replace(COSTS, grad_bytes=0)], MACHINE).layers
+    assert (frozen.load_s, frozen.offload_s) == (8.125, 0)
 
 
 def test_bad_costs_are_refused() -> None:

@@ -78,6 +78,13 @@ def test_memory_is_never_negative_and_all_but_residents_is_given_back(case):
     assert [time for time, _ in timeline] == sorted(time for time, _ in timeline)
 
 
+def test_a_workspace_takes_memory_while_its_program_runs():
+    profiles = [Profile({}, (layer("a", forward_workspace_bytes=size), layer("b"))) for size in (0, 50)]
+    before, after = (dict(simulate(each, with_modes(each, [Mode.GFGB] * 2)).device_bytes) for each in profiles)
+    more = {time: held - before[time] for time, held in after.items() if time in before}
+    assert [time for time, held in more.items() if held == 50] == [1.0] and set(more.values()) == {0, 50}
+
+
 @deterministic
 @given(profiles())
 def test_dha_with_go_holds_activations_alone_and_residents_add_each_group_s_copy_once(profile):

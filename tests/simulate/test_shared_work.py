@@ -53,6 +53,10 @@ def test_a_backward_that_runs_its_forward_again_reads_twice():
     again = dataclasses.replace(plan, layers=tuple(dataclasses.replace(each, remat="full") for each in plan.layers))
     busy = [simulate(Profile({}, layers), each).lanes["H2D"].busy_s for each in (plan, again)]
     assert busy == [2 * 0.75, 2 * 1.0]
+    reads = {"forward_dha_s": 4.0, "forward_read_s": 4.0, "backward_read_s": 6.0}
+    of_link = Profile({}, (*(dataclasses.replace(each, **reads) for each in layers), layer("c")))
+    again = dataclasses.replace(again, layers=(*again.layers, *with_modes(of_link, [Mode.GFGB] * 3).layers[2:]))
+    assert PlanEvaluator(of_link).plan(again).steady_step_s[0] == simulate(of_link, again).steady_step_s == 2 * 14 + 1
 
 
 FREE = dict.fromkeys(("load_s", "forward_s", "backward_s", "offload_s"), 0.0)

@@ -48,9 +48,10 @@ def test_choice_b_comes_before_choice_a() -> None:
 
 def test_a_second_departure_is_cheaper_with_the_discount() -> None:
     """A weight that has left once costs half as much the second time, so it wins over a fresh one that does less."""
-    instance = Instance((6, 4, 0, 4), (0,) * 5, (1,) * 4, (1,) * 4, 1000, 1)
-    with_discount, without = select(instance, 8), select(instance, 8, discount=False)
-    assert len({choice.layer for choice in with_discount}) <= len({choice.layer for choice in without})
+    instance = Instance((1, 2, 0, 5), (0,) * 5, (1,) * 4, (1,) * 4, 1000, 1)
+    with_discount, without = select(instance, 5), select(instance, 5, discount=False)
+    assert with_discount[:2] == without[:2] == (Choice(0, True), Choice(1, True))
+    assert (with_discount[2], without[2]) == (Choice(1, False), Choice(3, False))
 
 
 def algorithm_1(instance, memory_bytes, discount):
