@@ -40,8 +40,7 @@ import measure
 from benchmarks.machine import facts
 from jaxferry.costs import MACHINES, Profile, default_budget_bytes
 from jaxferry.modes import Remat
-from jaxferry.planner import AutoSearch, Request, make_plan
-from jaxferry.planner import coded_plan as plan_of_codes
+from jaxferry.planner import AutoSearch, Request, coded_plan, make_plan
 from jaxferry.records import read_json
 from jaxferry.step import CROSSING_SLOTS, DHA, RELOAD, Plan, needed_bytes, predict
 from native.compiled_steps import TOLERANCE, CompiledModel, compare_step, peak_bytes
@@ -177,7 +176,7 @@ def needs(profile: Profile, policy: str) -> int:
         on_host = np.ones(size, dtype=bool)
         again = np.array([layer.can_recompute for layer in profile.layers])
         modes = [np.full(size, mode, dtype=np.int8) for mode in (DHA, RELOAD)]
-        plans = [plan_of_codes(policy, 0.0, profile, each, on_host, recomputes=again) for each in modes]
+        plans = [coded_plan(policy, 0.0, profile, each, on_host, recomputes=again) for each in modes]
         return min(needed_bytes(profile, plan) for plan in plans)
     name = policy.removesuffix(RECOMPUTING)
     plan = make_plan(without_recomputation(profile), name)

@@ -69,6 +69,7 @@ def tasks_of(step, task, kind):
 
 def masters_beside(state, known):
     """Arrays in host memory that are not `known`, and no masters or moments of trained parameters."""
+    state.settle()  # an update donates its arrays
     gc.collect()
     trained = {place(array) for unit in state.host.units for array in jax.tree.leaves((unit.masters, unit.state))}
     found = {place(array): array for array in host_arrays() if array.size >= WIDTH}

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxferry.native import as_stored, operations, twins
-from jaxferry.partition import host_reads as views
+from jaxferry.partition import host_reads
 from jaxferry.partition.graph import Atom, Equation, Graph, evaluate, live_equations, trace
 from jaxferry.partition.host_reads import Piece, View
 from jaxferry.partition.layout import Layer, Leaf
@@ -130,7 +130,7 @@ class _Product:
         """Returns an operand as a matrix whose rows are the contracted dimensions."""
         kept = [array.shape[d] for d in self.summed[side]]
         moved = array.transpose((*self.summed[side], *self.free[side]))
-        flat = views.reorder(moved, kept, self.pieces[side], self.order[side])
+        flat = host_reads.reorder(moved, kept, self.pieces[side], self.order[side])
         return flat.reshape((-1, flat.shape[-1]))
 
 
@@ -154,14 +154,14 @@ def _find_product(graph: Graph, gradient: Any, leaf: Leaf, fused_bytes: int) -> 
     dot = made_by.get(value)
     if dot is None or readers[value] != 1 or dot.primitive.name != "dot_general":
         return None
-    if not views.has_default_precision(dot):
+    if not host_reads.has_default_precision(dot):
         return None
     dtypes = [np.dtype(graph.avals[v].dtype) for v in (value, *(e.outputs[0] for e in reversed(chain)))]
     if len(set(dtypes)) > 2 or not all(dtype in operations.DTYPES for dtype in dtypes):
         return None
     view: View | None = View.of(graph.avals[value].shape)
     for equation in reversed(chain):
-        view = None if view is None else views.apply(equation, view)
+        view = None if view is None else host_reads.apply(equation, view)
     return None if view is None else _arrange(graph, dot, view, dtypes[0])
 
 
@@ -170,7 +170,7 @@ def _arrange(graph: Graph, dot: Equation, view: View, dtype: np.dtype) -> _Produ
     first, second = dot.inputs
     if not isinstance(first, int) or not isinstance(second, int):
         return None
-    dims = views.dot_dims(dot, (graph.avals[first].ndim, graph.avals[second].ndim))
+    dims = host_reads.dot_dims(dot, (graph.avals[first].ndim, graph.avals[second].ndim))
     if dims is None:
         return None
     summed, free = dims

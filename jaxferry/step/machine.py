@@ -1,5 +1,8 @@
 """The machine: runs a list of tasks on four lanes, exactly and without fitted constants, once or for ever.
 
+A task starts once its lane is free and all its dependencies have ended. Lanes follow the order of the list, except the
+host with updates by need (`Schedule.updates_by_need`).
+
 What programs and lanes share, as tasks of their own:
 
     H2D   load 1   read 2   load 3            GPU   forward 1   forward 2 (DHA)   forward 3
@@ -22,7 +25,7 @@ sets the pace, which is when it matters. The first step is delayed by nothing.
 Nothing but the lane waits for these tasks. So no lane ever does more work than it can, and all other tasks end no
 earlier than without sharing: a bound that is proven without it holds with it.
 
-The period of an endless chain of one step, in time and memory that grow with the tasks and not with their square.
+The period of an endless chain of one step is found in time and memory that grow with the tasks, not with their square.
 
 The next step waits for each lane's last task, for updates and for refreshes, here the **boundary**. A max-plus linear
 map yields the ends of the boundary's tasks from those of the previous step. The period of the map's powers is its
@@ -34,9 +37,6 @@ mean. Otherwise the potentials rise (Bellman and Ford), until they prove the mea
 cycle with a larger one.
 
 With updates by need the map is not linear. The period is then measured, see `STEPS_BY_NEED`.
-
-A task starts once its lane is free and all its dependencies have ended. Lanes follow the order of the list, except the
-host with updates by need (`Schedule.updates_by_need`).
 """
 
 import dataclasses
