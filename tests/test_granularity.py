@@ -263,6 +263,7 @@ def test_blocks_of_unread_parameters_keep_their_names_and_those_in_several_parts
     )
 
 
+@pytest.mark.slow
 def test_all_commands_plan_a_profile_of_modules_alike(tmp_path, capsys):
     """So many modules that the search of their own plans misses one of their blocks' plans."""
     modules = profile_of(MODULE, MACHINES["v100-pcie3"], depth=24)

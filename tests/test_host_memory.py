@@ -619,7 +619,9 @@ def packed_once(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("way", ["init", "restore", "restore lazily"])
+@pytest.mark.parametrize(
+    "way", ["init", *(pytest.param(way, marks=pytest.mark.slow) for way in ("restore", "restore lazily"))]
+)
 def test_four_bits_an_element_are_copied_as_the_bytes_that_hold_them(way, packed_once):
     """Four leaves of 32 MiB, whose files hold each in one piece; NumPy's form of one takes 64 MiB more."""
     done = subprocess.run(

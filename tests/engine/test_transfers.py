@@ -317,6 +317,7 @@ def test_what_has_failed_to_arrive_stays(monkeypatch):
     assert copy is stored.copy and not any(array.is_deleted() for array in (*copy.arrays, *sources))
 
 
+@pytest.mark.cpu_device  # so is the emulated one
 def test_a_step_is_rolled_back_once_nothing_of_it_is_in_flight(gpt, monkeypatch):
     expected, _ = trained(gpt, ADAMW, 1)
     emulate(monkeypatch)
