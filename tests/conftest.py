@@ -90,10 +90,9 @@ def pytest_collection_finish(session):
         measured = sys.modules.get("jaxferry.training.measured_profile")
         if measured is not None:
             measured.BUDGET_S = 0.0
-        if (emptied := sys.modules.get("jaxferry.training.timers")) is not None:
-            emptied.MOST_BYTES = 2**22  # a server's caches take a tenth of a second to empty
-        if (timer := sys.modules.get("jaxferry.training.timers")) is not None:
-            timer.MOST_RETRIES = 0
+        if (timers := sys.modules.get("jaxferry.training.timers")) is not None:
+            timers.MOST_BYTES = 2**22  # a server's caches take a tenth of a second to empty
+            timers.MOST_RETRIES = 0
         lowering = sys.modules.get("jax._src.interpreters.mlir")
         if hasattr(lowering, "make_ir_context"):
             lowering.make_ir_context = _kept(lowering.make_ir_context)
@@ -101,8 +100,8 @@ def pytest_collection_finish(session):
         # Tests compare with plain Optax in fp32, whatever JAX's default device is.
         importlib.import_module("jaxferry.training.model").ACCELERATOR_DTYPE = None
         # The device may be one in software.
-        importlib.import_module("jaxferry.training.timers").PRODUCTS_WIDTH = 64
-        importlib.import_module("jaxferry.training.timers").ACCELERATOR_BYTES = 2**20
+        timers = importlib.import_module("jaxferry.training.timers")
+        timers.PRODUCTS_WIDTH, timers.ACCELERATOR_BYTES = 64, 2**20
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

@@ -17,7 +17,7 @@ from jaxferry.costs import Profile
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.planner.auto import Auto, AutoSearch
-from jaxferry.planner.base import Objective, Request, read_objective, with_update_order
+from jaxferry.planner.base import Objective, Request, read_objective
 from jaxferry.planner.baselines import L2L, NativeOverlapped
 from jaxferry.planner.bounds import any_plan_lower_bound_s
 from jaxferry.planner.effort import FULL_LAYERS, updatable_groups
@@ -29,23 +29,6 @@ from jaxferry.step import Plan, Updates, needed_bytes, predict, simulate
 Planner = Callable[[int | None], Plan]
 """The plan for a memory budget in bytes, or for none."""
 
-__all__ = [
-    "Compared",
-    "Comparison",
-    "Planner",
-    "SweepPoint",
-    "as_run",
-    "check_updates",
-    "compare_plans",
-    "copies_bytes",
-    "knee",
-    "make_plan",
-    "plan_for",
-    "planner_of",
-    "sweep",
-    "with_gap",
-    "with_update_order",
-]
 
 _ROUNDING = 1e-12
 _SECONDS_OF = {Objective.FORWARD: "forward_s", Objective.STEP: "step_s", Objective.STEADY: "steady_step_s"}

@@ -323,18 +323,6 @@ def _largest_mean_s(come_from: Mapping[int, tuple[int, float]]) -> float | None:
     return max(found, default=None)
 
 
-__all__ = [
-    "STEPS_BY_NEED",
-    "SteadyStep",
-    "critical_path",
-    "device_bytes",
-    "device_bytes_of_steps",
-    "forward_s",
-    "run",
-    "steady_step_s",
-    "step_s",
-]
-
 _UPDATES = (Kind.UPDATE, Kind.STATE_DOWN)
 
 
