@@ -21,7 +21,7 @@ N = 3
 
 @pytest.fixture(scope="module")
 def gpt():
-    return models.gpt(depth=2)
+    return models.mlp(depth=2)
 
 
 def batches_of(task):

@@ -26,11 +26,11 @@ RTOL = {"rtol": LOSS_RTOL, "atol": 1e-6}
 
 @pytest.fixture(scope="module")
 def gpt():
-    return models.gpt(depth=2)
+    return models.mlp(depth=2)
 
 
 def logits_fn(params, tokens):
-    return models.GPT(depth=2).apply({"params": params}, tokens)
+    return models.GPT(depth=2, block=models.Mlp).apply({"params": params}, tokens)
 
 
 def everything(params, batch, scale, train=False):
@@ -42,7 +42,7 @@ def everything(params, batch, scale, train=False):
         "tokens": batch["tokens"],
         "sum": batch["tokens"].sum(),
         "table": params["wpe"]["embedding"],
-        "half": params["h_1"]["ln_1"]["scale"].astype(jnp.bfloat16),
+        "half": params["h_1"]["scale"].astype(jnp.bfloat16),
         "number": 1.5,
         "nothing": None,
         "train": jnp.int32(train),
@@ -122,7 +122,7 @@ def test_applying_first_does_not_make_the_state_change_its_layers_back_and_forth
     state, _ = step(state, gpt.batch)
     layers = state.host.layers
     step.apply(state, logits_fn, gpt.batch)
-    step.apply(state, lambda params: params["h_1"]["ln_1"]["scale"].sum())
+    step.apply(state, lambda params: params["h_1"]["scale"].sum())
     assert state.host.layers is layers
 
 

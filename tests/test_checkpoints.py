@@ -14,7 +14,7 @@ import models
 from jaxferry.modes import Mode
 from planned import assert_same_bits, plan_of, step_of, train
 
-BOTH_LIBRARIES = pytest.mark.parametrize("make", [models.nnx_net, pytest.param(models.gpt, marks=pytest.mark.slow)])
+BOTH_LIBRARIES = pytest.mark.parametrize("make", [models.nnx_net, pytest.param(models.mlp, marks=pytest.mark.slow)])
 MIXED = [Mode.GFGB, Mode.RELOAD, Mode.RESIDENT, Mode.RELOAD]
 ADAMW = optax.adamw(1e-2)
 X = jnp.ones((2, 4))
@@ -80,7 +80,7 @@ def test_an_optimizer_that_keeps_a_key_trains_and_resumes_bit_by_bit(tmp_path):
 
 @pytest.fixture(scope="module")
 def gpt():
-    return models.gpt(depth=2)
+    return models.mlp(depth=2)
 
 
 @pytest.mark.slow
@@ -114,12 +114,12 @@ def test_a_checkpoint_is_restored_without_the_model_if_its_tree_is_of_dictionari
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(gpt, tmp_path):
     step = step_of(gpt, ADAMW)
     step.save(step.init(gpt.params), tmp_path / "saved")
-    wider = models.gpt(depth=2, width=64)
+    wider = models.mlp(depth=2, width=64)
     other = jaxferry.train_step(wider.loss_fn, optax.adamw(1e-2))
     with pytest.raises(jaxferry.CheckpointError, match=r"does not match the model: .* has shape"):
         other.restore(tmp_path / "saved", params=wider.params)
     with pytest.raises(jaxferry.CheckpointError, match="does not match the model: it has no"):
-        other.restore(tmp_path / "saved", params=models.gpt(depth=5).params)
+        other.restore(tmp_path / "saved", params=models.mlp(depth=5).params)
     with pytest.raises(jaxferry.CheckpointError, match="does not match the optimizer"):
         jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1, 0.9)).restore(tmp_path / "saved")
     with pytest.raises(jaxferry.CheckpointError, match="is not a JaxFerry checkpoint"):

@@ -18,7 +18,7 @@ SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-2)
 @pytest.fixture(scope="module")
 def whole_gpt():
     """The same model with more blocks, for tests that depend on their number."""
-    return models.gpt()
+    return models.mlp()
 
 
 @pytest.mark.parametrize("after_events", [6, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 9))])

@@ -24,8 +24,8 @@ from profiles import transformer, unit_layer
 MACHINE = MACHINES["a100-pcie3"]
 
 
-def profile_of(granularity, machine=MACHINE, depth=4):
-    task = models.gpt(depth=depth)
+def profile_of(granularity, machine=MACHINE, depth=3):
+    task = models.mlp(depth=depth, width=64)
     parts = partition(task.loss_fn, task.params, (task.batch,), granularity=granularity)
     return estimate_profile(partition_costs(parts), machine)
 
@@ -106,7 +106,7 @@ def test_an_unknown_granularity_is_refused(modules):
 
 
 def test_a_training_step_takes_the_layers_that_a_plan_names_or_that_are_faster(modules):
-    task = models.gpt(depth=2)
+    task = models.mlp(depth=2)
     found = {}
     for granularity in (BLOCK, MODULE):
         parts = partition(task.loss_fn, task.params, (task.batch,), granularity=granularity)
@@ -123,7 +123,7 @@ def test_a_training_step_takes_the_layers_that_a_plan_names_or_that_are_faster(m
 
 @pytest.mark.parametrize("of", [BLOCK, MODULE])
 def test_a_plan_of_another_granularity_is_refused_with_a_hint(of):
-    task = models.gpt(depth=2)
+    task = models.mlp(depth=2)
     parts = partition(task.loss_fn, task.params, (task.batch,), granularity=of)
     plan = Plan("any", 1.0, tuple(LayerPlan(use.name, Mode.GFGB) for use in parts.uses))
     other = MODULE if of == BLOCK else BLOCK
@@ -156,7 +156,7 @@ def test_the_command_line_plans_a_profile_of_modules_for_either(modules, tmp_pat
 
 @pytest.mark.cpu_device  # temporaries of another device decide which layers need least
 def test_modules_are_taken_where_blocks_do_not_fit_also_without_a_policy():
-    task = models.gpt(depth=2)
+    task = models.mlp(depth=2)
 
     def prepared(budget, granularity):
         step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), memory_budget=budget, granularity=granularity)

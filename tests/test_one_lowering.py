@@ -50,10 +50,10 @@ def perceptron():
 
 
 MODELS = {
-    "gpt": (models.gpt, {}),
-    "gpt that may recompute": (models.gpt, {"remat": "auto"}),
+    "gpt": (models.mlp, {}),
+    "gpt that may recompute": (models.mlp, {"remat": "auto"}),
     "perceptron that offloads activations": (perceptron, {"remat": "full", "offload_activations": True}),
-    "gpt that offloads activations": (lambda: models.gpt(depth=4), {"remat": "full", "offload_activations": True}),
+    "gpt that offloads activations": (lambda: models.mlp(depth=4), {"remat": "full", "offload_activations": True}),
     "frozen table": (frozen_lookup, {"trainable": lambda path: "table" not in path}),
     "lookup": (frozen_lookup, {}),
     "lookup that clips": (frozen_lookup, {"clip_norm": 1.0}),

@@ -19,13 +19,13 @@ SGD, ADAMW_SLOW = optax.sgd(0.1), optax.adamw(1e-3)
 
 @pytest.fixture(scope="module")
 def gpt():
-    return models.gpt(depth=2)
+    return models.mlp(depth=2)
 
 
 @pytest.fixture(scope="module")
 def whole_gpt():
     """The same model with more blocks, for tests that depend on their number."""
-    return models.gpt()
+    return models.mlp()
 
 
 @pytest.mark.parametrize("policy", WITHOUT_MOST)
@@ -58,7 +58,7 @@ def test_an_unknown_policy_lists_the_known():
 
 
 def test_a_policy_plans_with_the_given_profile_and_checks_that_it_fits_the_model(gpt, tmp_path):
-    task = models.gpt(depth=3)
+    task = models.mlp(depth=3)
     step = step_of(gpt, SGD)
     step.init(gpt.params)
     parts = step.prepare(gpt.batch).partition

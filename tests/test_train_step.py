@@ -14,14 +14,14 @@ from jaxferry.modes import Mode
 from planned import UNIFORM, assert_same_bits, plan_of, step_of, train, trained
 from tolerances import LOSS_RTOL, PARAMS_RTOL
 
-BOTH_LIBRARIES = pytest.mark.parametrize("make", [models.nnx_net, pytest.param(models.gpt, marks=pytest.mark.slow)])
+BOTH_LIBRARIES = pytest.mark.parametrize("make", [models.nnx_net, pytest.param(models.mlp, marks=pytest.mark.slow)])
 MIXED = [Mode.GFGB, Mode.RELOAD, Mode.RESIDENT, Mode.RELOAD]
 SGD, ADAMW, ADAMW_SLOW = optax.sgd(0.1), optax.adamw(1e-2), optax.adamw(1e-3)
 
 
 @pytest.fixture(scope="module")
 def gpt():
-    return models.gpt(depth=2)
+    return models.mlp(depth=2)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
@@ -63,7 +63,7 @@ def test_the_module_is_imported_as_users_write_it():
 
 
 def test_dropout_keys_travel_as_a_keyword_or_in_the_batch():
-    task = models.gpt(depth=1, dropout=0.2)
+    task = models.mlp(depth=1, dropout=0.2)
     key = jax.random.key(7)
     _, losses = train(jaxferry.train_step(task.loss_fn, SGD), task, 3, rng=key)
     in_batch = jaxferry.train_step(lambda params, batch: task.loss_fn(params, batch[0], batch[1]), SGD)
@@ -182,7 +182,7 @@ def test_remat_changes_memory_not_losses(gpt, remat):
 
 @pytest.mark.slow
 def test_init_from_makes_what_the_initialiser_makes(gpt):
-    model = models.GPT(depth=2)
+    model = models.GPT(depth=2, block=models.Mlp)
 
     def init_fn(rng):
         return model.init(rng, jnp.zeros((1, 8), jnp.int32))["params"]
@@ -307,7 +307,7 @@ def test_a_state_of_another_step_is_refused(gpt):
 
 
 def test_a_plan_for_another_model_is_refused(gpt):
-    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), plan=plan_of(models.gpt(depth=3), [Mode.GFGB]))
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), plan=plan_of(models.mlp(depth=3), [Mode.GFGB]))
     with pytest.raises(jaxferry.InputError, match="the plan is for another model"):
         step(step.init(gpt.params), gpt.batch)
 

@@ -100,7 +100,7 @@ def test_the_library_waits_only_at_addresses_of_pinned_arrays(accelerator):
 
 @pytest.fixture(scope="module")
 def gpt():
-    return models.gpt(depth=3)
+    return models.mlp(depth=3)
 
 
 def rows_last(params, tokens, x):

@@ -117,7 +117,7 @@ def test_times_that_vary_are_tried():
 @pytest.mark.parametrize("modes", [[Mode.GFGB], [Mode.RELOAD], [Mode.RESIDENT, Mode.DHA, Mode.RELOAD], [Mode.DHA]])
 @pytest.mark.parametrize("options", [{}, {"remat": "full", "offload_activations": True}, {"remat": "full"}])
 def test_the_buffers_of_a_step_add_up_to_what_is_counted(modes, options):
-    gpt = models.gpt()
+    gpt = models.mlp()
     step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan_of(gpt, modes), **options)
     step.declare(gpt.params)
     prepared = step.prepare(gpt.batch)

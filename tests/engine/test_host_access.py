@@ -32,7 +32,7 @@ def native():
 
 @pytest.fixture(scope="module")
 def task():
-    return models.gpt(depth=2)
+    return models.mlp(depth=2)
 
 
 def run(task, plan=None, optimizer=ADAMW, **options):

@@ -40,7 +40,7 @@ JOINT = {
 
 @pytest.fixture(scope="module")
 def gpt():
-    return models.gpt(depth=2)
+    return models.mlp(depth=2)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ N = 3
 
 @pytest.fixture(scope="module")
 def gpt():
-    return models.gpt(depth=2)
+    return models.mlp(depth=2)
 
 
 def count_loads(transport, monkeypatch):

@@ -19,7 +19,7 @@ from watched import becomes, device_bytes, settled, watched_steps
 
 @pytest.fixture(scope="module")
 def gpt():
-    return models.gpt()
+    return models.mlp()
 
 
 def test_with_reload_no_more_than_two_layers_are_on_the_device(gpt, monkeypatch):

@@ -43,7 +43,7 @@ MOVES = (Kind.SAVE, Kind.FETCH)
 @functools.cache
 def gpt():
     """A model whose activations are large relative to its layers."""
-    task = models.gpt(depth=4)
+    task = models.mlp(depth=4)
     return dataclasses.replace(task, batch=jax.random.randint(jax.random.key(1), (8, 33), 0, 128))
 
 

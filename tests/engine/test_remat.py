@@ -26,13 +26,13 @@ SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-3)
 @pytest.fixture(scope="module")
 def gpt():
     """A model whose activations are large relative to its layers."""
-    return with_large_batch(models.gpt())
+    return with_large_batch(models.mlp())
 
 
 @pytest.fixture(scope="module")
 def small():
     """The same with two blocks."""
-    return with_large_batch(models.gpt(depth=2))
+    return with_large_batch(models.mlp(depth=2))
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ PROGRAMS = (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD)
 
 @pytest.fixture(scope="module")
 def parts():
-    task = models.gpt(depth=4)
+    task = models.mlp(depth=4)
     return partition(task.loss_fn, task.params, (task.batch,))
 
 

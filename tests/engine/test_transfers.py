@@ -38,7 +38,7 @@ ADAMW = optax.adamw(1e-3)
 
 @pytest.fixture(scope="module")
 def gpt():
-    return models.gpt(depth=2)
+    return models.mlp(depth=2)
 
 
 @pytest.mark.cpu_device  # so is the emulated one

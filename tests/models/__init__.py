@@ -56,6 +56,21 @@ class Block(nn.Module):
         return x + nn.Dropout(self.dropout)(h, deterministic=not train)
 
 
+class Mlp(nn.Module):
+    """A residual MLP in place of a transformer block: a fifth of its time to trace and compile."""
+
+    num_heads: int
+    dropout: float = 0.0
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        h = x * self.param("scale", nn.initializers.ones, x.shape[-1:])
+        h = jnp.tanh(nn.Dense(4 * x.shape[-1], name="mlp_fc", dtype=self.dtype)(h))
+        h = nn.Dense(x.shape[-1], name="mlp_proj", dtype=self.dtype)(h)
+        return x + nn.Dropout(self.dropout)(h, deterministic=not train)
+
+
 class GPT(nn.Module):
     """A GPT-2 with a tied head."""
 
@@ -95,6 +110,11 @@ def gpt(**config: Any) -> Task:
     batch = jax.random.randint(jax.random.key(1), (2, 17), 0, model.vocab)
     shapes: Any = jax.eval_shape(model.init, jax.random.key(0), batch[:, :-1])
     return Task(loss_fn, drawn(shapes["params"]), batch)
+
+
+def mlp(**config: Any) -> Task:
+    """The same with MLPs in place of transformer blocks, for tests to which the block makes no difference."""
+    return gpt(block=Mlp, **config)
 
 
 class NnxBlock(nnx.Module):

@@ -15,7 +15,7 @@ POLICIES = jax.checkpoint_policies
 
 @pytest.fixture(scope="module")
 def gpt():
-    task = models.gpt()
+    task = models.mlp()
     return partition(task.loss_fn, task.params, (task.batch,))
 
 

@@ -1,0 +1,248 @@
+"""The matrix of tests/test_bits.py: options of training steps, of which cases cover every pair of values.
+
+Each case trains a small model beside plain Optax. Cases that differ only in what moves data share a reference, whose
+bits they have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxferry
+import models
+import scanned
+import updated
+from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode, UpdatePlace
+from jaxferry.partition import partition
+from jaxferry.step import LayerPlan, Plan, streaming
+
+AXES: dict[str, tuple[str, ...]] = {
+    "model": ("tied", "linen", "nnx", "scanned"),
+    "mode": ("GFGB", "RELOAD", "mixed", "DHA", "DFGB"),
+    "update": ("host", "gpu", "resident"),
+    "device": ("cpu", "emulated", "mesh"),
+    "gradient": ("device", "host"),
+    "transport": ("ferry", "device_put"),
+    "dtype": ("float32", "bfloat16"),
+    "accumulate": ("once", "twice"),
+    "clip": ("whole", "clipped"),
+    "remat": ("none", "full"),
+    "offload": ("stays", "offloaded"),
+    "frozen": ("all", "frozen"),
+    "optimizer": ("optax", "fused"),
+    "granularity": (BLOCK, MODULE),
+    "scale": ("1", "64"),
+}
+MOVES = AXES | {"mode": AXES["mode"][:3], "update": ("host",), "device": ("cpu", "emulated")}
+"""The values that only move data. Programs that read host memory, update or share a batch round otherwise."""
+
+IMPOSSIBLE = frozenset(
+    {
+        frozenset({("device", "mesh"), ("transport", "ferry")}),
+        frozenset({("device", "mesh"), ("update", "gpu")}),
+        frozenset({("update", "gpu"), ("gradient", "host")}),
+    }
+)
+"""Pairs of values that `train_step` refuses."""
+
+Item = tuple[str, str]
+Case = tuple[Item, ...]
+
+
+def is_possible(items: Any) -> bool:
+    """Whether no two of these values exclude each other."""
+    return not any(frozenset(pair) in IMPOSSIBLE for pair in itertools.combinations(items, 2))
+
+
+def all_pairs(axes: dict[str, tuple[str, ...]]) -> set[frozenset[Item]]:
+    """All pairs of values of two axes that a step can have."""
+    items = [[(axis, value) for value in values] for axis, values in axes.items()]
+    pairs = (pair for one, other in itertools.combinations(items, 2) for pair in itertools.product(one, other))
+    return {frozenset(pair) for pair in pairs if is_possible(pair)}
+
+
+def pairs_of(cases: Iterable[Case]) -> set[frozenset[Item]]:
+    """The pairs that cases cover."""
+    return {frozenset(pair) for case in cases for pair in itertools.combinations(case, 2)}
+
+
+def covering(axes: dict[str, tuple[str, ...]], given: Iterable[Case] = ()) -> list[Case]:
+    """Cases that cover all pairs beside those given: each takes a pair that is left, and then what covers most.
+
+    Of equal values each case takes another one, so that rare ones are not left for the end.
+    """
+    left, cases, order = all_pairs(axes) - pairs_of(given), list[Case](), list(axes)
+    while left:
+        chosen = dict(min(sorted(pair, key=lambda item: order.index(item[0])) for pair in left))
+        for axis, values in axes.items():
+            if axis not in chosen:
+                allowed = [value for value in values if is_possible([*chosen.items(), (axis, value)])]
+                gains = [sum(frozenset({(axis, value), item}) in left for item in chosen.items()) for value in allowed]
+                best = [value for value, gain in zip(allowed, gains, strict=True) if gain == max(gains)]
+                chosen[axis] = best[len(cases) % len(best)]
+        cases.append(tuple((axis, chosen[axis]) for axis in axes))
+        left -= pairs_of(cases[-1:])
+    return cases
+
+
+OPTIMIZERS = {"optax": optax.adamw(1e-2, eps=1e-3), "fused": jaxferry.adamw(1e-2, eps=1e-3)}
+CLIP_NORM, NUM_BATCHES = 0.05, 4
+
+
+@functools.cache
+def task_of(model: str) -> models.Task:
+    """The models of the matrix."""
+    make = {
+        "tied": lambda: models.Task(updated.loss_fn, updated.PARAMS, np.arange(32).reshape(4, 8) % updated.WORDS),
+        "linen": lambda: models.mlp(vocab=24, width=8, depth=2),
+        "nnx": lambda: models.nnx_net(vocab=16, width=8, depth=2),
+        "scanned": lambda: scanned.plain(depth=4),
+    }
+    return make[model]()
+
+
+@functools.cache
+def batches_of(model: str) -> list[Any]:
+    """Different batches of the model."""
+
+    def shuffled(leaf: Any, seed: int) -> np.ndarray:
+        return np.random.default_rng(seed).permutation(np.asarray(leaf).ravel()).reshape(leaf.shape)
+
+    batch = task_of(model).batch
+    return [jax.tree.map(lambda leaf, seed=seed: shuffled(leaf, seed), batch) for seed in range(NUM_BATCHES)]
+
+
+def is_trained(model: str) -> Any:
+    """A tree that freezes every third parameter."""
+    leaves, tree = jax.tree.flatten(task_of(model).params)
+    return jax.tree.unflatten(tree, [number % 3 != 1 for number in range(len(leaves))])
+
+
+@functools.cache
+def plain_optax(model: str, dtype: str, accumulate: str, clip: str, frozen: str) -> tuple[list[float], list[Any]]:
+    """Losses and parameters of a jitted loop of Optax, with masters in float32."""
+    task, optimizer = task_of(model), OPTIMIZERS["optax"]
+    if clip == "clipped":
+        optimizer = optax.chain(optax.clip_by_global_norm(CLIP_NORM), optimizer)
+    if accumulate == "twice":
+        optimizer = optax.MultiSteps(optimizer, 2).gradient_transformation()
+    leaves, tree = jax.tree.flatten(task.params)
+    chosen = jax.tree.leaves(is_trained(model)) if frozen == "frozen" else [True] * len(leaves)
+
+    def loss_of(trained: list[Any], batch: Any) -> jax.Array:
+        own = iter(trained)
+        whole = [next(own) if is_own else jnp.asarray(leaf) for leaf, is_own in zip(leaves, chosen, strict=True)]
+        return task.loss_fn(jax.tree.unflatten(tree, [leaf.astype(dtype) for leaf in whole]), batch)
+
+    @models.quickly
+    def step(trained: list[Any], state: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(loss_of)(trained, batch)
+        updates, state = optimizer.update(gradients, state, trained)
+        return optax.apply_updates(trained, updates), state, loss
+
+    trained = [jnp.asarray(leaf) for leaf, is_own in zip(leaves, chosen, strict=True) if is_own]
+    state, losses = optimizer.init(trained), []
+    for batch in batches_of(model):
+        trained, state, loss = step(trained, state, batch)
+        losses.append(float(loss))
+    own = iter(trained)
+    return losses, [next(own) if is_own else leaf for leaf, is_own in zip(leaves, chosen, strict=True)]
+
+
+def plan_of(model: str, mode: str, gradient: str, update: str, granularity: str) -> Plan:
+    """A plan of one mode, or of three in turn; every second layer is updated on the device if updates are resident."""
+    task, layers = task_of(model), []
+    parts = partition(task.loss_fn, task.params, (task.batch,), granularity=granularity)
+    groups = list(dict.fromkeys(use.group for use in parts.uses))
+    for number, use in enumerate(parts.uses):
+        modes = (Mode.RELOAD, Mode.RESIDENT, Mode.GFGB) if mode == "mixed" else (Mode(mode),)
+        own = modes[groups.index(use.group) % len(modes)]
+        own = Mode.GFGB if own is Mode.DFGB and number in parts.uses_of[-1] else own
+        place = GradientPlace(gradient)
+        layer = LayerPlan(use.name, own, place)
+        if parts.layers[use.group].trained.leaves and update == "gpu":
+            layer = dataclasses.replace(layer, update=UpdatePlace.GPU)
+        elif update == "resident" and groups.index(use.group) % 2 == 0:
+            layer = LayerPlan(use.name, Mode.RESIDENT, update=UpdatePlace.RESIDENT)
+        layers.append(layer)
+    return Plan("matrix", 1.0, tuple(layers))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a step has computed: losses, parameters, and the prepared step."""
+
+    losses: list[float]
+    params: list[np.ndarray]
+    state: Any
+    prepared: Any
+
+
+def options_of(case: dict[str, str]) -> dict[str, Any]:
+    """The options of `train_step` that decide what is computed."""
+    return {
+        "compute_dtype": jnp.dtype(case["dtype"]),
+        "accumulate": 1 + (case["accumulate"] == "twice"),
+        "clip_norm": CLIP_NORM if case["clip"] == "clipped" else None,
+        "remat": case["remat"],
+        "trainable": is_trained(case["model"]) if case["frozen"] == "frozen" else None,
+        "granularity": case["granularity"],
+    }
+
+
+def train(case: dict[str, str], **options: Any) -> Trained:
+    """Trains the case's model by the options that decide what is computed, and further ones."""
+    task = task_of(case["model"])
+    step = jaxferry.train_step(task.loss_fn, OPTIMIZERS[case["optimizer"]], **options_of(case), **options)
+    state, losses = step.init(task.params), []
+    for batch in batches_of(case["model"]):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    params = [np.asarray(leaf) for leaf in jax.tree.leaves(state.params)]
+    return Trained(losses, params, state, step.prepare(batches_of(case["model"])[0]))
+
+
+@functools.cache
+def _reference(items: Case) -> Trained:
+    return train(dict(items))
+
+
+COMPUTES = ("model", "dtype", "accumulate", "clip", "remat", "frozen", "optimizer", "granularity")
+
+
+def reference(case: dict[str, str]) -> Trained:
+    """Trains on a CPU that loads every layer; cases that compute the same share it."""
+    return _reference(tuple((axis, case[axis]) for axis in COMPUTES))
+
+
+def train_as(case: dict[str, str]) -> Trained:
+    """Trains as all values of the case say, on JAX's default device."""
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]) if case["device"] == "mesh" else None
+    names = ("model", "mode", "gradient", "update", "granularity")
+    # Small models have one subgroup unless these are smaller.
+    small = mock.patch.object(streaming, "SUBGROUP_BYTES", 400) if case["update"] == "gpu" else contextlib.nullcontext()
+    with small:
+        return train(
+            case,
+            plan=plan_of(*(case[name] for name in names)),
+            transport=case["transport"],
+            mesh=mesh,
+            offload_activations=case["offload"] == "offloaded",
+            loss_scale=None if case["scale"] == "1" else float(case["scale"]),
+        )
+
+
+def only_moves(case: Case) -> bool:
+    """Whether the case has only values that move data."""
+    return all(value in MOVES[axis] for axis, value in case)
