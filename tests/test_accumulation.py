@@ -51,53 +51,6 @@ def plan_of(task, modes, places):
     return Plan("any", 1.0, tuple(LayerPlan(name, mode, place) for name, mode, place in kinds))
 
 
-@pytest.mark.parametrize("clip_norm", [pytest.param(None, marks=pytest.mark.slow), 0.5])
-def test_losses_are_those_of_optax_multi_steps(gpt, batches, clip_norm):
-    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2), accumulate=N, clip_norm=clip_norm)
-    state, losses = train(step, gpt.params, batches)
-    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
-    optimizer = optax.MultiSteps(optax.chain(clip, optax.adamw(1e-2)), N)
-    params, plain_state, expected = gpt.params, optimizer.init(gpt.params), []
-
-    @models.quickly
-    def plain(params, state, batch):
-        loss, gradients = jax.value_and_grad(gpt.loss_fn)(params, batch)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    for batch in batches:
-        params, plain_state, loss = plain(params, plain_state, batch)
-        expected.append(float(loss))
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    assert (state.step, state.updated_step) == (7, 6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [None, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
-def test_every_plan_and_transport_has_the_same_bits(gpt, dtype):
-    task = gpt if dtype is None else models.adapters(depth=2)
-    batches = batches_of(task)
-
-    def run(**options):
-        step = jaxferry.train_step(
-            task.loss_fn, optax.adamw(1e-2), accumulate=N, compute_dtype=dtype, clip_norm=1.0, **options
-        )
-        state, losses = train(step, task.params, batches)
-        return state.params, losses
-
-    expected, losses = run()
-    places = (GradientPlace.HOST, GradientPlace.DEVICE)
-    for options in (
-        {"plan": plan_of(task, [Mode.GFGB], [GradientPlace.HOST])},
-        {"plan": plan_of(task, [Mode.RELOAD, Mode.RESIDENT, Mode.GFGB], places)},
-        {"plan": plan_of(task, [Mode.RESIDENT], places), "transport": "device_put"},
-        {"reserve_factor": 0.0},
-    ):
-        params, others = run(**options)
-        assert others == losses, options
-        assert_same_bits(params, expected)
-
-
 def test_gradients_stay_on_the_device_within_the_budget_and_else_are_added_up_in_host_memory(gpt, batches):
     free = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), accumulate=N)
     expected, _ = train(free, gpt.params, batches)
@@ -145,7 +98,7 @@ def test_a_checkpoint_is_that_of_the_last_update(gpt, batches, tmp_path):
     for batch in batches[5:]:
         state, _ = step(state, batch)
     assert_same_bits(resumed.params, state.params)
-    assert resumed.step == state.step == 7
+    assert (state.step, state.updated_step) == (resumed.step, resumed.updated_step) == (7, 6)
 
 
 def bad_loss(params, x):

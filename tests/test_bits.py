@@ -1,10 +1,12 @@
 """Every pair of options trains as plain Optax does, to the bit where only data moves."""
 
+import jax
 import numpy as np
 import pytest
 
 import matrix
 from accelerator import emulate
+from jaxferry.step import Kind
 from planned import assert_same_bits
 from tolerances import LOSS_RTOL, PARAMS_RTOL
 
@@ -35,6 +37,9 @@ def test_losses_and_parameters_are_those_of_plain_optax(case, monkeypatch):
     for ours, theirs in zip(found.params, expected_params, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=PARAMS_RTOL, atol=5e-2 if is_half else 1e-5)
     assert len(set(found.losses)) > 1
+    assert jax.tree.structure(found.state.params) == jax.tree.structure(matrix.task_of(case["model"]).params)
+    saved = any(task.kind is Kind.SAVE for task in found.prepared.schedule.tasks)
+    assert saved == (case["offload"] == "offloaded")
     assert bool(found.state.host.on_device) == (case["update"] == "resident")
     assert bool(found.state.host.streamed) == (case["update"] == "gpu")
     if known is not None:

@@ -115,11 +115,12 @@ def frozen_cases():
 
 @pytest.mark.parametrize(("name", "shape"), [case for case in frozen_cases() if case.values[0] not in REFUSED])
 def test_frozen_parameters_keep_their_bits(name, shape, tmp_path):
-    """Loaded, read in place, kept, copied, assigned, saved and restored, by both transports."""
+    """Loaded, read in place, kept, copied, assigned, saved and restored; each dtype by one transport, both by some."""
     with settings_for(name):
         params = make_params(name, shape)
         expected = plain_losses(params, 3)
-        for transport, mode in [(t, m) for t in ("ferry", "device_put") for m in (None, Mode.DHA, Mode.RELOAD)]:
+        transport = ("ferry", "device_put")[every_dtype().index(name) % 2]
+        for mode in (None, Mode.DHA, Mode.RELOAD):
             step, losses = make_step(transport, mode, params), []
             state = step.init(params)
             for _ in range(3):

@@ -14,9 +14,7 @@ from flax import nnx
 
 import jaxferry
 import models
-from accelerator import emulate
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.partition import host_stores
 from jaxferry.step import Kind, LayerPlan, Plan
 from planned import assert_same_bits, train
 from tolerances import LOSS_RTOL, PARAMS_RTOL
@@ -197,88 +195,6 @@ def test_a_frozen_parameter_keeps_its_dtype_and_bits_whatever_the_compute_dtype(
     assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "accumulate"),
-    [
-        (jnp.bfloat16, 2),
-        *(
-            pytest.param(dtype, times, marks=pytest.mark.slow)
-            for dtype, times in ((None, 1), (None, 2), (jnp.bfloat16, 1))
-        ),
-    ],
-)
-def test_every_plan_and_transport_has_the_same_bits(task, dtype, accumulate):
-    def run(**more):
-        step = jaxferry.train_step(
-            task.loss_fn,
-            optax.adamw(1e-2),
-            trainable=is_trained,
-            compute_dtype=dtype,
-            clip_norm=0.05,
-            accumulate=accumulate,
-            skip_nonfinite=True,
-            **more,
-        )
-        state, losses = train(step, task, 6)
-        return losses, state.params
-
-    losses, params = run()
-    places = (GradientPlace.HOST, GradientPlace.DEVICE)
-    for more in (
-        {"plan": plan_of(task, [Mode.RELOAD])},
-        {"plan": plan_of(task, [Mode.RESIDENT, Mode.GFGB], places), "transport": "device_put"},
-        {"plan": plan_of(task, [Mode.RELOAD, Mode.RESIDENT, Mode.GFGB], places)},
-        {"reserve_factor": 0.0, "remat": "full"} if dtype is None else {"reserve_factor": 0.0},
-    ):
-        others, other_params = run(**more)
-        if more.get("remat") == "full":
-            np.testing.assert_allclose(others, losses, rtol=LOSS_RTOL)
-        else:
-            assert others == losses, more
-            assert_same_bits(other_params, params)
-
-
-@pytest.mark.cpu_device  # so is the emulated one
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
-def test_an_engine_that_only_issues_its_work_has_the_same_bits(task, transport, monkeypatch):
-    """As on an accelerator, whose pinned memory the optimizer cannot access."""
-
-    def run(plan):
-        step = jaxferry.train_step(
-            task.loss_fn, optax.adamw(1e-2), trainable=is_trained, plan=plan, transport=transport
-        )
-        state, losses = train(step, task, 4)
-        return losses, state.params
-
-    plan = plan_of(task, [Mode.RESIDENT, Mode.RELOAD, Mode.GFGB], tuple(GradientPlace))
-    losses, params = run(plan)
-    emulate(monkeypatch)
-    others, other_params = run(plan)
-    assert others == losses
-    assert_same_bits(other_params, params)
-
-
-@pytest.mark.parametrize(
-    "modes",
-    [
-        [Mode.DHA, Mode.GFGB, Mode.DFGB],
-        *(pytest.param([mode], marks=pytest.mark.slow) for mode in (Mode.DHA, Mode.DFGB)),
-    ],
-)
-def test_frozen_parameters_are_read_in_host_memory_and_gradients_written_there(task, modes, monkeypatch):
-    monkeypatch.setattr(host_stores, "FUSED_BYTES", 0)
-    expected = models.plain_loop(task, by_label(optax.adamw(1e-2)), 5)[1]
-    results = []
-    for places in ([GradientPlace.DEVICE], [GradientPlace.HOST]):
-        plan = plan_of(task, modes, places)
-        step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, plan=plan)
-        results.append(train(step, task, 5))
-        np.testing.assert_allclose(results[-1][1], expected, rtol=LOSS_RTOL)
-    for ours, theirs in zip(*(jax.tree.leaves(state.params) for state, _ in results), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=PARAMS_RTOL, atol=1e-5)
-
-
 def test_a_layer_that_is_frozen_and_resident_is_loaded_once(task):
     plan = plan_of(task, [Mode.RESIDENT])
     step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, plan=plan)
@@ -344,25 +260,6 @@ def test_a_parameter_with_state_or_decay_is_not_frozen(task, where):
     assert len(state.host.units) == len(state.host.layers)
     for mine, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=PARAMS_RTOL, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_continues_bit_identically(task, tmp_path):
-    def make(**more):
-        return jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, **more)
-
-    whole, losses = train(make(), task, 6)
-    step = make()
-    state, _ = train(step, task, 3)
-    step.save(state, tmp_path / "saved")
-    fresh = make(plan=plan_of(task, [Mode.RELOAD, Mode.RESIDENT]))
-    resumed, more = fresh.restore(tmp_path / "saved"), []
-    for _ in range(3):
-        resumed, metrics = fresh(resumed, task.batch)
-        more.append(float(metrics["loss"]))
-    assert more == losses[3:]
-    assert_same_bits(resumed.params, whole.params)
-    assert_same_bits(resumed.opt_state, whole.opt_state)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def train(num_steps, scale=None, x=X, **options):
     return state, rows
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.01}, {"accumulate": 2}])
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.01, "accumulate": 2}])
 def test_a_fixed_power_of_two_changes_no_bit(options):
     state, rows = train(6, **options)
     scaled, others = train(6, loss_scale=1024, **options)

@@ -73,7 +73,7 @@ def chain(params, words):
     return jnp.mean(x)
 
 
-CHAIN = {f"layer_{i:02}": {"w": np.eye(WIDTH, dtype=np.float32)} for i in range(32)}
+CHAIN = {f"layer_{i:02}": {"w": np.eye(WIDTH, dtype=np.float32)} for i in range(16)}
 
 
 def test_each_merged_layer_takes_as_long_as_to_issue_it():
@@ -82,7 +82,7 @@ def test_each_merged_layer_takes_as_long_as_to_issue_it():
     machine = dataclasses.replace(H200, issue_s=1.5 * slowest_s)
     merge = functools.partial(merges_of_small, machine=machine)
     merges = partition(chain, CHAIN, (WORDS_READ,), merge=merge).merges
-    assert [len(merge.layers) for merge in merges] == [2] * 16
+    assert [len(merge.layers) for merge in merges] == [2] * 8
 
 
 def test_layers_that_several_segments_read_stay_alone():
@@ -159,7 +159,7 @@ def test_a_budget_that_only_single_layers_fit_into_keeps_them_apart(h200):
     with pytest.raises(jaxferry.BudgetError) as error:
         train(chain, CHAIN, memory_budget=1)
     prepared, _ = train(chain, CHAIN, memory_budget=error.value.smallest_bytes)
-    assert len(prepared.partition.segments) == 32
+    assert len(prepared.partition.segments) == 16
 
 
 def test_a_mapping_of_remat_names_the_layers_as_they_are(h200):

@@ -108,16 +108,10 @@ JOINT = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"accumulate": 2, "clip_norm": 0.1},
         {"plan": plan(), "remat": "full", "offload_activations": True, "record_steps": 2},
-        {"plan": plan(IN_HOST_MEMORY, gradient=GradientPlace.HOST), "accumulate": 2, "clip_norm": 0.1},
-        pytest.param({"plan": plan(IN_HOST_MEMORY), "remat": "full"}, marks=pytest.mark.slow),
-        pytest.param({"policy": "go-memferry", "profile": "estimate"}, marks=pytest.mark.slow),
+        {"plan": plan(IN_HOST_MEMORY, gradient=GradientPlace.HOST), "accumulate": 2},
         pytest.param({"policy": "auto", "profile": "estimate", "remat": "auto"}, marks=pytest.mark.slow),
         pytest.param({"optimizer": optax.adafactor(1e-2)}, marks=pytest.mark.slow, id="adafactor"),
-        {"plan": ON_DEVICES, "accumulate": 2, "clip_norm": 0.1},
-        pytest.param({"plan": ON_DEVICES}, marks=pytest.mark.slow),
         pytest.param({"plan": ON_DEVICES, "optimizer": optax.adafactor(1e-2)}, marks=pytest.mark.slow),
         pytest.param({"plan": ON_DEVICES, "optimizer": JOINT}, marks=pytest.mark.slow),
     ],

@@ -19,7 +19,6 @@ from jaxferry.step import Kind, Lane, Operation, needed_bytes
 from jaxferry.transport import Placement
 from recorded import check_times
 from updated import (
-    OPTIONS,
     PARAMS,
     PLACES,
     WIDTH,
@@ -33,20 +32,6 @@ from updated import (
     plan_with,
     train,
 )
-
-OFTEN = {"one layer": ("skipping",), "tied table": ("plain", "accumulated"), "all": ("clipped", "bfloat16")}
-
-
-CASES = [
-    pytest.param(
-        PLACES[place],
-        options,
-        id=f"{place}-{name}",
-        marks=[] if name in OFTEN[place] else [pytest.mark.slow],
-    )
-    for place in ("one layer", "tied table", "all")
-    for name, options in OPTIONS.items()
-]
 
 
 @pytest.mark.parametrize("options", [{"clip_norm": 0.5}, {"accumulate": 2}], ids=lambda options: next(iter(options)))
@@ -64,33 +49,13 @@ def test_updates_are_compiled_before_the_step(options, caplog):
     assert not compiled & {"jit(update)", "jit(fold)", "jit(squared_norm_of)"}
 
 
-@pytest.mark.parametrize(("groups", "options"), CASES)
-def test_losses_and_states_are_those_of_updates_on_the_host(groups, options):
-    expected_step, step = make([], **options), make(groups, **options)
-    expected, expected_losses = train(expected_step, expected_step.init(PARAMS))
-    state, losses = train(step, step.init(PARAMS))
-    assert on_device(state) == set(groups) and not on_device(expected)
-    np.testing.assert_allclose(losses, expected_losses, rtol=2e-2 if options.get("compute_dtype") else 1e-5)
-    if "compute_dtype" not in options:
-        assert_close(state.params, expected.params)
-        assert_close(state.opt_state, expected.opt_state, rtol=1e-4)
-
-
 @pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "options",
-    [*(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"clip_norm": 0.5})), {"accumulate": 2}],
-    ids=str,
-)
-def test_the_way_of_accelerators_computes_the_same(options, transport, monkeypatch):
-    expected_step = make([], **options)
-    _, expected = train(expected_step, expected_step.init(PARAMS))
+@pytest.mark.parametrize("options", [{"clip_norm": 0.5}, {"accumulate": 2}], ids=str)
+def test_the_issuing_thread_never_waits(options, transport, monkeypatch):
     accelerator = emulate(monkeypatch)
-    for groups in (["layer_1"], PLACES["all"]):
-        step = make(groups, transport=transport, compute_dtype=jnp.float32, **options)
-        state, losses = train(step, step.init(PARAMS))
-        state.block_until_ready()
-        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    step = make(["embed", "layer_1"], transport=transport, **options)
+    state, _ = train(step, step.init(PARAMS))
+    state.block_until_ready()
     assert not accelerator.waits
     accelerator.check()
 
@@ -112,7 +77,7 @@ def test_one_plan_has_the_same_bits_run_after_run():
     jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
 
 
-@pytest.mark.parametrize("optimizer", [optax.lion(1e-3), optax.adafactor(1e-2), optax.sgd(1e-2, momentum=0.9)])
+@pytest.mark.parametrize("optimizer", [optax.lion(1e-3), optax.adafactor(1e-2)])
 def test_any_optax_transformation_runs_there(optimizer):
     expected_step, step = make([], optimizer), make(["layer_0", "layer_2"], optimizer)
     _, expected = train(expected_step, expected_step.init(PARAMS))
@@ -139,7 +104,7 @@ def test_a_joint_optimizer_runs_there_with_all_layers_or_none():
 def test_auto_has_the_state_of_layers_that_are_updated_together_in_one_place(monkeypatch):
     emulate(monkeypatch)
     monkeypatch.setattr(Placement, "device_kind", "NVIDIA H200")
-    model = scanned.linen()
+    model = scanned.plain()
     parts = partition(model.loss_fn, model.params, (model.batch,), compute_dtype=jnp.float32)
     slow_host = dataclasses.replace(MACHINES["h200-pcie5"], host_bytes_per_s=1e6)
     options = {"policy": "auto", "profile": estimate_profile(partition_costs(parts), slow_host)}
@@ -151,14 +116,6 @@ def test_auto_has_the_state_of_layers_that_are_updated_together_in_one_place(mon
     assert all(plan.updates_on_device)
     state, _ = step(state, model.batch)
     assert state.host.on_device == frozenset(range(len(state.host.layers)))
-
-
-def test_frozen_parameters_stay_as_they_are():
-    step = make(["embed", "layer_1"], trainable=lambda path: "b" not in path.split("/")[-1])
-    state, _ = train(step, step.init(PARAMS))
-    for i in range(3):
-        np.testing.assert_array_equal(state.params[f"layer_{i}"]["b"], PARAMS[f"layer_{i}"]["b"])
-    assert np.any(state.params["layer_1"]["w"] != PARAMS["layer_1"]["w"])
 
 
 def test_a_parameter_that_no_segment_reads_is_updated_on_the_host():
@@ -334,8 +291,8 @@ def test_a_measured_profile_says_what_the_step_plans_with(monkeypatch):
 def test_more_memory_is_never_slower_although_updates_need_more_than_the_profile_says(monkeypatch):
     """Programs of updates need temporaries, which are known once they are compiled. The host is slow."""
     emulate(monkeypatch)
-    width, draw = 256, np.random.default_rng(0)
-    params = {f"layer_{i}": draw.normal(scale=1 / 16, size=(width, width)).astype(np.float32) for i in range(5)}
+    width, draw = 64, np.random.default_rng(0)
+    params = {f"layer_{i}": draw.normal(scale=1 / 8, size=(width, width)).astype(np.float32) for i in range(5)}
 
     def loss_fn(params, x):
         for kernel in params.values():
@@ -371,7 +328,7 @@ def test_more_memory_is_never_slower_although_updates_need_more_than_the_profile
 
     most = needed_bytes(profile, make_plan(profile, "auto"))
     before_s, num_over = np.inf, 0
-    for share in (0.4, 0.55, 0.7, 0.85, 1.0):
+    for share in (0.4, 0.7, 1.0):
         plan = make_plan(profile, "auto", memory_budget_bytes=int(share * most))
         num_over += prepared(plan=plan, memory_budget="none").peak.total > share * most
         found = prepared(policy="auto", memory_budget=int(share * most))

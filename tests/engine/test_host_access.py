@@ -54,22 +54,6 @@ def plain(request, task):
     return task, dtype, trained(task, ADAMW, STEPS, transport="device_put", compute_dtype=dtype)
 
 
-@pytest.fixture(scope="module")
-def plain_on_cpu(plain):
-    """The same on a CPU: a GPU's products that write host memory are not XLA's."""
-    task, dtype, _ = plain
-    if jax.default_backend() == "cpu":
-        return plain
-    options = {"transport": "device_put", "compute_dtype": dtype, "device": jax.devices("cpu")[0]}
-    return task, dtype, trained(task, ADAMW, STEPS, **options)
-
-
-GFGB_LIKE = {
-    "ferry": ([Mode.GFGB], [GradientPlace.DEVICE]),
-    "go": ([Mode.GFGB], [GradientPlace.HOST]),
-    "some go": ([Mode.GFGB, Mode.RELOAD], [GradientPlace.HOST, GradientPlace.DEVICE]),
-    "reload and resident": ([Mode.RELOAD, Mode.RESIDENT], [GradientPlace.HOST]),
-}
 ALL = {
     "dha": ([Mode.DHA], [GradientPlace.DEVICE]),
     "dha and go": ([Mode.DHA, Mode.DFGB], [GradientPlace.HOST]),
@@ -83,20 +67,6 @@ def test_without_the_library_direct_host_access_changes_no_bit(name, plain):
     modes, places = ALL[name]
     plan = with_gradients(plan_of(task, modes), places)
     state, others = run(task, plan, transport="device_put", compute_dtype=dtype)
-    assert others == losses
-    assert_same_bits(state.params, expected)
-
-
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name", ["some go", *(pytest.param(x, marks=pytest.mark.slow) for x in ("reload and resident", "ferry", "go"))]
-)
-@pytest.mark.cpu_device
-def test_moving_data_changes_no_bit(name, transport, plain_on_cpu):
-    task, dtype, (expected, losses) = plain_on_cpu
-    modes, places = GFGB_LIKE[name]
-    plan = with_gradients(plan_of(task, modes), places)
-    state, others = run(task, plan, transport=transport, compute_dtype=dtype)
     assert others == losses
     assert_same_bits(state.params, expected)
 

@@ -35,8 +35,6 @@ from profiles import lowered, transformer, with_modes
 from steps import delay, fail, wrap
 from watched import SCALARS_BYTES, becomes, live_arrays, settled, watched_steps
 
-POLICY = jax.checkpoint_policies.dots_saveable
-REMATS = {"none": "none", "full": "full", "policy": POLICY}
 MOVES = (Kind.SAVE, Kind.FETCH)
 
 
@@ -52,97 +50,12 @@ def plan(*modes):
     return plan_of(gpt(), modes)
 
 
-@functools.cache
-def expected(remat, accumulate=1):
-    """The results of a step that keeps everything on the device."""
-    step = jaxferry.train_step(gpt().loss_fn, optax.adamw(1e-3), remat=REMATS[remat], accumulate=accumulate)
-    state, losses = train(step, gpt(), 3 * accumulate)
-    return state.params, losses
-
-
 def offloading(task, **options):
     return jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), offload_activations=True, **options)
 
 
 def schedule_of(step, batch):
     return step.prepare(batch).schedule
-
-
-def check_bits(remat, accumulate=1, **options):
-    step = offloading(gpt(), remat=REMATS[remat], accumulate=accumulate, **options)
-    state, losses = train(step, gpt(), 3 * accumulate)
-    params, known = expected(remat, accumulate)
-    assert losses == known
-    assert_same_bits(state.params, params)
-    assert {task.kind for task in schedule_of(step, gpt().batch).tasks} >= {*MOVES}
-    return step, state
-
-
-@pytest.mark.parametrize(
-    "remat", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "policy"))]
-)
-def test_no_bit_changes_whatever_is_recomputed(remat):
-    check_bits(remat)
-
-
-@pytest.mark.parametrize(
-    ("transport", "modes"),
-    [
-        ("ferry", [Mode.RESIDENT, Mode.GFGB, Mode.RELOAD]),
-        pytest.param("device_put", [Mode.RELOAD], marks=pytest.mark.slow),
-        pytest.param("ferry", [Mode.RELOAD], marks=pytest.mark.slow),
-        pytest.param("device_put", [Mode.RESIDENT, Mode.GFGB, Mode.RELOAD], marks=pytest.mark.slow),
-    ],
-)
-def test_no_bit_changes_under_other_modes_and_transports(modes, transport):
-    check_bits("full", plan=plan(*modes), transport=transport)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
-def test_no_bit_changes_with_direct_host_access(transport):
-    """DHA products are summed in another order, so these steps are compared with each other."""
-    options = {"plan": plan(Mode.DHA, Mode.DFGB, Mode.GFGB), "transport": transport, "remat": "full"}
-    runs = [
-        train(step, gpt(), 2)
-        for step in (jaxferry.train_step(gpt().loss_fn, optax.adamw(1e-3), **options), offloading(gpt(), **options))
-    ]
-    assert runs[0][1] == runs[1][1]
-    assert_same_bits(runs[0][0].params, runs[1][0].params)
-
-
-@pytest.mark.slow
-def test_no_bit_changes_with_micro_batches_clipping_and_evaluation():
-    step, state = check_bits("full", accumulate=2)
-    assert float(step.evaluate(state, gpt().batch)) > 0
-    runs = [
-        train(jaxferry.train_step(gpt().loss_fn, optax.adamw(1e-3), clip_norm=0.1, offload_activations=moves), gpt(), 2)
-        for moves in (False, True)
-    ]
-    assert runs[0][1] == runs[1][1]
-    assert_same_bits(runs[0][0].params, runs[1][0].params)
-
-
-# CI runs this file once more on the emulated accelerator.
-@pytest.mark.parametrize("transport", [pytest.param(x, marks=pytest.mark.slow) for x in ("ferry", "device_put")])
-def test_the_way_of_accelerators_has_the_same_bits_and_records_the_moves(transport, monkeypatch):
-    expected("full")
-    plan(Mode.RELOAD, Mode.GFGB)
-    emulate(monkeypatch)
-    step, state = check_bits(
-        "full", plan=plan(Mode.RELOAD, Mode.GFGB), transport=transport, compute_dtype=jnp.float32, record_steps=2
-    )
-    state.block_until_ready()
-    run = step.recorded()
-    for index, (task, start, end) in enumerate(zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True)):
-        assert 0 <= start <= end
-        assert all(run.ends_s[earlier] <= start for earlier in task.after), index
-    spans = [
-        end - start
-        for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True)
-        if task.kind in MOVES
-    ]
-    assert any(span > 0 for span in spans)
 
 
 @pytest.mark.cpu_device

@@ -6,7 +6,6 @@ bits they have.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -23,6 +22,7 @@ import jaxferry
 import models
 import scanned
 import updated
+from jaxferry.engine import lowering
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode, UpdatePlace
 from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Plan, streaming
@@ -230,9 +230,8 @@ def train_as(case: dict[str, str]) -> Trained:
     """Trains as all values of the case say, on JAX's default device."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]) if case["device"] == "mesh" else None
     names = ("model", "mode", "gradient", "update", "granularity")
-    # Small models have one subgroup unless these are smaller.
-    small = mock.patch.object(streaming, "SUBGROUP_BYTES", 400) if case["update"] == "gpu" else contextlib.nullcontext()
-    with small:
+    # Small models have one subgroup, and keep all values on the device, unless these are smaller.
+    with mock.patch.object(streaming, "SUBGROUP_BYTES", 400), mock.patch.object(lowering, "MIN_OFFLOADED_BYTES", 64):
         return train(
             case,
             plan=plan_of(*(case[name] for name in names)),
