@@ -137,8 +137,10 @@ class Accelerator:
 
     def note_wait(self, what):
         """Notes a wait, if the calling thread is the one that issues, but for those of `device_put` for its copies."""
+        if not threading.current_thread().name.startswith(_ISSUING):
+            return
         frames = {(pathlib.PurePath(frame.filename).name, frame.name) for frame in traceback.extract_stack(limit=12)}
-        if threading.current_thread().name.startswith(_ISSUING) and not frames & _FOR_COPIES_OF_THE_RUNTIME:
+        if not frames & _FOR_COPIES_OF_THE_RUNTIME:
             self.waits.append(f"{what}\n{''.join(traceback.format_stack(limit=12))}")
 
     def _note(self, array, outputs):
