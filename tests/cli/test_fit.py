@@ -91,10 +91,10 @@ def test_arrays_of_a_batch_change_their_leading_axis(jaxferry, user_model, tmp_p
     assert by_axis["rows"][0]["tokens_per_s"] is None
 
 
-def test_it_plans_layers_of_modules(jaxferry, tmp_path):
-    options = ("--granularity", "module")
-    own = fit(jaxferry, "gpt2:tiny", *A100, *options, "--batch", 2)["rows"][0]
-    assert jaxferry("profile", "--model", "gpt2:tiny", *A100, *options, "-o", tmp_path / "profile.json").status == 0
+def test_it_plans_layers_of_modules(jaxferry, user_model, tmp_path):
+    options, name = ("--granularity", "module"), user_model("modules")
+    own = fit(jaxferry, name, *A100, *options, "--batch", 2)["rows"][0]
+    assert jaxferry("profile", "--model", name, *A100, *options, "-o", tmp_path / "profile.json").status == 0
     layers = Profile.load(tmp_path / "profile.json").layers
     assert any(layer.shares_program for layer in layers)
     assert [layer["name"] for layer in own["plan"]["layers"]] == [layer.name for layer in layers]

@@ -140,12 +140,11 @@ def deep(params, batch):
     return jnp.mean(batch**2)
 
 
-@pytest.mark.parametrize("compute_dtype", [None, jnp.bfloat16])
-@pytest.mark.parametrize("granularity", ["block", "module"])
+@pytest.mark.parametrize(("compute_dtype", "granularity"), [(None, "module"), (jnp.bfloat16, "block")])
 def test_the_least_budget_is_what_a_step_accepts_to_the_byte_where_temporaries_are_those_estimated(
     compute_dtype, granularity, monkeypatch
 ):
-    params = {f"w{i}": jax.ShapeDtypeStruct((64, 64), np.float32) for i in range(6)}
+    params = {f"w{i}": jax.ShapeDtypeStruct((64, 64), np.float32) for i in range(4)}
     batch = jax.ShapeDtypeStruct((8, 64), np.float32)
     made = trace(8, deep, params, batch, find_machine("h100-pcie5"), compute_dtype, granularity)
 
@@ -174,7 +173,7 @@ def test_the_least_budget_is_what_a_step_accepts_to_the_byte_where_temporaries_a
 
 
 def offloading(size):
-    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 8
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 6
     batch = {"x": jax.ShapeDtypeStruct((size, 16, WIDTH), jnp.float32)}
     return trace(size, loss_fn, params, batch, MACHINE, None, offload_activations=True)
 
@@ -184,7 +183,7 @@ def test_saved_activations_bound_the_batch_by_host_memory_and_are_stated():
     one = offloading(1).saved_bytes
     assert one > 0 and offloading(7).saved_bytes == 7 * one
     budget = offloading(64).loading_bytes
-    for rows in (1, 5, 23):
+    for rows in (1, 23):
         fit = find_fit(offloading, 4, budget_bytes=budget, host_memory_bytes=1000 + rows * one, **sizes)
         assert (fit.largest_batch_size, fit.fits) == (rows, True)
         assert fit.host_bytes == {**KEPT, "saved activations": rows * one}

@@ -158,10 +158,10 @@ def test_a_trace_of_some_steps_is_written(jaxferry, profile, plan, tmp_path, ste
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == set(range(steps))
 
 
-def test_a_plan_for_blocks_is_simulated_with_its_profile_of_modules(jaxferry, tmp_path):
+def test_a_plan_for_blocks_is_simulated_with_its_profile_of_modules(jaxferry, user_model, tmp_path):
     profile, plan = tmp_path / "modules.json", tmp_path / "plan.json"
     options = ("--machine", "h100-pcie5", "--granularity", "module")
-    assert jaxferry("profile", "--model", "gpt2:tiny", *options, "-o", profile).status == 0
+    assert jaxferry("profile", "--model", user_model("modules"), *options, "-o", profile).status == 0
     for granularity in ("block", "module"):
         assert jaxferry("plan", profile, "--granularity", granularity, "-o", plan).status == 0
         result = jaxferry("simulate", profile, plan, "--json")

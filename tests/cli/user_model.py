@@ -35,6 +35,19 @@ def shapes():
     return loss_fn, jax.eval_shape(init, jax.random.key(0)), batch(0)
 
 
+def modules():
+    """Shapes of blocks with two matrices each."""
+    kernel = {"kernel": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
+
+    def loss(params, batch):
+        x = batch["x"]
+        for block in params.values():
+            x = x + jnp.tanh(x @ block["up"]["kernel"]) @ block["down"]["kernel"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    return loss, {f"h_{i}": {"up": kernel, "down": kernel} for i in range(3)}, batch(0)
+
+
 def shaped_batch():
     return loss_fn, init, jax.eval_shape(lambda: batch(0))
 

@@ -1,6 +1,7 @@
 """The programs of a training step, compiled for an H200 on any machine."""
 
 import dataclasses
+import functools
 import statistics
 
 import jax
@@ -30,6 +31,7 @@ class Model:
 
     parts: object
     derivatives: dict
+    compiled: dict = dataclasses.field(default_factory=dict)
 
     def uses(self, mode, place):
         """The distinct programs of a step."""
@@ -40,12 +42,16 @@ class Model:
         return trace_program(self.parts, self.derivatives, make_placement(), use, native)
 
     def compile(self, use, native=True):
-        return compile_lowered(lower_traced(self.trace(use, native), "cuda"))
+        """Compiles a program, once for all tests."""
+        if (use, native) not in self.compiled:
+            self.compiled[use, native] = compile_lowered(lower_traced(self.trace(use, native), "cuda"))
+        return self.compiled[use, native]
 
     def layer(self, use):
         return self.parts.layers[self.derivatives[use.program].segment.group]
 
 
+@functools.cache
 def make_model(config, granularity=BLOCK, dtype=jnp.bfloat16):
     params = jax.eval_shape(gpt2.make_init(config), jax.random.key(0))
     batch = {"tokens": jax.ShapeDtypeStruct((2, config.max_length + 1), np.int32)}
