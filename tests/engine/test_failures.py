@@ -64,8 +64,9 @@ def test_a_callback_that_raises_before_any_update_costs_no_step_and_no_bit(gradi
                 state, metrics = step(state, BATCH)
         assert caught.value.layer in params
         assert_same_bits(state.params, expected[state.step])
-        step.save(state, tmp_path / "saved")
-        assert_same_bits(step.restore(tmp_path / "saved").params, expected[state.step])
+        if at == DEPTH:
+            step.save(state, tmp_path / "saved")
+            assert_same_bits(step.restore(tmp_path / "saved").params, expected[state.step])
         while state.step < 4:
             state, metrics = step(state, BATCH)
         assert_same_bits(state.params, expected[4])
@@ -87,7 +88,8 @@ def test_the_error_of_the_last_layer_s_program_names_forward_and_backward():
 def test_the_first_step_of_a_structure_updates_after_all_gradients_so_every_failure_is_rolled_back(tmp_path):
     """A step without clipping: later steps update layer by layer."""
     fault = Fault()
-    expected = [state_after(*make(Fault()), BATCH, n).params for n in range(3)]
+    plain, params = make(Fault())
+    expected = [state_after(plain, params, BATCH, n).params for n in range(3)]
     for at in range(1, 2 * DEPTH + 1):
         step, params = make(fault)
         fault.arm(None)
@@ -220,9 +222,10 @@ def test_a_micro_batch_that_fails_is_rolled_back_or_takes_the_state_to_the_last_
             else:
                 assert state.step == 3 and "the state is that after the last update" in str(caught.value)
             outcomes.add(state.step == before)
-            step.save(state, tmp_path / "saved")
-            restored = step.restore(tmp_path / "saved")
-            assert_same_bits(restored.params, expected[restored.step // 3])
+            if at in (DEPTH - 1, 2 * DEPTH):
+                step.save(state, tmp_path / "saved")
+                restored = step.restore(tmp_path / "saved")
+                assert_same_bits(restored.params, expected[restored.step // 3])
             while state.step < 9:
                 state, _ = step(state, BATCH)
             assert_same_bits(state.params, expected[3])

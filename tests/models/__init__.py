@@ -57,7 +57,10 @@ class Block(nn.Module):
 
 
 class Mlp(nn.Module):
-    """A residual MLP in place of a transformer block: a fifth of its time to trace and compile."""
+    """A residual MLP in place of a transformer block: a fifth of its time to trace and compile.
+
+    It has as many hidden units for each channel as that has heads.
+    """
 
     num_heads: int
     dropout: float = 0.0
@@ -66,7 +69,7 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         h = x * self.param("scale", nn.initializers.ones, x.shape[-1:])
-        h = jnp.tanh(nn.Dense(4 * x.shape[-1], name="mlp_fc", dtype=self.dtype)(h))
+        h = jnp.tanh(nn.Dense(self.num_heads * x.shape[-1], name="mlp_fc", dtype=self.dtype)(h))
         h = nn.Dense(x.shape[-1], name="mlp_proj", dtype=self.dtype)(h)
         return x + nn.Dropout(self.dropout)(h, deterministic=not train)
 

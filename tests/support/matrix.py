@@ -105,7 +105,7 @@ def task_of(model: str) -> models.Task:
     """The models of the matrix."""
     make = {
         "tied": lambda: models.Task(updated.loss_fn, updated.PARAMS, np.arange(32).reshape(4, 8) % updated.WORDS),
-        "linen": lambda: models.mlp(vocab=24, width=8, depth=2),
+        "linen": lambda: models.mlp(vocab=64, width=8, depth=2, num_heads=1),
         "nnx": lambda: models.nnx_net(vocab=16, width=8, depth=2),
         "scanned": lambda: scanned.plain(depth=4),
     }
