@@ -80,6 +80,14 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] += " ".join(["", *_QUICK_CODE])
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leaves modules of slow tests alone to runs that include them: their imports take seconds in each process."""
+    is_module = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    if "not slow" in config.option.markexpr and is_module:
+        return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
+    return None
+
+
 def pytest_collection_finish(session):
     """Leaves what the imports have made out of every later garbage collection, which tests ask for often.
 

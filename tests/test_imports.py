@@ -142,19 +142,21 @@ def find_cycle(graph):
     return None
 
 
-GRAPH = import_graph(ROOT)
+@pytest.fixture(scope="module")
+def graph():
+    return import_graph(ROOT)
 
 
-def test_every_module_has_a_layer():
-    assert [name for name in GRAPH if layer_of(name) is None] == []
+def test_every_module_has_a_layer(graph):
+    assert [name for name in graph if layer_of(name) is None] == []
 
 
-def test_no_module_imports_from_a_higher_layer():
-    assert upward_imports(GRAPH) == []
+def test_no_module_imports_from_a_higher_layer(graph):
+    assert upward_imports(graph) == []
 
 
-def test_no_modules_import_each_other_in_a_circle():
-    assert find_cycle(with_packages(GRAPH)) is None
+def test_no_modules_import_each_other_in_a_circle(graph):
+    assert find_cycle(with_packages(graph)) is None
 
 
 def test_simulator_and_engine_do_not_know_each_other():
