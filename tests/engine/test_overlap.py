@@ -57,9 +57,9 @@ def random_plan(draw, loss_fn, params, batch, modes):
 def test_random_plans_sizes_and_delays_have_the_bits_of_the_serial_order(seed, monkeypatch):
     """Every second network clips and has Optax's updates, one thread for the device, or plain copies.
 
-    The first one takes 80 steps.
+    The first one takes 40 steps.
     """
-    num_steps = 25 if seed else 80
+    num_steps = 25 if seed else 40
     draw = random.Random(seed)
     loss_fn, params, batch = network(draw)
     clip_norm, adam = [(None, jaxferry.adam), (0.1, optax.adam)][seed % 2]
@@ -213,7 +213,7 @@ def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, mo
     sizes, num_threads = [live()[0]], live()[1]
     # A device that lags more than ever before may need one more vector in flight, which is then kept.
     while len(sizes) < 2 or (len(sizes) < 4 and not has_not_grown(*sizes[-2:])):
-        for _ in range(100):
+        for _ in range(50):
             state, _ = step(state, batch)
         sizes.append(live()[0])
     assert has_not_grown(*sizes[-2:]), sizes
@@ -311,22 +311,3 @@ def test_a_failure_of_one_state_leaves_the_copies_of_another_alone(monkeypatch):
         (one, _), (other, _) = step(one, batch), step(other, batch)
     assert_same_bits(one.params, expected[0].params)
     assert_same_bits(other.params, expected[1].params)
-
-
-@pytest.mark.parametrize("place", [GradientPlace.HOST, pytest.param(GradientPlace.DEVICE, marks=pytest.mark.slow)])
-def test_clipping_has_the_same_bits_wherever_gradients_are_written(place):
-    """All plans use the same norm program, since a norm's last digit depends on the program."""
-    rows = []
-    for other in (place, GradientPlace.DEVICE):
-        draw = random.Random(7)
-        loss_fn, params, batch = network(draw)
-        layers = tuple(LayerPlan(name, Mode.GFGB, other) for name in names_of(loss_fn, params, batch))
-        plan = Plan("any", 1.0, layers)
-        step = jaxferry.train_step(loss_fn, optax.adam(1e-2), plan=plan, clip_norm=1e-3)
-        state, norms = step.init(params), []
-        for _ in range(10):
-            state, metrics = step(state, batch)
-            norms.append(float(metrics["grad_norm"]))
-        rows.append((norms, state.params))
-    assert rows[0][0] == rows[1][0]
-    assert_same_bits(rows[0][1], rows[1][1])

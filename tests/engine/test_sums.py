@@ -206,11 +206,14 @@ def trained_with(places, granularity, options):
 
 
 @pytest.mark.parametrize(
-    "device",
-    [pytest.param("mesh", marks=pytest.mark.cpu_device), "device_put", pytest.param("ferry", marks=pytest.mark.slow)],
+    ("device", "accumulate", "granularity"),
+    [
+        pytest.param("mesh", 1, BLOCK, marks=pytest.mark.cpu_device),
+        pytest.param("mesh", 3, MODULE, marks=pytest.mark.cpu_device),
+        ("device_put", 3, BLOCK),
+        ("ferry", 1, MODULE),
+    ],
 )
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("granularity", [BLOCK, MODULE])
 def test_the_uses_of_a_layer_may_differ_in_gradient_place(monkeypatch, device, accumulate, granularity):
     """Gradients of one layer are offloaded and written by programs, in any order; all plans give the same bits."""
     if device == "mesh":

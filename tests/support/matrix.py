@@ -181,9 +181,10 @@ def plan_of(model: str, mode: str, gradient: str, update: str, granularity: str)
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a step has computed: losses, parameters, and the prepared step."""
+    """What a step has computed, its state, and the prepared step."""
 
     losses: list[float]
+    norms: list[float]
     params: list[np.ndarray]
     state: Any
     prepared: Any
@@ -205,12 +206,13 @@ def train(case: dict[str, str], **options: Any) -> Trained:
     """Trains the case's model by the options that decide what is computed, and further ones."""
     task = task_of(case["model"])
     step = jaxferry.train_step(task.loss_fn, OPTIMIZERS[case["optimizer"]], **options_of(case), **options)
-    state, losses = step.init(task.params), []
+    state, losses, norms = step.init(task.params), [], []
     for batch in batches_of(case["model"]):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
+        norms.append(float(metrics.get("grad_norm", 0)))
     params = [np.asarray(leaf) for leaf in jax.tree.leaves(state.params)]
-    return Trained(losses, params, state, step.prepare(batches_of(case["model"])[0]))
+    return Trained(losses, norms, params, state, step.prepare(batches_of(case["model"])[0]))
 
 
 @functools.cache
