@@ -18,8 +18,6 @@ from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Plan
 from models import Task
 
-UNIFORM = (Mode.GFGB, Mode.RELOAD, Mode.RESIDENT)
-
 
 def plan_of(task: Task, modes: Iterable[Mode]) -> Plan:
     """A plan that gives the segments these modes in turn."""
