@@ -33,11 +33,9 @@ from .pieces import is_key as is_key
 from .pieces import numpy_bytes as numpy_bytes
 from .pieces import on_host as on_host
 from .pieces import whole_of as whole_of
-from .separable import WholeUpdate as WholeUpdate
-from .separable import part_content as part_content
+from .replay import TreeUpdate as TreeUpdate
 from .update_group import Subgroup as Subgroup
 from .update_group import UpdateGroup as UpdateGroup
 from .update_group import masters_by_leaf as masters_by_leaf
 from .update_group import path_names as path_names
-from .update_group import subtree as subtree
 from .update_group import vectors_arriving as vectors_arriving

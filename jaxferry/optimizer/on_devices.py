@@ -174,10 +174,9 @@ def subgroups_of(optimizer: HostOptimizer, unit: UpdateGroup, layers: Sequence[L
     """
     trained = layers[unit.layers[0]].trained
     shares = _shares(trained, count, {leaf.index for leaf in trained.leaves if optimizer.is_elementwise(leaf)})
-    whole = [[leaf for leaf, _ in share] for share in shares if not any(span for _, span in share)]
     # Parameters that are stored in parts and updated whole stay together.
     is_joined = not unit.parts and any(leaf.part for leaf in trained.leaves)
-    if is_joined or not optimizer.takes_parts_of(unit, whole):
+    if is_joined or optimizer.is_joint:
         shares = [[(leaf, None) for leaf in trained.leaves], *([] for _ in shares[1:])]
     units = [optimizer.part_of(unit, share) for share in shares]
     found = []
