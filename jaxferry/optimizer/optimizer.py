@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import optax
 
-from jaxferry.optimizer.pieces import Key
+from jaxferry.optimizer.pieces import Key, Where
 from jaxferry.optimizer.replay import TreeUpdate, part_aval
 from jaxferry.optimizer.update_group import UpdateGroup, path_names, updated_together
 from jaxferry.optimizer.update_programs import UpdatePrograms
-from jaxferry.partition import Layer, Leaf, Part, Span
+from jaxferry.partition import Layer, Leaf, Span
 from jaxferry.transport import Placement
 
 NOT_SEPARABLE = (
@@ -107,9 +107,7 @@ class HostOptimizer:
         """Returns the units of these layers, with shapes instead of arrays."""
         return [self._unit(*covered) for covered in self._covered(layers)]
 
-    def _covered(
-        self, layers: Sequence[Layer]
-    ) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[Part | Span | None, ...]]]:
+    def _covered(self, layers: Sequence[Layer]) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[Where, ...]]]:
         """Returns the layers, leaves and parts of each unit; parts are empty if the unit holds whole leaves."""
         held = {i: layer.trained.leaves for i, layer in enumerate(layers) if layer.trained.leaves}
         covered = []
@@ -147,9 +145,7 @@ class HostOptimizer:
             return self._unit(unit.layers, tuple(leaf.source for leaf, _ in held), parts)
         return self._unit(unit.layers, tuple(sorted({leaf.source for leaf, _ in held})), ())
 
-    def _unit(
-        self, layers: tuple[int, ...], leaves: tuple[int, ...], parts: tuple[Part | Span | None, ...]
-    ) -> UpdateGroup:
+    def _unit(self, layers: tuple[int, ...], leaves: tuple[int, ...], parts: tuple[Where, ...]) -> UpdateGroup:
         held: list[Key] = list(zip(leaves, parts or [None] * len(leaves), strict=True))
         masters: list[Any] = [part_aval(self.avals[leaf], part) for leaf, part in held]
         state: list[Any] = [*self._tree.state_avals(held)]

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from jaxferry.errors import InputError
-from jaxferry.optimizer.pieces import Key
+from jaxferry.optimizer.pieces import Key, Where
 from jaxferry.optimizer.update_group import path_names
 from jaxferry.partition import (
     ELEMENTWISE,
@@ -32,7 +32,6 @@ from jaxferry.partition import (
     Canonical,
     Equation,
     Graph,
-    Part,
     Span,
     bytes_of,
     evaluate,
@@ -44,7 +43,7 @@ from jaxferry.partition import (
 SHARED = -1
 """The owner of state that belongs to no single parameter."""
 
-Held = Sequence[tuple[int, Part | Span | None]]
+Held = Sequence[tuple[int, Where]]
 """Leaves of the model's tree, each with its part or some of its elements; None for a whole leaf."""
 
 _SAME_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
@@ -165,7 +164,7 @@ class TreeUpdate:
 
     def _state_numbers(self, held: Held) -> list[Key]:
         """Returns numbers and parts of the leaves of the state that belong to these parts, or are shared."""
-        parts: dict[int, list[Part | Span | None]] = {SHARED: [None]}
+        parts: dict[int, list[Where]] = {SHARED: [None]}
         for leaf, part in held:
             parts.setdefault(leaf, []).append(part)
         return [(i, part) for i, owner in enumerate(self._owners) for part in parts.get(owner, ())]
@@ -219,7 +218,7 @@ def _owner(name: str, names: dict[str, int]) -> int:
     return SHARED
 
 
-def part_aval(aval: Any, part: Part | Span | None) -> jax.ShapeDtypeStruct:
+def part_aval(aval: Any, part: Where) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of a part of an array, or of some of its elements."""
     shape = tuple(aval.shape)
     if isinstance(part, Span):

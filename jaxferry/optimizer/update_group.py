@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxferry.optimizer.pieces import Key
+from jaxferry.optimizer.pieces import Key, Where
 from jaxferry.partition import Layer, Part, Span, aval_bytes
 from jaxferry.step import Arrival
 
@@ -42,7 +42,7 @@ class UpdateGroup:
     state: list[jax.Array]
     state_keys: list[Key]
     programs: dict[tuple[Arrival, ...], Any] = dataclasses.field(default_factory=dict)
-    parts: tuple[Part | Span | None, ...] = ()
+    parts: tuple[Where, ...] = ()
     is_on_device: bool = False
     subgroups: list[Subgroup] = dataclasses.field(default_factory=list)
     prepared: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
