@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxferry.native import host_sums
-from jaxferry.optimizer.on_devices import OnDevices, masters_of, replace_state, state_of, stream, subgroups_of
+from jaxferry.optimizer.on_devices import OnDevices, Streamed, subgroups_of
 from jaxferry.optimizer.optimizer import HostOptimizer
 from jaxferry.optimizer.pieces import Key, Pieces, Stored, Where, WholeCopies, cut, filled, on_host
 from jaxferry.optimizer.update_group import UpdateGroup
@@ -54,7 +54,6 @@ class HostArrays:
         self.whole_copies = WholeCopies(placement)
         self._frozen: dict[Key, jax.Array] = {}
         self._stale: set[int] = set()
-        self._on_devices: dict[tuple[int, ...], OnDevices] = {}
         self._packings: dict[Any, Callable[[Sequence[jax.Array]], Vectors]] = {}
         pieces = Pieces(masters, placement)
         known = None if state is None else Pieces(state, placement)
@@ -91,7 +90,7 @@ class HostArrays:
     @property
     def device_bytes(self) -> int:
         """The bytes of masters and optimizer state on each device."""
-        return sum(self._on_devices[unit.layers].num_bytes for unit in self.units if unit.is_on_device)
+        return sum(unit.elsewhere.num_bytes for unit in self.units if unit.elsewhere is not None)
 
     @property
     def streamed(self) -> dict[int, int]:
@@ -101,20 +100,18 @@ class HostArrays:
     def to_device(self, unit: UpdateGroup) -> None:
         """Moves the masters and the optimizer state of a unit to the device, where they stay."""
         self.to_host(unit)
-        there = self._on_devices[unit.layers] = OnDevices.of(self._optimizer, unit, self.layers, self._placement)
-        unit.masters, unit.state = there.placed(unit.masters, unit.state)
-        unit.is_on_device = True
+        OnDevices.move(self._optimizer, unit, self.layers, self._placement)
 
     def to_stream(self, unit: UpdateGroup, count: int) -> None:
         """Moves them into flat vectors in pinned memory, in so many subgroups."""
         self.to_host(unit)
-        stream(unit, subgroups_of(self._optimizer, unit, self.layers, count), self._placement, self._packed)
+        subgroups = subgroups_of(self._optimizer, unit, self.layers, count)
+        Streamed.move(unit, subgroups, self._placement, self._packed)
 
     def to_host(self, unit: UpdateGroup) -> None:
         """Moves them to ordinary host memory."""
-        if unit.is_on_device or unit.subgroups:
-            unit.masters, unit.state = self._masters_at_home(unit), self._state_at_home(unit)
-            unit.is_on_device, unit.subgroups = False, []
+        if not unit.is_on_host:
+            unit.masters, unit.state, unit.elsewhere = unit.masters_at_home(), unit.state_at_home(), None
             self._refresh(self._stale.intersection(unit.layers))
 
     def bring_home(self) -> None:
@@ -143,18 +140,6 @@ class HostArrays:
             self.vectors[group] = (*made, *old[len(made) :])
             ORPHANED_COPIES.drop(self._placement, old)
         self._stale = self._stale - groups
-
-    def _masters_at_home(self, unit: UpdateGroup) -> list[jax.Array]:
-        """Masters of a unit in host memory: copies if they are elsewhere."""
-        if unit.is_on_device:
-            return self._on_devices[unit.layers].masters_at_home(unit.masters)
-        return masters_of(unit, self._placement) if unit.subgroups else unit.masters
-
-    def _state_at_home(self, unit: UpdateGroup) -> list[jax.Array]:
-        """Likewise for the optimizer's state."""
-        if unit.is_on_device:
-            return self._on_devices[unit.layers].state_at_home(unit.state)
-        return state_of(unit, self._placement) if unit.subgroups else unit.state
 
     def masters(self) -> dict[int, Stored]:
         """Returns the stored parameters by leaf, without copies where they are in host memory.
@@ -199,7 +184,7 @@ class HostArrays:
         """Returns the stored leaves of the optimizer's state, by path."""
         found: dict[str, dict[Where, Any]] = {}
         for unit in self.units:
-            _add(found, zip(unit.state_keys, self._state_at_home(unit), strict=True))
+            _add(found, zip(unit.state_keys, unit.state_at_home(), strict=True))
         return _stored(found, self._optimizer.state_shapes())
 
     @property
@@ -221,8 +206,8 @@ class HostArrays:
         found_state: dict[str, dict[Where, Any]] = {}
         for unit in self.units:
             for found, keys, arrays in (
-                (found_masters, unit.keys, self._masters_at_home(unit)),
-                (found_state, unit.state_keys, self._state_at_home(unit)),
+                (found_masters, unit.keys, unit.masters_at_home()),
+                (found_state, unit.state_keys, unit.state_at_home()),
             ):
                 # Those of the others are copies already.
                 own = (on_host(array, self._placement) if unit.is_on_host else array for array in arrays)
@@ -273,10 +258,7 @@ class HostArrays:
         pieces = Pieces(leaves, self._placement)
         made = [{key: pieces.take(key) for key in unit.state_keys if key[0] in leaves} for unit in self.units]
         for unit, new in zip(self.units, made, strict=True):
-            if unit.subgroups and replace_state(unit, new, self._placement):
-                continue
-            if unit.is_on_device:
-                unit.state = self._on_devices[unit.layers].replaced(unit.state, new)
+            if unit.elsewhere is not None and unit.elsewhere.replace_state(unit, new):
                 continue
             self.to_host(unit)
             unit.state = [new.get(key, leaf) for key, leaf in zip(unit.state_keys, unit.state, strict=True)]
@@ -325,7 +307,7 @@ class HostArrays:
         """Returns the stored masters of trained parameters, by leaf and part; of some units, or all."""
         found: dict[int, dict[Where, Any]] = {}
         for unit in self.units if units is None else units:
-            _add(found, zip(unit.keys, self._masters_at_home(unit), strict=True))
+            _add(found, zip(unit.keys, unit.masters_at_home(), strict=True))
         return found
 
     def _key(self, layer: Layer, leaf: Leaf) -> Key:

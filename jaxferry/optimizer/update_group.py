@@ -26,13 +26,12 @@ class UpdateGroup:
     Attributes:
       layers: indices of the layers.
       leaves: indices of their parameters in the model's own tree, ascending.
-      masters: master parameters in the order of `leaves`, in host memory.
-      state: leaves of the Optax state, in host memory.
+      masters: master parameters in the order of `leaves`.
+      state: leaves of the Optax state.
       state_keys: their paths, and which part of a stacked parameter they belong to.
       programs: its updates (`update_programs.Update`), by how the gradients of its layers arrive.
       parts: for each master its part of the leaf, or some elements of it; empty if all are whole.
-      is_on_device: whether masters and state are on the device instead.
-      subgroups: what holds them if updates stream them through the GPU; masters and state are then shapes.
+      elsewhere: where masters and state are if not in ordinary host memory (`on_devices.Elsewhere`); else None.
       prepared: what an update has prepared for masters and state as they are.
     """
 
@@ -43,8 +42,7 @@ class UpdateGroup:
     state_keys: list[Key]
     programs: dict[tuple[Arrival, ...], Any] = dataclasses.field(default_factory=dict)
     parts: tuple[Where, ...] = ()
-    is_on_device: bool = False
-    subgroups: list[Subgroup] = dataclasses.field(default_factory=list)
+    elsewhere: Any = None
     prepared: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -56,7 +54,28 @@ class UpdateGroup:
     @property
     def is_on_host(self) -> bool:
         """Whether masters and state are in ordinary host memory, where the host updates them."""
-        return not self.is_on_device and not self.subgroups
+        return self.elsewhere is None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether masters and state stay on the device."""
+        return self.elsewhere is not None and not self.elsewhere.subgroups
+
+    @property
+    def subgroups(self) -> Sequence[Subgroup]:
+        """What holds masters and state if updates stream them through the GPU; else nothing."""
+        found: Sequence[Subgroup] = () if self.elsewhere is None else self.elsewhere.subgroups
+        return found
+
+    def masters_at_home(self) -> list[jax.Array]:
+        """Masters in ordinary host memory: copies if they are elsewhere."""
+        found: list[jax.Array] = self.masters if self.elsewhere is None else self.elsewhere.masters(self)
+        return found
+
+    def state_at_home(self) -> list[jax.Array]:
+        """Likewise the optimizer's state."""
+        found: list[jax.Array] = self.state if self.elsewhere is None else self.elsewhere.state(self)
+        return found
 
     @property
     def num_bytes(self) -> int:
@@ -67,6 +86,10 @@ class UpdateGroup:
     def keys(self) -> list[Key]:
         """Leaf and part of each master."""
         return list(zip(self.leaves, self.parts or [None] * len(self.leaves), strict=True))
+
+    def by_key(self, masters: Sequence[Any], state: Sequence[Any]) -> dict[Key, Any]:
+        """Returns masters and state of this unit by their keys."""
+        return dict(zip((*self.keys, *self.state_keys), (*masters, *state), strict=True))
 
 
 @dataclasses.dataclass
