@@ -54,7 +54,7 @@ def unit_on_devices(
         return unit
     trained = layers[unit.layers[0]].trained
     # Parameters that are stored in parts and updated whole stay together.
-    is_joined = not unit.parts and any(leaf.part for leaf in trained.leaves)
+    is_joined = not unit.is_by_part and any(leaf.part for leaf in trained.leaves)
     if is_joined or not all(map(optimizer.is_elementwise, trained.leaves)):
         return unit
     sizes = [placement.num_devices * -(-leaf.size // placement.num_devices) for leaf in trained.leaves]
@@ -195,7 +195,7 @@ def subgroups_of(optimizer: HostOptimizer, unit: UpdateGroup, layers: Sequence[L
     trained = layers[unit.layers[0]].trained
     shares = _shares(trained, count, {leaf.index for leaf in trained.leaves if optimizer.is_elementwise(leaf)})
     # Parameters that are stored in parts and updated whole stay together.
-    is_joined = not unit.parts and any(leaf.part for leaf in trained.leaves)
+    is_joined = not unit.is_by_part and any(leaf.part for leaf in trained.leaves)
     if is_joined or optimizer.is_joint:
         shares = [[(leaf, None) for leaf in trained.leaves], *([] for _ in shares[1:])]
     units = [optimizer.part_of(unit, share) for share in shares]

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxferry.optimizer.pieces import Key, Where
+from jaxferry.optimizer.pieces import Key
 from jaxferry.optimizer.replay import TreeUpdate, part_aval
 from jaxferry.optimizer.update_group import UpdateGroup, path_names, updated_together
 from jaxferry.optimizer.update_programs import UpdatePrograms
@@ -105,23 +105,15 @@ class HostOptimizer:
 
     def units_of(self, layers: Sequence[Layer]) -> list[UpdateGroup]:
         """Returns the units of these layers, with shapes instead of arrays."""
-        return [self._unit(*covered) for covered in self._covered(layers)]
-
-    def _covered(self, layers: Sequence[Layer]) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[Where, ...]]]:
-        """Returns the layers, leaves and parts of each unit; parts are empty if the unit holds whole leaves."""
         held = {i: layer.trained.leaves for i, layer in enumerate(layers) if layer.trained.leaves}
-        covered = []
+        units, own = [], self._ownership
         together = updated_together([layer.trained for layer in layers], self._not_by_part)
         for group in [tuple(held)] if self.is_joint else [group for group in together if group[0] in held]:
-            leaves = [leaf for i in group for leaf in held[i]]
+            leaves, layer = [leaf for i in group for leaf in held[i]], layers[group[0]]
             is_whole = len(group) > 1 or self.is_joint or any(leaf.source in self._not_by_part for leaf in leaves)
-            own, layer = self._ownership, layers[group[0]]
-            parts = () if is_whole else tuple(own.span(layer, leaf) or leaf.part for leaf in leaves)
-            if any(parts):
-                covered.append((group, tuple(leaf.source for leaf in leaves), parts))
-            else:
-                covered.append((group, tuple(sorted({leaf.source for leaf in leaves})), ()))
-        return covered
+            parts = [None if is_whole else own.span(layer, leaf) or leaf.part for leaf in leaves]
+            units.append(self._unit(group, [(leaf.source, part) for leaf, part in zip(leaves, parts, strict=True)]))
+        return units
 
     def is_by_layer(self, layers: Sequence[Layer]) -> bool:
         """Whether each layer has an update of its own."""
@@ -139,17 +131,16 @@ class HostOptimizer:
           held: these parameters, each with its elements if they are not all; only where `is_elementwise`.
         """
         if not held:
-            return UpdateGroup(unit.layers, (), [], [], [])
-        if unit.parts or any(span for _, span in held):
-            parts = tuple(span or (leaf.part if unit.parts else None) for leaf, span in held)
-            return self._unit(unit.layers, tuple(leaf.source for leaf, _ in held), parts)
-        return self._unit(unit.layers, tuple(sorted({leaf.source for leaf, _ in held})), ())
+            return UpdateGroup(unit.layers, [], [], [], [])
+        keys = [(leaf.source, span or (leaf.part if unit.is_by_part else None)) for leaf, span in held]
+        return self._unit(unit.layers, keys)
 
-    def _unit(self, layers: tuple[int, ...], leaves: tuple[int, ...], parts: tuple[Where, ...]) -> UpdateGroup:
-        held: list[Key] = list(zip(leaves, parts or [None] * len(leaves), strict=True))
-        masters: list[Any] = [part_aval(self.avals[leaf], part) for leaf, part in held]
-        state: list[Any] = [*self._tree.state_avals(held)]
-        return UpdateGroup(layers, leaves, masters, state, self._tree.state_keys(held), parts=parts)
+    def _unit(self, layers: tuple[int, ...], held: Sequence[Key]) -> UpdateGroup:
+        """Returns the unit of whole parameters, given any number of times, or of parts."""
+        keys = list(held) if any(part for _, part in held) else sorted(set(held))
+        masters: list[Any] = [part_aval(self.avals[leaf], part) for leaf, part in keys]
+        state: list[Any] = [*self._tree.state_avals(keys)]
+        return UpdateGroup(layers, keys, masters, state, self._tree.state_keys(keys))
 
     def state_shapes(self) -> Mapping[str, Any]:
         """Shapes of the whole Optax state by path."""

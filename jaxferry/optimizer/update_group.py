@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxferry.optimizer.pieces import Key, Where
+from jaxferry.optimizer.pieces import Key
 from jaxferry.partition import Layer, Part, Span, aval_bytes
 from jaxferry.step import Arrival
 
@@ -25,23 +25,21 @@ class UpdateGroup:
 
     Attributes:
       layers: indices of the layers.
-      leaves: indices of their parameters in the model's own tree, ascending.
-      masters: master parameters in the order of `leaves`.
+      keys: indices of their parameters in the model's own tree, each with its part, or some elements, if not all.
+      masters: master parameters in the order of `keys`.
       state: leaves of the Optax state.
       state_keys: their paths, and which part of a stacked parameter they belong to.
       programs: its updates (`update_programs.Update`), by how the gradients of its layers arrive.
-      parts: for each master its part of the leaf, or some elements of it; empty if all are whole.
       elsewhere: where masters and state are if not in ordinary host memory (`on_devices.Elsewhere`); else None.
       prepared: what an update has prepared for masters and state as they are.
     """
 
     layers: tuple[int, ...]
-    leaves: tuple[int, ...]
+    keys: list[Key]
     masters: list[jax.Array]
     state: list[jax.Array]
     state_keys: list[Key]
     programs: dict[tuple[Arrival, ...], Any] = dataclasses.field(default_factory=dict)
-    parts: tuple[Where, ...] = ()
     elsewhere: Any = None
     prepared: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
@@ -83,9 +81,14 @@ class UpdateGroup:
         return sum(map(aval_bytes, (*self.masters, *self.state)))
 
     @property
-    def keys(self) -> list[Key]:
-        """Leaf and part of each master."""
-        return list(zip(self.leaves, self.parts or [None] * len(self.leaves), strict=True))
+    def leaves(self) -> tuple[int, ...]:
+        """The indices of the parameters."""
+        return tuple(leaf for leaf, _ in self.keys)
+
+    @property
+    def is_by_part(self) -> bool:
+        """Whether it holds parts, or some elements, of a parameter."""
+        return any(part for _, part in self.keys)
 
     def by_key(self, masters: Sequence[Any], state: Sequence[Any]) -> dict[Key, Any]:
         """Returns masters and state of this unit by their keys."""
@@ -147,7 +150,7 @@ def by_master(unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[[Mapping[i
 
     It joins stored parts that are updated together.
     """
-    leaves, is_by_part = unit.leaves, bool(unit.parts)
+    leaves, is_by_part = unit.leaves, unit.is_by_part
 
     def in_order(arrays: Mapping[int, jax.Array]) -> list[jax.Array]:
         if is_by_part:
@@ -171,7 +174,7 @@ def masters_by_leaf(
     unit: UpdateGroup, layers: Sequence[Layer]
 ) -> Callable[[Sequence[jax.Array]], dict[int, jax.Array]]:
     """Returns the inverse function of `by_master`."""
-    leaves, is_by_part = unit.leaves, bool(unit.parts)
+    leaves, is_by_part = unit.leaves, unit.is_by_part
 
     def of_leaves(masters: Sequence[jax.Array]) -> dict[int, jax.Array]:
         held = [leaf for layer in layers for leaf in layer.leaves]

@@ -215,12 +215,12 @@ class UpdatePrograms:
     def plain_content(self, unit: UpdateGroup) -> tuple[Hashable, bool]:
         """Everything that `plain` depends on besides the layers' layouts, and whether that is so for all models."""
         content = self._tree.content(unit.leaves)
-        is_shared = content is not None and not unit.parts and len(unit.layers) == 1
+        is_shared = content is not None and not unit.is_by_part and len(unit.layers) == 1
         return (content or unit.leaves, self._clip_norm), is_shared
 
     def _content(self, key: Any, unit: UpdateGroup) -> Hashable | None:
         """Everything that a compiled update depends on, whatever the model; None if that cannot be compared."""
-        if unit.parts or len(unit.layers) > 1 or self._tree.content(unit.leaves) is None:
+        if unit.is_by_part or len(unit.layers) > 1 or self._tree.content(unit.leaves) is None:
             return None
         place = self._placement
         return ("update", key, self._clip_norm, place, place.is_cpu)
@@ -313,7 +313,7 @@ class UpdatePrograms:
     def _rule(self, unit: UpdateGroup, reads: Sequence[Arrival], layers: Sequence[Layer]) -> HostRule | None:
         """Returns the native library's rule for a unit; None if Optax has to update it."""
         own, state = self._owned(unit, layers), self._tree.state_of(unit.leaves)
-        is_joined = not unit.parts and any(leaf.part is not None for layer in own for leaf in layer.leaves)
+        is_joined = not unit.is_by_part and any(leaf.part is not None for layer in own for leaf in layer.leaves)
         if is_joined or [name for name, _ in unit.state_keys] != path_names(state):
             return None
         return fused_rule(self._tree.optimizer, state, own, [arrival is not Arrival.NONE for arrival in reads])
