@@ -23,7 +23,7 @@ import tensorstore
 from jaxferry.checkpoint.about import Digest, Leaf, Piece
 from jaxferry.checkpoint.content import Checkpoint
 from jaxferry.errors import CheckpointError
-from jaxferry.optimizer import Owned, Stacked, is_key
+from jaxferry.optimizer import Stored, is_key, stored_whole
 from jaxferry.processes import Messages
 
 FOLDER = "arrays"
@@ -35,24 +35,22 @@ CHUNK_BYTES = 4 * 2**20
 _FILE_BYTES = 32 * 2**20
 """The most bytes that are encoded in memory at a time, and lie in a file; by default all arrays are, and 2 GiB."""
 
-Leaves = dict[str, dict[str, Any]]
-"""Arrays in NumPy memory by part ("params", ...) and path; `Stacked` or `Owned` where they are in parts."""
+Leaves = dict[str, dict[str, Stored]]
+"""Arrays in NumPy memory by part ("params", ...) and path."""
 
 
 def arrays_of(checkpoint: Checkpoint) -> Leaves:
     """Returns the arrays of a checkpoint, without copies."""
-    return {part: {name: _plain(leaf) for name, leaf in own.items()} for part, own in checkpoint.arrays.items()}
+    return {part: {name: _in_numpy(leaf) for name, leaf in own.items()} for part, own in checkpoint.arrays.items()}
 
 
-def _plain(leaf: Any) -> Any:
-    if isinstance(leaf, Stacked):
-        return Stacked(tuple(np.asarray(part) for part in leaf.parts), leaf.axis)
-    if isinstance(leaf, Owned):
-        return dataclasses.replace(leaf, parts={span: np.asarray(part) for span, part in leaf.parts.items()})
-    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+def _in_numpy(leaf: Any) -> Stored:
+    if isinstance(leaf, Stored):
+        return dataclasses.replace(leaf, pieces={where: np.asarray(array) for where, array in leaf.pieces.items()})
+    return stored_whole(np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf))
 
 
-def write_arrays(leaves: Leaves, save: pathlib.Path, messages: Messages | None = None) -> Leaves:
+def write_arrays(leaves: Leaves, save: pathlib.Path, messages: Messages | None = None) -> dict[str, dict[str, Leaf]]:
     """Writes the arrays of a save, and lets the other processes write theirs.
 
     Args:
@@ -78,9 +76,9 @@ def write_arrays(leaves: Leaves, save: pathlib.Path, messages: Messages | None =
                 path=name,
                 shape=tuple(leaf.shape),
                 dtype=str(leaf.dtype),
-                axis=leaf.axis if isinstance(leaf, Stacked | Owned) else None,
-                digest=None if isinstance(leaf, Owned) else _digest(leaf),
-                pieces=tuple(each[part][name] for each in pieces) if isinstance(leaf, Owned) else (),
+                axis=leaf.axis,
+                digest=_digest(leaf) if leaf.span is None else None,
+                pieces=() if leaf.span is None else tuple(each[part][name] for each in pieces),
             )
             for name, leaf in own.items()
         }
@@ -100,7 +98,7 @@ def _pieces(leaves: Leaves) -> dict[str, dict[str, Piece]]:
         part: {
             name: Piece(leaf.span.start, leaf.span.stop, _digest(leaf))
             for name, leaf in own.items()
-            if isinstance(leaf, Owned)
+            if leaf.span is not None
         }
         for part, own in leaves.items()
     }
@@ -119,11 +117,11 @@ def _read_pieces(save: pathlib.Path, process: int) -> dict[str, dict[str, Piece]
     return {part: {name: Piece(*piece) for name, piece in own.items()} for part, own in stored.items()}
 
 
-def _digest(leaf: Any) -> str:
+def _digest(leaf: Stored) -> str:
     """Returns the digest of an array's elements, or of its parts one after the other."""
     digest = Digest()
-    for part in leaf.parts if isinstance(leaf, Stacked) else leaf.arrays if isinstance(leaf, Owned) else (leaf,):
-        digest.add(part)
+    for array in leaf.arrays:
+        digest.add(array)
     return digest.text()
 
 
@@ -166,16 +164,13 @@ class _Array(np.ndarray):
         return self
 
 
-def _numbered(leaves: Sequence[Any], is_first: bool) -> dict[str, np.ndarray]:
+def _numbered(leaves: Sequence[Stored], is_first: bool) -> dict[str, np.ndarray]:
     """Returns the arrays to write, by name; only the first process writes leaves that all processes have whole."""
     arrays: dict[str, np.ndarray] = {}
     for number, leaf in enumerate(leaves):
-        if isinstance(leaf, Owned):
+        if is_first or leaf.span is not None:
             length = None if leaf.axis is None else leaf.shape[leaf.axis]
             arrays |= zip(names_of(number, length), leaf.arrays, strict=True)
-        elif is_first:
-            parts = leaf.parts if isinstance(leaf, Stacked) else (leaf,)
-            arrays |= zip(names_of(number, len(parts) if isinstance(leaf, Stacked) else None), parts, strict=True)
     # Orbax accepts no arrays without elements.
     return {name: array.view(_Array) for name, array in arrays.items() if array.size}
 

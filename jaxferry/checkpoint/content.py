@@ -23,8 +23,8 @@ class Checkpoint:
     Attributes:
       step: number of steps taken.
       params: master parameters as they are stored (`partition.packed`), by path (as `jax.tree_util.keystr` writes it),
-        in the order of the flattened tree. A parameter that is stored in parts is `Stacked` or `Owned`; `load` returns
-        every parameter whole.
+        in the order of the flattened tree. A parameter that is stored in parts is a `Stored`; `load` returns every
+        parameter whole.
       dtypes: the dtypes of the model's own parameters, in the same order.
       dictionary_paths: for a tree of plain dictionaries the keys of each parameter, else None.
       optimizer: leaves of the optimizer's state by path.

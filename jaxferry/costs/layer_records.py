@@ -1,4 +1,4 @@
-"""The cost of one layer on a machine, in seconds and bytes: an element of `layers` in a profile (`records.py`)."""
+"""The cost of one layer on a machine, in seconds and bytes: an element of `layers` in a profile."""
 
 import dataclasses
 import itertools
@@ -8,15 +8,6 @@ from typing import Any, Self
 from jaxferry.errors import InputError
 from jaxferry.records import check_bytes, check_flag, check_keys, check_seconds, check_text, name_of_element, required
 
-_PROGRAM_BYTES = (
-    "save_bytes",
-    "fetch_bytes",
-    "forward_workspace_bytes",
-    "backward_workspace_bytes",
-    "row_gradient_bytes",
-    "sum_bytes",
-)
-_BYTES = ("param_bytes", "grad_bytes", "activation_bytes", *_PROGRAM_BYTES)
 SECONDS = (
     "load_s",
     "forward_s",
@@ -29,27 +20,8 @@ SECONDS = (
     "inter_forward_s",
     "inter_backward_s",
 )
-_FLAGS = {
-    "backward_reads": True,
-    "gradient_rows": False,
-    "has_backward": True,
-    "has_gradient": True,
-    "fused_backward": False,
-    "shares_program": False,
-}
 LINK_SHARES = ("forward_read_s", "backward_read_s", "backward_write_s")
-_FACTS = {**_FLAGS, **dict.fromkeys(_PROGRAM_BYTES, 0), **dict.fromkeys(LINK_SHARES, 0.0)}
 _UPDATES_ON_DEVICE = ("update_gpu_s", "update_streamed_s", "state_up_s", "state_down_s")
-_ON_DEVICE = (*_UPDATES_ON_DEVICE, "state_bytes")
-_OPTIONAL = (
-    "block",
-    "activation_bytes",
-    "inter_forward_s",
-    "inter_backward_s",
-    "temporary_bytes",
-    *_ON_DEVICE,
-    *_FACTS,
-)
 _RECOMPUTATION = ("recompute_s", "recompute_activation_bytes")
 _OF_GRADIENT = {
     **dict.fromkeys(("grad_bytes", "row_gradient_bytes", "sum_bytes", "state_bytes"), 0),
@@ -76,6 +48,26 @@ def backward_variant(by_dha: bool, grad_on_host: bool, recomputes: bool = False)
 _BOTH = (False, True)
 _FORWARDS = tuple(forward_variant(*flags) for flags in itertools.product(_BOTH, repeat=2))
 _BACKWARDS = tuple(backward_variant(*flags) for flags in itertools.product(_BOTH, repeat=3))
+
+
+_REQUIRED = ("name", "param_bytes", "grad_bytes", *(key for key in SECONDS if not key.startswith("inter_")))
+_ALWAYS = (*_REQUIRED, "activation_bytes", "inter_forward_s", "inter_backward_s")
+"""Keys that are always written."""
+
+
+def _checked(value: Any, key: str, where: str) -> Any:
+    """Returns a field's value if it is acceptable."""
+    if key == "temporary_bytes":
+        if not isinstance(value, Mapping):
+            raise InputError(f"{where}: temporary_bytes must be an object of bytes by program, got {value!r}")
+        check_keys(value, (*_FORWARDS, *_BACKWARDS), f"{where}: temporary_bytes")
+        return {program: check_bytes(size, f"temporary_bytes of {program}", where) for program, size in value.items()}
+    if (key == "block" and value == "") or (key in _UPDATES_ON_DEVICE and value is None):
+        return value
+    if key in ("name", "parameters", "block"):
+        return check_text(value, key, where)
+    check = check_bytes if key.endswith("_bytes") else check_seconds if key.endswith("_s") else check_flag
+    return check(value, key, where)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,9 +126,6 @@ class LayerProfile:
       temporary_bytes: device memory that each compiled program needs besides its arguments and results, by variant
         (`forward_variant`, `backward_variant`); a missing variant needs 0. If forward and backward are one program,
         its temporaries count as the backward's.
-
-    Raises:
-      InputError: if a field is not acceptable; the message names layer and field.
     """
 
     name: str
@@ -180,84 +169,48 @@ class LayerProfile:
     temporary_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        where = f'layer "{check_text(self.name, "name", "layer")}"'
-        for key in _FLAGS:
-            object.__setattr__(self, key, check_flag(getattr(self, key), key, where))
-        for key in _BYTES:
-            object.__setattr__(self, key, check_bytes(getattr(self, key), key, where))
-        for key in (*SECONDS, *LINK_SHARES):
-            object.__setattr__(self, key, check_seconds(getattr(self, key), key, where))
-        if self.forward_read_s > self.forward_dha_s:
-            most, given = self.forward_dha_s, self.forward_read_s
-            raise InputError(f"{where}: forward_read_s must be at most forward_dha_s, {most}, got {given}")
-        object.__setattr__(self, "state_bytes", check_bytes(self.state_bytes, "state_bytes", where))
-        for key in _UPDATES_ON_DEVICE:
-            if getattr(self, key) is not None:
-                object.__setattr__(self, key, check_seconds(getattr(self, key), key, where))
-        if self.parameters == "":
-            object.__setattr__(self, "parameters", self.name)
-        check_text(self.parameters, "parameters", where)
-        if self.block != "":
-            check_text(self.block, "block", where)
-        self._check_recomputation(where)
-        self._check_temporaries(where)
-        self._leave_out_what_does_not_run(where)
-
-    def _leave_out_what_does_not_run(self, where: str) -> None:
-        if self.has_gradient and not self.has_backward:
-            raise InputError(f"{where}: has_gradient needs has_backward; set both to false")
-        if self.fused_backward and not self.has_backward:
-            raise InputError(f"{where}: fused_backward needs has_backward")
-        nothing = {**({} if self.has_gradient else _OF_GRADIENT), **({} if self.has_backward else _OF_BACKWARD)}
+        """Leaves out what does not run."""
+        made: dict[str, Any] = {"parameters": self.parameters or self.name}
+        made |= {**({} if self.has_gradient else _OF_GRADIENT), **({} if self.has_backward else _OF_BACKWARD)}
         if not self.has_gradient and self.has_backward:
-            nothing["backward_go_s"] = self.backward_s
-        for key, value in nothing.items():
+            made["backward_go_s"] = self.backward_s
+        variants = (*_FORWARDS, *_BACKWARDS) if self.has_backward else _FORWARDS
+        made["temporary_bytes"] = {key: size for key, size in self.temporary_bytes.items() if size and key in variants}
+        for key, value in made.items():
             object.__setattr__(self, key, value)
-
-    def _check_recomputation(self, where: str) -> None:
-        given = [key for key in _RECOMPUTATION if getattr(self, key) is not None]
-        if len(given) == 1:
-            [missing] = set(_RECOMPUTATION) - set(given)
-            raise InputError(f"{where}: {given[0]} needs {missing} beside it")
-        if given:
-            seconds = check_seconds(self.recompute_s, "recompute_s", where)
-            kept_bytes = check_bytes(self.recompute_activation_bytes, "recompute_activation_bytes", where)
-            object.__setattr__(self, "recompute_s", seconds)
-            object.__setattr__(self, "recompute_activation_bytes", kept_bytes)
-
-    def _check_temporaries(self, where: str) -> None:
-        given = self.temporary_bytes
-        if not isinstance(given, Mapping):
-            raise InputError(f"{where}: temporary_bytes must be an object of bytes by program, got {given!r}")
-        check_keys(given, (*_FORWARDS, *_BACKWARDS), f"{where}: temporary_bytes")
-        allowed = (*_FORWARDS, *_BACKWARDS) if self.has_backward else _FORWARDS
-        checked = {key: check_bytes(value, f"temporary_bytes of {key}", where) for key, value in given.items()}
-        kept = {key: value for key, value in checked.items() if value and key in allowed}
-        object.__setattr__(self, "temporary_bytes", kept)
 
     @classmethod
     def from_json(cls, document: Any, index: int = 0) -> Self:
-        """Reads one element of `layers`; `index` is its position, for errors about its name."""
-        name, where = name_of_element(document, index)
-        check_keys(document, tuple(field.name for field in dataclasses.fields(cls)), where)
-        values = {key: required(document, key, where) for key in (*_BYTES, *SECONDS) if key not in _OPTIONAL}
-        values |= {key: document[key] for key in _OPTIONAL if key in document}
-        if "recompute_s" in document:
-            values["recompute_s"] = check_seconds(document["recompute_s"], "recompute_s", where)
-        if "recompute_activation_bytes" in document:
-            kept_bytes = document["recompute_activation_bytes"]
-            values["recompute_activation_bytes"] = check_bytes(kept_bytes, "recompute_activation_bytes", where)
-        if "parameters" in document:
-            values["parameters"] = check_text(document["parameters"], "parameters", where)
-        return cls(name=name, **values)
+        """Reads one element of `layers`; `index` is its position, for errors about its name.
+
+        Raises:
+          InputError: if a key is missing or unknown, or a value not acceptable; the message names layer and key.
+        """
+        _, where = name_of_element(document, index)
+        keys = [field.name for field in dataclasses.fields(cls)]
+        check_keys(document, keys, where)
+        given = [key for key in keys if key in document or key in _REQUIRED]
+        values = {key: _checked(required(document, key, where), key, where) for key in given}
+        for key, other in (_RECOMPUTATION, _RECOMPUTATION[::-1]):
+            if key in values and other not in values:
+                raise InputError(f"{where}: {key} needs {other} beside it")
+        layer = cls(**values)
+        if layer.forward_read_s > layer.forward_dha_s:
+            most, found = layer.forward_dha_s, layer.forward_read_s
+            raise InputError(f"{where}: forward_read_s must be at most forward_dha_s, {most}, got {found}")
+        if layer.has_gradient and not layer.has_backward:
+            raise InputError(f"{where}: has_gradient needs has_backward; set both to false")
+        if layer.fused_backward and not layer.has_backward:
+            raise InputError(f"{where}: fused_backward needs has_backward")
+        return layer
 
     def to_json(self) -> dict[str, Any]:
         """The layer as an element of `layers`; optional keys only where they differ from the default."""
         document = dataclasses.asdict(self)
         if self.parameters == self.name:
             del document["parameters"]
-        absent: dict[str, Any] = {**_FACTS, **dict.fromkeys(_RECOMPUTATION), "temporary_bytes": {}, "block": ""}
-        absent |= {**dict.fromkeys(_UPDATES_ON_DEVICE), "state_bytes": 0}
+        absent = {field.name: field.default for field in dataclasses.fields(self) if field.name not in _ALWAYS}
+        absent["temporary_bytes"] = {}
         return {key: value for key, value in document.items() if key not in absent or value != absent[key]}
 
     @property

@@ -28,16 +28,14 @@ from jaxferry.optimizer import (
     HostArrays,
     HostOptimizer,
     LazyParameter,
-    Parts,
-    elements_of,
+    Stored,
     given_leaves,
     host_memory,
     hyperparameters,
-    in_stored_form,
     is_key,
     numpy_bytes,
     on_host,
-    whole_of,
+    stored_whole,
 )
 from jaxferry.partition import Layer, aval_bytes, from_bytes, is_stored_as_bytes, to_bytes
 from jaxferry.transport import DeviceLayer, Placement, Transport, deferred_interrupts
@@ -76,10 +74,10 @@ class TrainState:
         optimizer: HostOptimizer,
         placement: Placement,
         layers: Sequence[Layer],
-        masters: dict[int, Parts],
+        masters: dict[int, Stored],
         owner: Owner,
         held_bytes: int,
-        state: dict[str, Parts] | None = None,
+        state: dict[str, Stored] | None = None,
         step: int = 0,
         loss_scale: LossScale = UNSCALED,
     ) -> None:
@@ -126,8 +124,9 @@ class TrainState:
             {"parameters": numpy_bytes(shown)}, "a copy of the parameters", _READ_BY_LEAF, self.held_bytes
         )
         by_leaf, pairs = self.host.masters(), zip(self.optimizer.avals, shown, strict=True)
+        packed = [own.dtype if own is not aval else None for aval, own in pairs]
         # Without the arrays that have been read, only one parameter exists twice.
-        masters = [self._copied_whole(by_leaf.pop(leaf), *pair) for leaf, pair in enumerate(pairs)]
+        masters = [self._copied_whole(by_leaf.pop(leaf), dtype) for leaf, dtype in enumerate(packed)]
         return jax.tree.unflatten(self._tree, masters)
 
     @params.setter
@@ -178,7 +177,7 @@ class TrainState:
 
     def _elements(self, leaf: int, index: Any) -> np.ndarray:
         """A copy of a parameter as it is stored, or of some of its elements."""
-        return elements_of(self.host.master(leaf), tuple(self.optimizer.avals[leaf].shape), self._placement, index)
+        return self.host.master(leaf).elements(self._placement, index)
 
     @property
     @by_one_thread
@@ -198,9 +197,7 @@ class TrainState:
         needed = {"optimizer state": numpy_bytes(aval for aval in shapes.values() if not is_key(aval))}
         host_memory.check(needed, "a copy of the optimizer's state", _FREE_FIRST, self.held_bytes)
         found = self.host.optimizer_state()
-        return self.optimizer.whole_state(
-            {name: self._copied_whole(found.pop(name), aval) for name, aval in shapes.items()}
-        )
+        return self.optimizer.whole_state({name: self._copied_whole(found.pop(name)) for name in shapes})
 
     @opt_state.setter
     @by_one_thread
@@ -244,7 +241,7 @@ class TrainState:
     def __reduce__(self) -> Any:
         raise TypeError("a TrainState cannot be pickled: step.save(state, path) keeps it on disk")
 
-    def copies(self, what: str) -> tuple[dict[int, Parts], dict[str, Parts]]:
+    def copies(self, what: str) -> tuple[dict[int, Stored], dict[str, Stored]]:
         """Returns copies of masters and optimizer state as they are stored; what they are for is named in errors.
 
         Raises:
@@ -265,11 +262,11 @@ class TrainState:
         own = self._given(leaves, self.optimizer.state_shapes())
         self.settle()
         with deferred_interrupts():
-            self.host.replace_state({name: parts[None] for name, parts in own.items()})
+            self.host.replace_state(own)
 
     def _given(
         self, leaves: Mapping[Any, Any], avals: Mapping[Any, Any], shown: Sequence[Any] | None = None
-    ) -> dict[Any, Parts]:
+    ) -> dict[Any, Stored]:
         """Whole arrays of the user as they are stored: copies, unless the process keeps only some elements of them.
 
         Args:
@@ -285,23 +282,22 @@ class TrainState:
         if self._placement.ownership.is_all:
             needed = {"given arrays": sum(aval_bytes(avals[name]) for name in leaves)}
             host_memory.check(needed, "an assignment to the state", _FREE_FIRST, self.held_bytes)
-            return {name: {None: on_host(stored(name), self._placement, avals[name].dtype)} for name in leaves}
+            return {name: stored_whole(on_host(stored(name), self._placement, avals[name].dtype)) for name in leaves}
         return {
-            name: {None: leaf if is_key(leaf) else np.asarray(stored(name), avals[name].dtype)}
+            name: stored_whole(leaf if is_key(leaf) else np.asarray(stored(name), avals[name].dtype))
             for name, leaf in leaves.items()
         }
 
-    def _whole(self, parts: Parts, aval: Any) -> Any:
-        found = parts.get(None)
-        return found if is_key(found) else whole_of(parts, tuple(aval.shape), self._placement)
+    def _whole(self, stored: Stored) -> Any:
+        return stored.pieces[None] if is_key(stored) else stored.array(self._placement)
 
-    def _copied_whole(self, parts: Parts, aval: Any, shown: Any = None) -> Any:
-        """A copy as a NumPy array, as the user sees it if that is another form; PRNG keys as they are."""
-        found = self._whole(parts, aval)
-        if shown is not None and shown is not aval:
-            return from_bytes(found, shown.dtype)
+    def _copied_whole(self, stored: Stored, packed_dtype: Any = None) -> Any:
+        """A copy as a NumPy array, unpacked if the user sees it in another dtype; PRNG keys as they are."""
+        found = self._whole(stored)
+        if packed_dtype is not None:
+            return from_bytes(found, packed_dtype)
         # Of others than whole arrays, it is a copy.
-        return np.array(found) if None in parts and not is_key(found) else found
+        return np.array(found) if None in stored.pieces and not is_key(stored) else found
 
     def check(self) -> None:
         """Raises an error if the updates of the last step failed, or if the state is damaged.
@@ -392,19 +388,17 @@ class TrainState:
         else:
             elsewhere = {"state that is updated on the device": self.host.elsewhere_bytes}
             host_memory.check(elsewhere, "a copy of a part of the state", _FREE_FIRST, self.held_bytes)
-            masters, state = self.host.masters(), dict(self.host.optimizer_state())
-        shapes = self.optimizer.state_shapes()
+            masters, state = self.host.masters(), self.host.optimizer_state()
         return (
-            [in_stored_form(masters[leaf], aval) for leaf, aval in enumerate(self.optimizer.avals)],
-            {name: in_stored_form(parts, shapes[name]) for name, parts in state.items()},
+            [masters[leaf].pieces.get(None, masters[leaf]) for leaf in range(len(masters))],
+            {name: stored.pieces.get(None, stored) for name, stored in state.items()},
         )
 
     @by_one_thread
     def optimizer_state(self) -> dict[str, Any]:
         """Returns the leaves of the optimizer's state by path, joined if stored in parts; updates change whole ones."""
         self.settle()
-        shapes = self.optimizer.state_shapes()
-        return {name: self._whole(parts, shapes[name]) for name, parts in self.host.optimizer_state().items()}
+        return {name: self._whole(stored) for name, stored in self.host.optimizer_state().items()}
 
     def arrange(self, layers: Sequence[Layer]) -> None:
         """Arranges the state in these parameter groups; does nothing if it is so already."""

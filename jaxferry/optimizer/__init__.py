@@ -1,7 +1,7 @@
 """Optax in host memory, layer by layer, and where masters and optimizer state are.
 
 optimizer     which leaves are updated together   update_programs, fused   their update
-separable     whether layers may be apart         on_devices               updates on the GPU
+replay        the update of some parameters       on_devices               updates on the GPU
 arrays        the arrays of a state               pieces                   arrays whole or in parts
 optimizers    adamw, adam, lion, sgd              host_memory              how much is left
 """

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from jaxferry.native import host_sums
-from jaxferry.optimizer.on_devices import OnDevices, masters_of, replace_state, state_of, stream, subgroups_of
+from jaxferry.optimizer.on_devices import OnDevices, Streamed, subgroups_of
 from jaxferry.optimizer.optimizer import HostOptimizer
-from jaxferry.optimizer.pieces import Key, Parts, Pieces, WholeCopies, cut, filled, on_host
+from jaxferry.optimizer.pieces import Key, Pieces, Stored, Where, WholeCopies, cut, filled, on_host
 from jaxferry.optimizer.update_group import UpdateGroup
 from jaxferry.partition import Layer, Leaf
 from jaxferry.transport import ORPHANED_COPIES, Placement, Vectors, from_shares, on_cpu, to_pinned, writes_in_place
@@ -41,8 +41,8 @@ class HostArrays:
         optimizer: HostOptimizer,
         placement: Placement,
         layers: Sequence[Layer],
-        masters: dict[int, Parts],
-        state: dict[str, Parts] | None,
+        masters: dict[int, Stored],
+        state: dict[str, Stored] | None,
     ) -> None:
         self.layers: tuple[Layer, ...] = tuple(layers)
         self._optimizer, self._placement = optimizer, placement
@@ -54,10 +54,9 @@ class HostArrays:
         self.whole_copies = WholeCopies(placement)
         self._frozen: dict[Key, jax.Array] = {}
         self._stale: set[int] = set()
-        self._on_devices: dict[tuple[int, ...], OnDevices] = {}
         self._packings: dict[Any, Callable[[Sequence[jax.Array]], Vectors]] = {}
-        pieces = self._masters_from(masters)
-        known = None if state is None else self._state_from(state)
+        pieces = Pieces(masters, placement)
+        known = None if state is None else Pieces(state, placement)
         # The caller's references are removed, so that arrays that are cut do not exist twice.
         masters.clear()
         if state is not None:
@@ -91,7 +90,7 @@ class HostArrays:
     @property
     def device_bytes(self) -> int:
         """The bytes of masters and optimizer state on each device."""
-        return sum(self._on_devices[unit.layers].num_bytes for unit in self.units if unit.is_on_device)
+        return sum(unit.elsewhere.num_bytes for unit in self.units if unit.elsewhere is not None)
 
     @property
     def streamed(self) -> dict[int, int]:
@@ -101,20 +100,18 @@ class HostArrays:
     def to_device(self, unit: UpdateGroup) -> None:
         """Moves the masters and the optimizer state of a unit to the device, where they stay."""
         self.to_host(unit)
-        there = self._on_devices[unit.layers] = OnDevices.of(self._optimizer, unit, self.layers, self._placement)
-        unit.masters, unit.state = there.placed(unit.masters, unit.state)
-        unit.is_on_device = True
+        OnDevices.move(self._optimizer, unit, self.layers, self._placement)
 
     def to_stream(self, unit: UpdateGroup, count: int) -> None:
         """Moves them into flat vectors in pinned memory, in so many subgroups."""
         self.to_host(unit)
-        stream(unit, subgroups_of(self._optimizer, unit, self.layers, count), self._placement, self._packed)
+        subgroups = subgroups_of(self._optimizer, unit, self.layers, count)
+        Streamed.move(unit, subgroups, self._placement, self._packed)
 
     def to_host(self, unit: UpdateGroup) -> None:
         """Moves them to ordinary host memory."""
-        if unit.is_on_device or unit.subgroups:
-            unit.masters, unit.state = self._masters_at_home(unit), self._state_at_home(unit)
-            unit.is_on_device, unit.subgroups = False, []
+        if not unit.is_on_host:
+            unit.masters, unit.state, unit.elsewhere = unit.masters_at_home(), unit.state_at_home(), None
             self._refresh(self._stale.intersection(unit.layers))
 
     def bring_home(self) -> None:
@@ -144,31 +141,20 @@ class HostArrays:
             ORPHANED_COPIES.drop(self._placement, old)
         self._stale = self._stale - groups
 
-    def _masters_at_home(self, unit: UpdateGroup) -> list[jax.Array]:
-        """Masters of a unit in host memory: copies if they are elsewhere."""
-        if unit.is_on_device:
-            return self._on_devices[unit.layers].masters_at_home(unit.masters)
-        return masters_of(unit, self._placement) if unit.subgroups else unit.masters
-
-    def _state_at_home(self, unit: UpdateGroup) -> list[jax.Array]:
-        """Likewise for the optimizer's state."""
-        if unit.is_on_device:
-            return self._on_devices[unit.layers].state_at_home(unit.state)
-        return state_of(unit, self._placement) if unit.subgroups else unit.state
-
-    def masters(self) -> dict[int, Parts]:
-        """Returns the stored parameters by leaf and part, without copies where they are in host memory.
+    def masters(self) -> dict[int, Stored]:
+        """Returns the stored parameters by leaf, without copies where they are in host memory.
 
         Frozen ones may exist only in the compute copy: they are NumPy views of it.
         """
-        return {**self._trained(), **self._frozen_parts()}
+        return _stored({**self._trained(), **self._frozen_parts()}, self._optimizer.avals)
 
-    def master(self, leaf: int) -> Parts:
-        """Returns one of them by part."""
+    def master(self, leaf: int) -> Stored:
+        """Returns one of them."""
         units = [unit for unit in self.units if leaf in unit.leaves]
-        return self._trained(units)[leaf] if units else self._frozen_parts(leaf)[leaf]
+        found = self._trained(units) if units else self._frozen_parts(leaf)
+        return _stored({leaf: found[leaf]}, self._optimizer.avals)[leaf]
 
-    def _frozen_parts(self, only: int | None = None) -> dict[int, Parts]:
+    def _frozen_parts(self, only: int | None = None) -> dict[int, dict[Where, Any]]:
         """Returns the frozen parameters, or one of them, by leaf and part."""
         found: dict[int, dict[Any, Any]] = {}
         pairs_of_layers = zip(self.layers, self.vectors, strict=False)
@@ -194,12 +180,12 @@ class HostArrays:
         own = from_shares(vectors, self._placement, layer)
         return {number: np.asarray(own[number]) for number in numbers}
 
-    def optimizer_state(self) -> dict[str, dict[Any, jax.Array]]:
-        """Returns the stored leaves of the optimizer's state, by path and part."""
-        found: dict[str, dict[Any, jax.Array]] = {}
+    def optimizer_state(self) -> dict[str, Stored]:
+        """Returns the stored leaves of the optimizer's state, by path."""
+        found: dict[str, dict[Where, Any]] = {}
         for unit in self.units:
-            _add(found, zip(unit.state_keys, self._state_at_home(unit), strict=True))
-        return found
+            _add(found, zip(unit.state_keys, unit.state_at_home(), strict=True))
+        return _stored(found, self._optimizer.state_shapes())
 
     @property
     def copy_bytes(self) -> dict[str, int]:
@@ -214,21 +200,21 @@ class HostArrays:
         """The bytes of masters and optimizer state of which `masters` and `optimizer_state` make copies."""
         return sum(unit.num_bytes for unit in self.units if not unit.is_on_host)
 
-    def copies(self) -> tuple[dict[int, Parts], dict[str, Parts]]:
+    def copies(self) -> tuple[dict[int, Stored], dict[str, Stored]]:
         """Returns what `masters` and `optimizer_state` do, as copies that later steps do not change."""
-        found_masters: dict[int, dict[Any, jax.Array]] = {}
-        found_state: dict[str, dict[Any, jax.Array]] = {}
+        found_masters: dict[int, dict[Where, Any]] = {}
+        found_state: dict[str, dict[Where, Any]] = {}
         for unit in self.units:
             for found, keys, arrays in (
-                (found_masters, unit.keys, self._masters_at_home(unit)),
-                (found_state, unit.state_keys, self._state_at_home(unit)),
+                (found_masters, unit.keys, unit.masters_at_home()),
+                (found_state, unit.state_keys, unit.state_at_home()),
             ):
                 # Those of the others are copies already.
                 own = (on_host(array, self._placement) if unit.is_on_host else array for array in arrays)
                 _add(found, zip(keys, own, strict=True))
         for name, parts in self._frozen_parts().items():
             found_masters[name] = {part: on_host(array, self._placement) for part, array in parts.items()}
-        return dict(found_masters), dict(found_state)
+        return _stored(found_masters, self._optimizer.avals), _stored(found_state, self._optimizer.state_shapes())
 
     def arrange(self, layers: Sequence[Layer]) -> None:
         """Arranges the arrays in these parameter groups; `vectors` is empty afterwards.
@@ -236,7 +222,7 @@ class HostArrays:
         If that fails (host memory is short), the arrays stay in the groups that they were in.
         """
         self._end_filling(at_once=True)
-        masters, state = self._masters_from(self.masters()), self._state_from(self.optimizer_state())
+        masters, state = Pieces(self.masters(), self._placement), Pieces(self.optimizer_state(), self._placement)
         before = self.layers
         # Only the pieces hold the arrays now, so that arrays that are cut do not exist twice.
         self.layers, self.units, self._frozen, self._unit_of = tuple(layers), [], {}, {}
@@ -245,10 +231,11 @@ class HostArrays:
             self.units = self._make_units(masters, state)
         except BaseException:
             self.layers = before
-            self.units = self._make_units(self._masters_from(masters.left()), self._state_from(state.left()))
+            masters, state = Pieces(masters.left(), self._placement), Pieces(state.left(), self._placement)
+            self.units = self._make_units(masters, state)
             raise
 
-    def replace_masters(self, masters: dict[int, Parts]) -> None:
+    def replace_masters(self, masters: dict[int, Stored]) -> None:
         """Replaces all parameters; `vectors` is empty afterwards.
 
         Args:
@@ -257,7 +244,7 @@ class HostArrays:
         self._end_filling(at_once=True)
         for unit in self.units:
             self.to_host(unit)
-        pieces = self._masters_from(masters)
+        pieces = Pieces(masters, self._placement)
         masters.clear()
         frozen = self._take_frozen(pieces)
         made = [[pieces.take(key) for key in unit.keys] for unit in self.units]
@@ -266,19 +253,12 @@ class HostArrays:
         self._frozen = frozen
         self._drop_vectors()
 
-    def replace_state(self, leaves: Mapping[str, Any]) -> None:
-        """Replaces leaves of the optimizer's state.
-
-        Args:
-          leaves: some of them, whole, by path.
-        """
-        pieces = self._state_from({name: {None: leaf} for name, leaf in leaves.items()})
+    def replace_state(self, leaves: Mapping[str, Stored]) -> None:
+        """Replaces some leaves of the optimizer's state, by path."""
+        pieces = Pieces(leaves, self._placement)
         made = [{key: pieces.take(key) for key in unit.state_keys if key[0] in leaves} for unit in self.units]
         for unit, new in zip(self.units, made, strict=True):
-            if unit.subgroups and replace_state(unit, new, self._placement):
-                continue
-            if unit.is_on_device:
-                unit.state = self._on_devices[unit.layers].replaced(unit.state, new)
+            if unit.elsewhere is not None and unit.elsewhere.replace_state(unit, new):
                 continue
             self.to_host(unit)
             unit.state = [new.get(key, leaf) for key, leaf in zip(unit.state_keys, unit.state, strict=True)]
@@ -323,18 +303,18 @@ class HostArrays:
         self.whole_copies.drop()
         self._held[0], self._stale = [], set()
 
-    def _trained(self, units: Sequence[UpdateGroup] | None = None) -> dict[int, dict[Any, jax.Array]]:
+    def _trained(self, units: Sequence[UpdateGroup] | None = None) -> dict[int, dict[Where, Any]]:
         """Returns the stored masters of trained parameters, by leaf and part; of some units, or all."""
-        found: dict[int, dict[Any, jax.Array]] = {}
+        found: dict[int, dict[Where, Any]] = {}
         for unit in self.units if units is None else units:
-            _add(found, zip(unit.keys, self._masters_at_home(unit), strict=True))
+            _add(found, zip(unit.keys, unit.masters_at_home(), strict=True))
         return found
 
     def _key(self, layer: Layer, leaf: Leaf) -> Key:
         """How a group's parameter is stored, or would be if its update took parts of it."""
         return leaf.source, self._placement.ownership.span(layer, leaf) or leaf.part
 
-    def _master_of(self, layer: Layer, leaf: Leaf, trained: Mapping[int, Parts]) -> jax.Array:
+    def _master_of(self, layer: Layer, leaf: Leaf, trained: Mapping[int, Mapping[Where, Any]]) -> Any:
         """Returns the master of a group's leaf; cuts it if it is stored whole."""
         name, part = self._key(layer, leaf)
         if not leaf.is_trained:
@@ -358,13 +338,6 @@ class HostArrays:
     def _take_frozen(self, masters: Pieces) -> dict[Key, jax.Array]:
         keys = [self._key(layer, leaf) for layer in self.layers for leaf in layer.leaves if not leaf.is_trained]
         return {key: masters.take(key) for key in keys}
-
-    def _masters_from(self, arrays: Mapping[int, Parts]) -> Pieces:
-        return Pieces(arrays, self._placement, {i: tuple(aval.shape) for i, aval in enumerate(self._optimizer.avals)})
-
-    def _state_from(self, arrays: Mapping[str, Parts]) -> Pieces:
-        shapes = {name: tuple(aval.shape) for name, aval in self._optimizer.state_shapes().items()}
-        return Pieces(arrays, self._placement, shapes)
 
     def _packed(self, layer: Layer, arrays: Sequence[jax.Array]) -> Vectors:
         """A layer's arrays in host memory, or what this process holds of them, in new vectors in pinned memory."""
@@ -398,7 +371,11 @@ def _fill_while_held(arrays: weakref.ref[HostArrays]) -> None:
         del held  # it may be the last reference, and the next turn asks anew
 
 
-def _add(found: dict[Any, dict[Any, jax.Array]], arrays: Iterable[tuple[Key, jax.Array]]) -> None:
-    """Adds arrays by name and part."""
-    for (name, part), array in arrays:
-        found.setdefault(name, {})[part] = array
+def _add(found: dict[Any, dict[Where, Any]], arrays: Iterable[tuple[Key, Any]]) -> None:
+    """Adds arrays by name and by which elements they have."""
+    for (name, where), array in arrays:
+        found.setdefault(name, {})[where] = array
+
+
+def _stored(found: Mapping[Any, Mapping[Where, Any]], avals: Any) -> dict[Any, Stored]:
+    return {name: Stored(pieces, tuple(avals[name].shape), avals[name].dtype) for name, pieces in found.items()}

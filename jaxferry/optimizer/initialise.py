@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxferry.native import host_sums
-from jaxferry.optimizer.pieces import Parts, filled
+from jaxferry.optimizer.pieces import Stored, filled
 from jaxferry.partition import (
     Atom,
     Graph,
@@ -31,7 +31,7 @@ BLOCK_BYTES = 2 << 20
 
 def masters_from_arrays(
     leaves: Sequence[Any], dtypes: Sequence[np.dtype], placement: Placement, spans: Sequence[Span | None] = ()
-) -> dict[int, Parts]:
+) -> dict[int, Stored]:
     """Copies parameters leaf by leaf into host memory, in their master dtypes; returns them by index.
 
     Args:
@@ -43,12 +43,12 @@ def masters_from_arrays(
       spans: of each leaf the elements that this process holds, None for all; none for all of all.
     """
     return {
-        i: {span: host_array(leaf, placement, dtype, span)}
+        i: host_array(leaf, placement, dtype, span)
         for i, (leaf, dtype, span) in enumerate(zip(leaves, dtypes, spans or [None] * len(leaves), strict=True))
     }
 
 
-def host_array(leaf: Any, placement: Placement, dtype: np.dtype, span: Span | None = None) -> jax.Array:
+def host_array(leaf: Any, placement: Placement, dtype: np.dtype, span: Span | None = None) -> Stored:
     """Returns a leaf, or some elements of it, in host memory; arguments as for `masters_from_arrays`."""
     is_packed = hasattr(leaf, "dtype") and is_stored_as_bytes(leaf, jax.ShapeDtypeStruct((), dtype))
 
@@ -63,8 +63,9 @@ def host_array(leaf: Any, placement: Placement, dtype: np.dtype, span: Span | No
             array = to_bytes(leaf) if is_packed else np.asarray(leaf)
             host_sums.copy(made, array if span is None else span.of(array))
 
-    shape = stored_struct(leaf).shape if is_packed else np.shape(leaf)
-    return filled(shape if span is None else (span.size,), dtype, placement, fill)
+    shape = tuple(stored_struct(leaf).shape if is_packed else np.shape(leaf))
+    made = filled(shape if span is None else (span.size,), dtype, placement, fill)
+    return Stored({span: made}, shape, dtype)
 
 
 def _read_blocks(stored: Any, made: np.ndarray, span: Span | None) -> None:
@@ -84,7 +85,7 @@ def _read_blocks(stored: Any, made: np.ndarray, span: Span | None) -> None:
 
 def masters_layer_by_layer(
     init_fn: Callable[[Any], Any], rng: Any, layers: Sequence[Layer], placement: Placement
-) -> dict[int, Parts]:
+) -> dict[int, Stored]:
     """Runs `init_fn(rng)` on the CPU backend, one layer at a time, each with only the equations that it needs.
 
     Each parameter is copied as soon as it is computed: one exists beside the masters at a time, with what computes it.
@@ -95,7 +96,7 @@ def masters_layer_by_layer(
     # A jitted sampler differs in the last bits when its operations run one by one.
     graph = trace(init_fn, rng, (), {}, keep_single=True)
     cpu = next(iter(placement.host.device_set))
-    masters: dict[int, Parts] = {}
+    masters: dict[int, Stored] = {}
     with jax.default_device(cpu):
         given = dict(zip(graph.parameters, (jax.device_put(leaf, cpu) for leaf in jax.tree.leaves(rng)), strict=True))
         for layer in layers:
@@ -103,7 +104,7 @@ def masters_layer_by_layer(
             dtypes = {leaf.index: leaf.master_dtype for leaf in layer.leaves}
             outputs = [(graph.outputs[leaf.index], leaf.index) for leaf in layer.leaves]
             for index, array in _arrays_one_by_one(graph, outputs, {**graph.constants, **given}):
-                masters[index] = {spans[index]: host_array(array, placement, dtypes[index], spans[index])}
+                masters[index] = host_array(array, placement, dtypes[index], spans[index])
                 del array  # before the next one is computed
     return masters
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ def unit_on_devices(
         return unit
     trained = layers[unit.layers[0]].trained
     # Parameters that are stored in parts and updated whole stay together.
-    is_joined = not unit.parts and any(leaf.part for leaf in trained.leaves)
+    is_joined = not unit.is_by_part and any(leaf.part for leaf in trained.leaves)
     if is_joined or not all(map(optimizer.is_elementwise, trained.leaves)):
         return unit
     sizes = [placement.num_devices * -(-leaf.size // placement.num_devices) for leaf in trained.leaves]
@@ -63,8 +64,8 @@ def unit_on_devices(
 
 def num_bytes_on_each(unit: UpdateGroup, placement: Placement) -> int:
     """The bytes of masters and state on each device, of what `unit_on_devices` returns."""
-    pairs = [*zip(unit.keys, unit.masters, strict=True), *zip(unit.state_keys, unit.state, strict=True)]
-    return sum(aval_bytes(array) // (placement.num_devices if is_shared(key) else 1) for key, array in pairs)
+    found = unit.by_key(unit.masters, unit.state).items()
+    return sum(aval_bytes(array) // (placement.num_devices if is_shared(key) else 1) for key, array in found)
 
 
 def is_shared(key: Key) -> bool:
@@ -79,81 +80,100 @@ def where_on_devices(unit: UpdateGroup, placement: Placement) -> tuple[list[Name
 
 
 @dataclasses.dataclass(frozen=True)
-class OnDevices:
-    """Where the arrays of a unit are while they are on devices, and where they come from.
+class Elsewhere:
+    """Where masters and state of a unit are, other than in ordinary host memory.
 
     Attributes:
-      unit: the unit as devices hold it; shapes.
-      home: the same in host memory; shapes.
+      home: the unit in host memory; shapes.
       placement: the devices.
+      subgroups: what streams through the GPU; none if masters and state stay on the device.
     """
 
-    unit: UpdateGroup
     home: UpdateGroup
     placement: Placement
+    subgroups: Sequence[Subgroup] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that stay on each device, but for counts."""
+        return 0
+
+    def masters(self, unit: UpdateGroup) -> list[jax.Array]:
+        """Returns copies of the unit's masters in host memory."""
+        return self._copies(unit, self.home.keys, self.home.masters)
+
+    def state(self, unit: UpdateGroup) -> list[jax.Array]:
+        """Returns copies of the unit's optimizer state in host memory."""
+        return self._copies(unit, self.home.state_keys, self.home.state)
+
+    def replace_state(self, unit: UpdateGroup, leaves: Mapping[Key, jax.Array]) -> bool:
+        """Replaces leaves of the unit's state where they are; False, and nothing is done, if that is not possible."""
+        raise NotImplementedError
+
+    def _arrays(self, unit: UpdateGroup) -> dict[Key, Any]:
+        """The unit's masters and state where they are, or views of them; all, or the elements of a span."""
+        raise NotImplementedError
+
+    def _copies(self, unit: UpdateGroup, keys: Sequence[Key], avals: Sequence[Any]) -> list[Any]:
+        found, copies = self._arrays(unit), []
+        for key, aval in zip(keys, avals, strict=True):
+            array = found.get(key)
+            if array is None:
+                spans = sorted((k for k in found if is_shared(k) and stored_key(k) == key), key=_start)
+                # Shares of devices are filled up.
+                flat = np.concatenate([np.asarray(found[span]) for span in spans])[: math.prod(aval.shape)]
+                array = flat.reshape(aval.shape)
+            copies.append(copied(array, self.placement.host))
+        return copies
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnDevices(Elsewhere):
+    """Masters and state that stay on devices.
+
+    Attributes:
+      there: the unit as devices hold it; shapes.
+    """
+
+    there: UpdateGroup
 
     @classmethod
-    def of(
-        cls, optimizer: HostOptimizer, unit: UpdateGroup, layers: Sequence[Layer], placement: Placement
-    ) -> OnDevices:
-        """For a unit in host memory."""
-        shapes: list[list[Any]] = [
-            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays] for arrays in (unit.masters, unit.state)
-        ]
-        home = dataclasses.replace(unit, masters=shapes[0], state=shapes[1], programs={}, subgroups=[])
-        return cls(unit_on_devices(optimizer, home, layers, placement), home, placement)
+    def move(cls, optimizer: HostOptimizer, unit: UpdateGroup, layers: Sequence[Layer], placement: Placement) -> None:
+        """Moves a unit's masters and state from host memory to the devices."""
+        home, found = _home(unit), unit.by_key(unit.masters, unit.state)
+        made = cls(home, placement, there=unit_on_devices(optimizer, home, layers, placement))
+        there = made.there
+        unit.masters = [made._placed(found, *own) for own in zip(there.keys, there.masters, strict=True)]
+        unit.state = [made._placed(found, *own) for own in zip(there.state_keys, there.state, strict=True)]
+        unit.elsewhere = made
 
     @property
     def num_bytes(self) -> int:
         """The bytes on each device."""
-        return num_bytes_on_each(self.unit, self.placement)
+        return num_bytes_on_each(self.there, self.placement)
 
-    def placed(self, masters: Sequence[jax.Array], state: Sequence[jax.Array]) -> tuple[list[Any], list[Any]]:
-        """Copies on the devices of arrays in host memory."""
-        return (
-            self._placed(masters, self.home.keys, self.unit.keys, self.unit.masters),
-            self._placed(state, self.home.state_keys, self.unit.state_keys, self.unit.state),
-        )
-
-    def masters_at_home(self, masters: Sequence[jax.Array]) -> list[jax.Array]:
-        """Copies in host memory of masters on the devices."""
-        return self._at_home(masters, self.unit.keys, self.home.keys, self.home.masters)
-
-    def state_at_home(self, state: Sequence[jax.Array]) -> list[jax.Array]:
-        """Likewise of the optimizer's state."""
-        return self._at_home(state, self.unit.state_keys, self.home.state_keys, self.home.state)
-
-    def replaced(self, state: Sequence[jax.Array], leaves: Mapping[Key, jax.Array]) -> list[jax.Array]:
-        """The state on the devices with some leaves from host memory, given by their keys there."""
-        return [
-            self._on_devices(leaves[stored_key(key)], key, aval) if stored_key(key) in leaves else array
-            for key, aval, array in zip(self.unit.state_keys, self.unit.state, state, strict=True)
+    def replace_state(self, unit: UpdateGroup, leaves: Mapping[Key, jax.Array]) -> bool:
+        """See `Elsewhere`."""
+        unit.state = [
+            self._placed(leaves, key, aval) if stored_key(key) in leaves else array
+            for key, aval, array in zip(self.there.state_keys, self.there.state, unit.state, strict=True)
         ]
+        return True
 
-    def _placed(
-        self, arrays: Sequence[jax.Array], keys: Sequence[Key], wanted: Sequence[Key], avals: Sequence[Any]
-    ) -> list[jax.Array]:
-        found = dict(zip(keys, arrays, strict=True))
-        return [self._on_devices(found[stored_key(key)], key, aval) for key, aval in zip(wanted, avals, strict=True)]
+    def _arrays(self, unit: UpdateGroup) -> dict[Key, Any]:
+        return self.there.by_key(unit.masters, unit.state)
 
-    def _on_devices(self, array: jax.Array, key: Key, aval: Any) -> jax.Array:
+    def _placed(self, arrays: Mapping[Key, jax.Array], key: Key, aval: Any) -> jax.Array:
+        array = arrays[stored_key(key)]
         if not is_shared(key):
             return copied(array, self.placement.device)
         filled = np.zeros(aval.shape, aval.dtype)
         filled[: array.size] = np.asarray(array).reshape(-1)
         return jax.device_put(filled, self.placement.shared_device)
 
-    def _at_home(
-        self, arrays: Sequence[jax.Array], keys: Sequence[Key], wanted: Sequence[Key], avals: Sequence[Any]
-    ) -> list[jax.Array]:
-        found = {stored_key(key): (key, array) for key, array in zip(keys, arrays, strict=True)}
-        return [self._in_host_memory(*found[key], aval) for key, aval in zip(wanted, avals, strict=True)]
 
-    def _in_host_memory(self, key: Key, array: jax.Array, aval: Any) -> jax.Array:
-        if not is_shared(key):
-            return copied(array, self.placement.host)
-        size = int(np.prod(aval.shape, dtype=np.int64))
-        return jax.device_put(np.array(array)[:size].reshape(aval.shape), self.placement.host)
+def _home(unit: UpdateGroup) -> UpdateGroup:
+    return dataclasses.replace(unit, masters=_shapes(unit.masters), state=_shapes(unit.state), programs={})
 
 
 _ALIGNMENT = 16
@@ -174,10 +194,9 @@ def subgroups_of(optimizer: HostOptimizer, unit: UpdateGroup, layers: Sequence[L
     """
     trained = layers[unit.layers[0]].trained
     shares = _shares(trained, count, {leaf.index for leaf in trained.leaves if optimizer.is_elementwise(leaf)})
-    whole = [[leaf for leaf, _ in share] for share in shares if not any(span for _, span in share)]
     # Parameters that are stored in parts and updated whole stay together.
-    is_joined = not unit.parts and any(leaf.part for leaf in trained.leaves)
-    if is_joined or not optimizer.takes_parts_of(unit, whole):
+    is_joined = not unit.is_by_part and any(leaf.part for leaf in trained.leaves)
+    if is_joined or optimizer.is_joint:
         shares = [[(leaf, None) for leaf in trained.leaves], *([] for _ in shares[1:])]
     units = [optimizer.part_of(unit, share) for share in shares]
     found = []
@@ -195,61 +214,62 @@ def _held(leaf: Leaf, span: Span | None, vectors: Sequence[int]) -> Leaf:
     return leaf if span is None else dataclasses.replace(leaf, shape=(span.size,), offset=leaf.offset + span.start)
 
 
-def stream(
-    unit: UpdateGroup, subgroups: list[Subgroup], placement: Placement, pack: Callable[[Layer, list[Any]], Any]
-) -> None:
-    """Moves a unit's masters and state from host memory into the vectors of its subgroups.
+@dataclasses.dataclass(frozen=True)
+class Streamed(Elsewhere):
+    """Masters and state in vectors of subgroups, in pinned memory; the unit itself holds shapes."""
 
-    Args:
-      unit: the unit; holds shapes afterwards.
-      subgroups: of the unit, as made by `subgroups_of`.
-      placement: where arrays live.
-      pack: returns new vectors of a layer in pinned memory, with the content of arrays in host memory.
-    """
-    masters = dict(zip(unit.keys, unit.masters, strict=True))
-    state = dict(zip(unit.state_keys, unit.state, strict=True))
-    for each in subgroups:
-        arrays = [_piece(masters, key) for key in each.unit.keys]
-        arrays += [_piece(state, key) for key in each.unit.state_keys]
-        if each.streamed.leaves:
-            each.vectors = pack(each.streamed, [arrays[i] for i in each.moved])
-        moved, num = set(each.moved), len(each.unit.masters)
-        each.unit.state = [
-            leaf if num + i in moved else copied(arrays[num + i], placement.device)
-            for i, leaf in enumerate(each.unit.state)
-        ]
-    unit.masters, unit.state = _shapes(unit.masters), _shapes(unit.state)
-    unit.subgroups = subgroups
+    @classmethod
+    def move(
+        cls,
+        unit: UpdateGroup,
+        subgroups: Sequence[Subgroup],
+        placement: Placement,
+        pack: Callable[[Layer, list[Any]], Any],
+    ) -> None:
+        """Moves a unit's masters and state from host memory into the vectors of its subgroups.
 
+        Args:
+          unit: the unit.
+          subgroups: of the unit, as made by `subgroups_of`.
+          placement: where arrays live.
+          pack: returns new vectors of a layer in pinned memory, with the content of arrays in host memory.
+        """
+        found = unit.by_key(unit.masters, unit.state)
+        for each in subgroups:
+            arrays = [_piece(found, key) for key in (*each.unit.keys, *each.unit.state_keys)]
+            if each.streamed.leaves:
+                each.vectors = pack(each.streamed, [arrays[i] for i in each.moved])
+            moved, num = set(each.moved), len(each.unit.masters)
+            each.unit.state = [
+                leaf if num + i in moved else copied(arrays[num + i], placement.device)
+                for i, leaf in enumerate(each.unit.state)
+            ]
+        home = _home(unit)
+        unit.masters, unit.state, unit.elsewhere = home.masters, home.state, cls(home, placement, subgroups)
 
-def masters_of(unit: UpdateGroup, placement: Placement) -> list[jax.Array]:
-    """Copies of a streamed unit's masters in host memory."""
-    found: dict[Key, Any] = {}
-    for each in unit.subgroups:
-        found |= zip(each.unit.keys, _views(each, placement)[: len(each.unit.masters)], strict=True)
-    return _copies(found, unit.keys, unit.masters, placement)
+    def replace_state(self, unit: UpdateGroup, leaves: Mapping[Key, jax.Array]) -> bool:
+        """See `Elsewhere`; leaves that move cannot be replaced."""
+        for each in self.subgroups:
+            num, moved = len(each.unit.masters), set(each.moved)
+            if any(stored_key(key) in leaves and num + i in moved for i, key in enumerate(each.unit.state_keys)):
+                return False
+        for each in self.subgroups:
+            pairs = zip(each.unit.state_keys, each.unit.state, strict=True)
+            each.unit.state = [
+                copied(_piece(leaves, key), self.placement.device) if stored_key(key) in leaves else leaf
+                for key, leaf in pairs
+            ]
+        return True
 
-
-def state_of(unit: UpdateGroup, placement: Placement) -> list[jax.Array]:
-    """Copies of a streamed unit's optimizer state in host memory."""
-    found: dict[Key, Any] = {}
-    for each in unit.subgroups:
-        found |= zip(each.unit.state_keys, _views(each, placement)[len(each.unit.masters) :], strict=True)
-    return _copies(found, unit.state_keys, unit.state, placement)
-
-
-def replace_state(unit: UpdateGroup, leaves: Mapping[Key, jax.Array], placement: Placement) -> bool:
-    """Replaces leaves of a streamed unit's state; False, and nothing is done, if one of them moves."""
-    for each in unit.subgroups:
-        num, moved = len(each.unit.masters), set(each.moved)
-        if any(stored_key(key) in leaves and num + i in moved for i, key in enumerate(each.unit.state_keys)):
-            return False
-    for each in unit.subgroups:
-        pairs = zip(each.unit.state_keys, each.unit.state, strict=True)
-        each.unit.state = [
-            copied(_piece(leaves, key), placement.device) if stored_key(key) in leaves else leaf for key, leaf in pairs
-        ]
-    return True
+    def _arrays(self, unit: UpdateGroup) -> dict[Key, Any]:
+        found: dict[Key, Any] = {}
+        for each in self.subgroups:
+            flat = [np.asarray(vector) for vector in on_cpu(each.vectors, self.placement)]
+            arrays: list[Any] = [*each.unit.masters, *each.unit.state]
+            for leaf in each.streamed.leaves:
+                arrays[leaf.index] = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
+            found |= zip((*each.unit.keys, *each.unit.state_keys), arrays, strict=True)
+        return found
 
 
 def _piece(arrays: Mapping[Key, Any], key: Key) -> Any:
@@ -257,30 +277,6 @@ def _piece(arrays: Mapping[Key, Any], key: Key) -> Any:
     _, part = key
     array = arrays[stored_key(key)]
     return part.of(np.asarray(array)) if isinstance(part, Span) else array
-
-
-def _views(subgroup: Subgroup, placement: Placement) -> list[Any]:
-    """A subgroup's masters, then its state; what moves are views of its vectors."""
-    flat = [np.asarray(vector) for vector in on_cpu(subgroup.vectors, placement)]
-    arrays: list[Any] = [*subgroup.unit.masters, *subgroup.unit.state]
-    for leaf in subgroup.streamed.leaves:
-        arrays[leaf.index] = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
-    return arrays
-
-
-def _copies(found: Mapping[Key, Any], keys: Sequence[Key], avals: Sequence[Any], placement: Placement) -> list[Any]:
-    """Copies in host memory of whole arrays, of which some are found in pieces."""
-    pieces: dict[Key, list[Key]] = {}
-    for key in found:
-        pieces.setdefault(stored_key(key), []).append(key)
-    copies = []
-    for key, aval in zip(keys, avals, strict=True):
-        array = found.get(key)
-        if array is None:
-            ordered = sorted(pieces[key], key=_start)
-            array = np.concatenate([np.asarray(found[piece]) for piece in ordered]).reshape(aval.shape)
-        copies.append(copied(array, placement.host))
-    return copies
 
 
 def _start(key: Key) -> int:

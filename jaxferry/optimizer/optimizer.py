@@ -1,8 +1,8 @@
 """The host optimizer: which parameters are updated together, and their updates.
 
-Each layer has an update of its own if that gives the same result as the update of the whole tree; otherwise all layers
-have one. Parameters that are stored in parts are updated by part if that gives the same result (`separable.py`),
-otherwise whole, together with all layers that hold parts of them.
+Each layer has an update of its own if no parameter's update depends on another one; otherwise all layers have one.
+Parameters that are stored in parts are updated by part if their update is element-wise (`replay.py`), otherwise whole,
+together with all layers that hold parts of them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from typing import Any
 import jax
 import optax
 
-from jaxferry.errors import InputError
-from jaxferry.optimizer.optimized_tree import OptimizedTree
 from jaxferry.optimizer.pieces import Key
-from jaxferry.optimizer.separable import part_aval
+from jaxferry.optimizer.replay import TreeUpdate, part_aval
 from jaxferry.optimizer.update_group import UpdateGroup, path_names, updated_together
 from jaxferry.optimizer.update_programs import UpdatePrograms
-from jaxferry.partition import Layer, Leaf, Part, Span
+from jaxferry.partition import Layer, Leaf, Span
 from jaxferry.transport import Placement
 
 NOT_SEPARABLE = (
-    "the optimizer looks at all parameters at once, or cannot be shown not to{where}; it runs as one update after the "
-    "last gradient, so updates do not overlap the backward (for clipping by global norm use clip_norm= instead)"
+    "the optimizer looks at all parameters at once; it runs as one update after the last gradient, so updates do not "
+    "overlap the backward (for clipping by global norm use clip_norm= instead)"
 )
 NOT_BY_PART = (
     "the optimizer looks at whole stacked parameters ({leaves}: {reason}); the layers that hold parts of them have one "
@@ -35,10 +33,6 @@ NOT_BY_PART = (
 HELD_WHOLE = (
     "the optimizer does not update each element of {leaves} alone ({reason}): every process holds such layers whole, "
     "with their optimizer state, and repeats their updates"
-)
-LATE_JOINT = (
-    "the optimizer updates layer {name!r} otherwise than within the whole model, so each process would have to hold "
-    "all layers whole, but updates others element by element: use an optimizer that does either for all"
 )
 
 
@@ -73,84 +67,53 @@ class HostOptimizer:
         clip_norm: float | None,
         hidden: Collection[int] = (),
     ) -> None:
-        self.avals = list(avals)
-        self._tree = whole_tree = OptimizedTree(optimizer, tree, avals, hidden)
-        self.updates = UpdatePrograms(whole_tree, placement, clip_norm)
-        self.frozen = frozenset(hidden)
-        if (found := whole_tree.whole.frozen()) and whole_tree.takes_parts(
-            [[i for i in whole_tree.shown if i not in found]]
-        ):
-            self.frozen |= found
-        self._prunes_whole = whole_tree.prunes
-        self.is_joint = whole_tree.whole.mixes()
+        self.avals, self._names = list(avals), path_names(jax.tree.unflatten(tree, avals))
+        self._tree = TreeUpdate(optimizer, tree, avals, hidden)
+        self.updates = UpdatePrograms(self._tree, placement, clip_norm)
+        self.frozen = self._tree.frozen().union(hidden)
+        self.is_joint = self._tree.mixes
         if self.is_joint:
-            warnings.warn(NOT_SEPARABLE.format(where=""), stacklevel=4)
+            warnings.warn(NOT_SEPARABLE, stacklevel=4)
         self._ownership = placement.ownership
         self.whole = frozenset[int]() if self._ownership.is_all else self._find_whole()
 
     def _find_whole(self) -> frozenset[int]:
         """Finds the leaves that every process must hold whole, and warns about them."""
-        trained = [leaf for leaf in self._tree.shown if leaf not in self.frozen]
-        reasons = {leaf: reason for leaf in trained if (reason := self._tree.by_part.obstacle(leaf)) is not None}
+        trained = [leaf for leaf in self._tree.leaves if leaf not in self.frozen]
+        reasons = {leaf: reason for leaf in trained if (reason := self._tree.obstacle(leaf)) is not None}
         if reasons:
-            names = path_names(jax.tree.unflatten(self._tree.tree, self.avals))
-            named = ", ".join(names[leaf] for leaf in list(reasons)[:3]) + (", ..." if len(reasons) > 3 else "")
-            warnings.warn(HELD_WHOLE.format(leaves=named, reason=next(iter(reasons.values()))), stacklevel=5)
+            reason = next(iter(reasons.values()))
+            warnings.warn(HELD_WHOLE.format(leaves=self._named(list(reasons)), reason=reason), stacklevel=5)
         return frozenset(trained if self.is_joint else reasons)
 
     def check_parts(self, layers: Sequence[Layer]) -> None:
-        """Makes the optimizer joint if the update of a layer alone differs from its part of the whole update.
-
-        Layers with equal parts share the first one's program, so only that program is compared. Units of parts need no
-        comparison: they run the whole update's own equations.
-        """
-        self._check_stacked(layers)
-        alone = {layers[group[0]].name: leaves for group, leaves, parts in self._covered(layers) if not parts}
-        if alone and not self.is_joint and not self._tree.takes_parts(list(alone.values())):
-            name = next(name for name, leaves in alone.items() if not self._tree.takes_parts([leaves]))
-            if not self._ownership.is_all and not all(layer.is_whole for layer in layers if layer.trained.leaves):
-                raise InputError(LATE_JOINT.format(name=name))
-            self.is_joint = True
-            self._tree.prunes = self._prunes_whole
-            warnings.warn(NOT_SEPARABLE.format(where=f" (seen at layer {name!r})"), stacklevel=4)
-
-    def _check_stacked(self, layers: Sequence[Layer]) -> None:
         """Finds the stacked parameters whose parts cannot be updated separately, and warns about them."""
         stacked = {leaf.source for layer in layers for leaf in layer.trained.leaves if leaf.part is not None}
         if self.is_joint or not stacked:
             return
-        names = path_names(jax.tree.unflatten(self._tree.tree, self.avals))
         reasons: dict[str, list[int]] = {}
         for leaf in sorted(stacked - self._not_by_part):
-            obstacle = self._tree.by_part.obstacle(leaf)
+            obstacle = self._tree.obstacle(leaf)
             if obstacle is not None:
                 reasons.setdefault(obstacle, []).append(leaf)
         for reason, leaves in reasons.items():
-            named = ", ".join(names[leaf] for leaf in leaves[:3]) + (", ..." if len(leaves) > 3 else "")
-            warnings.warn(NOT_BY_PART.format(leaves=named, reason=reason), stacklevel=5)
+            warnings.warn(NOT_BY_PART.format(leaves=self._named(leaves), reason=reason), stacklevel=4)
             self._not_by_part |= frozenset(leaves)
+
+    def _named(self, leaves: Sequence[int]) -> str:
+        return ", ".join(self._names[leaf] for leaf in leaves[:3]) + (", ..." if len(leaves) > 3 else "")
 
     def units_of(self, layers: Sequence[Layer]) -> list[UpdateGroup]:
         """Returns the units of these layers, with shapes instead of arrays."""
-        return [self._unit(*covered) for covered in self._covered(layers)]
-
-    def _covered(
-        self, layers: Sequence[Layer]
-    ) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[Part | Span | None, ...]]]:
-        """Returns the layers, leaves and parts of each unit; parts are empty if the unit holds whole leaves."""
         held = {i: layer.trained.leaves for i, layer in enumerate(layers) if layer.trained.leaves}
-        covered = []
+        units, own = [], self._ownership
         together = updated_together([layer.trained for layer in layers], self._not_by_part)
         for group in [tuple(held)] if self.is_joint else [group for group in together if group[0] in held]:
-            leaves = [leaf for i in group for leaf in held[i]]
+            leaves, layer = [leaf for i in group for leaf in held[i]], layers[group[0]]
             is_whole = len(group) > 1 or self.is_joint or any(leaf.source in self._not_by_part for leaf in leaves)
-            own, layer = self._ownership, layers[group[0]]
-            parts = () if is_whole else tuple(own.span(layer, leaf) or leaf.part for leaf in leaves)
-            if any(parts):
-                covered.append((group, tuple(leaf.source for leaf in leaves), parts))
-            else:
-                covered.append((group, tuple(sorted({leaf.source for leaf in leaves})), ()))
-        return covered
+            parts = [None if is_whole else own.span(layer, leaf) or leaf.part for leaf in leaves]
+            units.append(self._unit(group, [(leaf.source, part) for leaf, part in zip(leaves, parts, strict=True)]))
+        return units
 
     def is_by_layer(self, layers: Sequence[Layer]) -> bool:
         """Whether each layer has an update of its own."""
@@ -158,7 +121,7 @@ class HostOptimizer:
 
     def is_elementwise(self, leaf: Leaf) -> bool:
         """Whether any elements of a parameter are updated alone exactly as within the whole."""
-        return self._tree.by_part.obstacle(leaf.source) is None
+        return self._tree.obstacle(leaf.source) is None
 
     def part_of(self, unit: UpdateGroup, held: Sequence[tuple[Leaf, Span | None]]) -> UpdateGroup:
         """Returns the update of some parameters of a unit alone, with shapes instead of arrays.
@@ -168,30 +131,16 @@ class HostOptimizer:
           held: these parameters, each with its elements if they are not all; only where `is_elementwise`.
         """
         if not held:
-            return UpdateGroup(unit.layers, (), [], [], [])
-        if unit.parts or any(span for _, span in held):
-            parts = tuple(span or (leaf.part if unit.parts else None) for leaf, span in held)
-            return self._unit(unit.layers, tuple(leaf.source for leaf, _ in held), parts)
-        return self._unit(unit.layers, tuple(sorted({leaf.source for leaf, _ in held})), ())
+            return UpdateGroup(unit.layers, [], [], [], [])
+        keys = [(leaf.source, span or (leaf.part if unit.is_by_part else None)) for leaf, span in held]
+        return self._unit(unit.layers, keys)
 
-    def takes_parts_of(self, unit: UpdateGroup, parts: Sequence[Sequence[Leaf]]) -> bool:
-        """Whether each of these parts of a unit's parameters is updated alone exactly as within the unit."""
-        leaves = [sorted({leaf.source for leaf in part}) for part in parts if part]
-        return bool(unit.parts) or leaves == [sorted(set(unit.leaves))] or all(map(self._tree.takes, leaves))
-
-    def _unit(
-        self, layers: tuple[int, ...], leaves: tuple[int, ...], parts: tuple[Part | Span | None, ...]
-    ) -> UpdateGroup:
-        if parts:
-            held: list[Key] = list(zip(leaves, parts, strict=True))
-            masters: list[Any] = [part_aval(self.avals[leaf], part) for leaf, part in held]
-            state: list[Any] = [*self._tree.by_part.state_avals(held)]
-            keys = self._tree.by_part.state_keys(held)
-        else:
-            abstract = self._tree.state(leaves)
-            masters, state = [self.avals[leaf] for leaf in leaves], jax.tree.leaves(abstract)
-            keys = [(name, None) for name in path_names(abstract)]
-        return UpdateGroup(layers, leaves, masters, state, keys, parts=parts)
+    def _unit(self, layers: tuple[int, ...], held: Sequence[Key]) -> UpdateGroup:
+        """Returns the unit of whole parameters, given any number of times, or of parts."""
+        keys = list(held) if any(part for _, part in held) else sorted(set(held))
+        masters: list[Any] = [part_aval(self.avals[leaf], part) for leaf, part in keys]
+        state: list[Any] = [*self._tree.state_avals(keys)]
+        return UpdateGroup(layers, keys, masters, state, self._tree.state_keys(keys))
 
     def state_shapes(self) -> Mapping[str, Any]:
         """Shapes of the whole Optax state by path."""
@@ -199,14 +148,14 @@ class HostOptimizer:
 
     @functools.cached_property
     def _state_shapes(self) -> dict[str, Any]:
-        state = self._tree.state(self._tree.shown)
+        state = self.state_tree()
         return dict(zip(path_names(state), jax.tree.leaves(state), strict=True))
 
     def state_tree(self) -> Any:
         """The whole Optax state, of shape structs."""
-        return self._tree.state(self._tree.shown)
+        return self._tree.visible_state
 
     def whole_state(self, leaves: Mapping[str, Any]) -> Any:
         """The Optax state with these leaves, by path."""
-        state = self._tree.state(self._tree.shown)
+        state = self.state_tree()
         return jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in path_names(state)])

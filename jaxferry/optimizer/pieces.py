@@ -32,74 +32,108 @@ from jaxferry.native import host_sums
 from jaxferry.partition import Layer, Part, Span, bits_of
 from jaxferry.transport import DATA, ORPHANED_COPIES, Placement, Vectors, as_numpy
 
-Key = tuple[Any, Part | Span | None]
-"""Identifies an array: a parameter's number or the path of a leaf of the state, and its part; None for the whole."""
+Where = Part | Span | None
+"""Which elements of an array: those of a part, consecutive ones of the array or of a part, or all (None)."""
 
-Parts = Mapping[Part | Span | None, Any]
-"""A whole array under None, or its parts, or the elements of these that a process holds."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Stacked:
-    """An array that is stored in parts.
-
-    Attributes:
-      parts: the parts in order.
-      axis: the axis along which they are stacked.
-    """
-
-    parts: tuple[Any, ...]
-    axis: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
-        shape = self.parts[0].shape
-        return (*shape[: self.axis], len(self.parts), *shape[self.axis :])
-
-    @property
-    def dtype(self) -> Any:
-        """Its dtype."""
-        return self.parts[0].dtype
-
-    def whole(self) -> np.ndarray:
-        """Returns the whole array, as a copy."""
-        return np.stack([np.asarray(part) for part in self.parts], self.axis)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Owned:
-    """An array of which this process holds some elements.
-
-    Attributes:
-      parts: these, or those of each part, by `Span`.
-      shape: shape of the whole.
-      dtype: its dtype.
-    """
-
-    parts: Parts
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @property
-    def span(self) -> Span:
-        """Which elements it holds, of the array or of each part."""
-        return next(span for span in self.parts if isinstance(span, Span))
-
-    @property
-    def axis(self) -> int | None:
-        """The axis along which it is stored in parts; None if it is not."""
-        return None if self.span.part is None else self.span.part.axis
-
-    @property
-    def arrays(self) -> list[Any]:
-        """The elements that it holds, of each part in order."""
-        numbered = [(span.part.number if span.part else 0, span) for span in self.parts if isinstance(span, Span)]
-        return [self.parts[span] for _, span in sorted(numbered, key=lambda pair: pair[0])]
+Key = tuple[Any, Where]
+"""Identifies an array in memory: a parameter's number or the path of a leaf of the state, and which elements it has."""
 
 
 _PIECE_BYTES = 16 * 2**20
 """The bytes of rows that processes gather at a time; they are in memory several times meanwhile."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stored:
+    """An array as it is stored: whole, in parts, or this process's elements of the array or of each part.
+
+    If processes hold some elements each, every process must call `array` and `elements`.
+
+    Attributes:
+      pieces: the arrays in memory, by which elements they have.
+      shape: shape of the whole.
+      dtype: its dtype.
+    """
+
+    pieces: Mapping[Where, Any]
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def span(self) -> Span | None:
+        """Which elements of the array, or of a part, this process holds; None if all."""
+        return next((where for where in self.pieces if isinstance(where, Span)), None)
+
+    @property
+    def axis(self) -> int | None:
+        """The axis along which it is stored in parts; None if it is not."""
+        part = next(map(_part, self.pieces))
+        return None if part is None else part.axis
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The arrays in memory, in the order of the parts."""
+        return [self.pieces[where] for where in self._ordered()]
+
+    def _ordered(self) -> list[Where]:
+        return sorted(self.pieces, key=lambda where: part.number if (part := _part(where)) else 0)
+
+    def array(self, placement: Placement, part: Part | None = None) -> np.ndarray:
+        """Returns it, or a part of it, as NumPy memory, which may be that of its pieces.
+
+        A part of which processes hold some elements each is gathered alone.
+        """
+        span, axis = self.span, self.axis
+        if part in self.pieces:
+            return np.asarray(self.pieces[part])
+        if span is None:
+            whole = np.asarray(self.arrays[0]) if axis is None else np.stack(list(map(np.asarray, self.arrays)), axis)
+        elif axis is None:
+            own, size = np.asarray(self.pieces[span]), math.prod(self.shape[1:])
+            if part is not None and part.axis == 0:
+                return _gathered(own, span, part.number * size, size, placement).reshape(self.shape[1:])
+            whole = _gathered(own, span, 0, math.prod(self.shape), placement).reshape(self.shape)
+        else:
+            shape = (*self.shape[:axis], *self.shape[axis + 1 :])
+            found = [
+                _gathered(np.asarray(self.pieces[where]), where, 0, math.prod(shape), placement).reshape(shape)
+                for where in self._ordered()
+                if isinstance(where, Span) and part in (None, where.part)
+            ]
+            return np.stack(found, axis) if part is None else found[0]
+        return whole if part is None else _part_of(whole, part)
+
+    def elements(self, placement: Placement, index: Any) -> np.ndarray:
+        """Returns a copy of the elements at an index of NumPy's.
+
+        Of a slice of rows, alone or first in a tuple, no other rows are copied or gathered.
+        """
+        if None in self.pieces:
+            return np.array(np.asarray(self.pieces[None])[index])
+        span, axis = self.span, self.axis
+        if span is None and isinstance(index, slice):
+            ones, of_each = (self.arrays[index], ...) if axis == 0 else (self.arrays, index)
+            if ones and axis is not None:
+                return np.stack([np.asarray(part)[of_each] for part in ones], axis)
+        first_axis, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+        is_rows = self.shape and isinstance(first_axis, slice) and first_axis.step in (None, 1)
+        if span is not None and axis is None and is_rows:
+            start, stop, _ = first_axis.indices(self.shape[0])
+            if start < stop:
+                own = np.asarray(self.pieces[span])
+                pieces = _gathered_rows(own, span, (start, stop), self.shape[1:], placement)
+                # Copies, of which each releases its piece.
+                return np.concatenate([np.array(piece[(slice(None), *rest)]) for piece in pieces])
+        return np.array(self.array(placement)[index])
+
+
+def stored_whole(array: Any) -> Stored:
+    """Returns the record of an array that is stored whole."""
+    return Stored({None: array}, tuple(array.shape), array.dtype)
+
+
+def _part(where: Where) -> Part | None:
+    return where.part if isinstance(where, Span) else where
 
 
 class Pieces:
@@ -109,16 +143,14 @@ class Pieces:
     of an array, and a caller asks for another form, all processes must do so, in the same order.
 
     Args:
-      arrays: by name and part; the caller keeps no references. Those of NumPy are the user's, and are copied.
+      arrays: by name; the caller keeps no references. Those of NumPy are the user's, and are copied.
       placement: where they live.
-      shapes: of the whole arrays, by name; needed where processes hold some elements each.
     """
 
-    def __init__(
-        self, arrays: Mapping[Any, Parts], placement: Placement, shapes: Mapping[Any, tuple[int, ...]] | None = None
-    ) -> None:
-        self._placement, self._shapes = placement, shapes or {}
-        self._arrays = {name: dict(parts) for name, parts in arrays.items()}
+    def __init__(self, arrays: Mapping[Any, Stored], placement: Placement) -> None:
+        self._placement = placement
+        self._avals = {name: (stored.shape, stored.dtype) for name, stored in arrays.items()}
+        self._arrays = {name: dict(stored.pieces) for name, stored in arrays.items()}
         self._given: dict[Key, jax.Array] = {}
 
     def take(self, key: Key) -> jax.Array:
@@ -132,28 +164,28 @@ class Pieces:
         self._given[key] = on_host(array, self._placement) if isinstance(array, np.ndarray) else array
         return self._given[key]
 
-    def left(self) -> dict[Any, dict[Part | Span | None, Any]]:
-        """Returns all arrays by name and part, taken or not, each once."""
-        found = {name: dict(parts) for name, parts in self._arrays.items()}
-        for (name, part), array in self._given.items():
-            found[name][part] = array
-        return found
+    def left(self) -> dict[Any, Stored]:
+        """Returns all arrays by name, taken or not, each once."""
+        found = {name: dict(pieces) for name, pieces in self._arrays.items()}
+        for (name, where), array in self._given.items():
+            found[name][where] = array
+        return {name: Stored(pieces, *self._avals[name]) for name, pieces in found.items()}
 
-    def _in_form_of(self, name: Any, part: Part | Span | None) -> dict[Part | Span | None, Any]:
+    def _in_form_of(self, name: Any, where: Where) -> dict[Where, Any]:
         """Cuts an array into parts, or elements, like this one; joins it if that is None."""
-        shape, found, span = self._shapes.get(name, ()), self._arrays[name], part if isinstance(part, Span) else None
-        base = part.part if isinstance(part, Span) else part
+        stored, placement = Stored(self._arrays[name], *self._avals[name]), self._placement
+        base = where.part if isinstance(where, Span) else where
         ones = [None] if base is None else [Part(number, base.length, base.axis) for number in range(base.length)]
-        if base is not None and not any(isinstance(known, Span) for known in found):
-            found = {None: whole_of(found, shape, self._placement)}
-        made: dict[Part | Span | None, Any] = {}
+        if base is not None and stored.span is None:
+            stored = stored_whole(stored.array(placement))
+        made: dict[Where, Any] = {}
         for one in ones:
-            array = whole_of(found, shape, self._placement, one)
-            if span is None:
-                made[one] = on_host(array, self._placement)
+            array = stored.array(placement, one)
+            if isinstance(where, Span):
+                own = dataclasses.replace(where, part=one)
+                made[own] = on_host(own.of(array), placement)
             else:
-                own = dataclasses.replace(span, part=one)
-                made[own] = on_host(own.of(array), self._placement)
+                made[one] = on_host(array, placement)
         return made
 
 
@@ -221,8 +253,7 @@ def _copied_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def stored_key(key: Key) -> Key:
     """The key of the array, or of its part, that holds the elements of a key."""
-    name, part = key
-    return (name, part.part) if isinstance(part, Span) else key
+    return key[0], _part(key[1])
 
 
 def copied(array: Any, where: NamedSharding) -> jax.Array:
@@ -240,89 +271,9 @@ def cut(array: Any, part: Part, placement: Placement) -> jax.Array:
     return on_host(_part_of(np.asarray(array), part), placement)
 
 
-def together(parts: Parts) -> Any:
-    """Returns the array itself if it is whole, or its parts as a `Stacked`."""
-    if None in parts:
-        return parts[None]
-    ordered = sorted((part for part in parts if isinstance(part, Part)), key=lambda part: part.number)
-    return Stacked(tuple(parts[part] for part in ordered), ordered[0].axis)
-
-
-def in_stored_form(parts: Parts, aval: Any) -> Any:
-    """Returns an array as it is stored, without copies: itself, or a `Stacked` or `Owned`."""
-    is_owned = any(isinstance(part, Span) for part in parts)
-    return Owned(parts, tuple(aval.shape), aval.dtype) if is_owned else together(parts)
-
-
 def numpy_bytes(avals: Iterable[Any]) -> int:
     """Returns the bytes of arrays of NumPy, of which each element takes a byte or more."""
     return sum(math.prod(aval.shape) * np.dtype(aval.dtype).itemsize for aval in avals)
-
-
-def whole_of(parts: Parts, shape: tuple[int, ...], placement: Placement, part: Part | None = None) -> Any:
-    """Returns an array, or a part of it, as NumPy memory, which may be that of `parts`.
-
-    If processes hold some elements each, every process must call this. A part of which they hold elements is then
-    gathered alone.
-
-    Args:
-      parts: the array as it is stored.
-      shape: shape of the whole.
-      placement: where it lives.
-      part: the wanted part; None for the whole.
-    """
-    spans = {known.part: known for known in parts if isinstance(known, Span)}
-    if not spans:
-        found = together(parts)
-        whole = found.whole() if isinstance(found, Stacked) else np.asarray(found)
-        return whole if part is None else _part_of(whole, part)
-    if None in spans:
-        own, span = np.asarray(parts[spans[None]]), spans[None]
-        if part is not None and part.axis == 0:
-            size = math.prod(shape[1:])
-            return _gathered(own, span, part.number * size, size, placement).reshape(shape[1:])
-        whole = _gathered(own, span, 0, math.prod(shape), placement).reshape(shape)
-        return whole if part is None else _part_of(whole, part)
-    parts_of = sorted((known for known in spans if known is not None), key=lambda known: known.number)
-    axis = parts_of[0].axis
-    shape_of_one = (*shape[:axis], *shape[axis + 1 :])
-
-    def one(part: Part) -> np.ndarray:
-        span = spans[part]
-        return _gathered(np.asarray(parts[span]), span, 0, math.prod(shape_of_one), placement).reshape(shape_of_one)
-
-    if part is not None:
-        return one(part)
-    return np.stack([one(part) for part in parts_of], axis)
-
-
-def elements_of(parts: Parts, shape: tuple[int, ...], placement: Placement, index: Any) -> np.ndarray:
-    """Returns a copy of some elements of an array; if processes hold some elements each, every process must call this.
-
-    Of a slice of rows, alone or first in a tuple, no other rows are copied or gathered.
-
-    Args:
-      parts: the array as it is stored.
-      shape: shape of the whole.
-      placement: where it lives.
-      index: which elements, an index of NumPy's.
-    """
-    if None in parts:
-        return np.array(np.asarray(parts[None])[index])
-    spans = {known.part: known for known in parts if isinstance(known, Span)}
-    if not spans and isinstance(index, slice):
-        stacked: Stacked = together(parts)
-        ones, own = (stacked.parts[index], ...) if stacked.axis == 0 else (stacked.parts, index)
-        if ones:
-            return np.stack([np.asarray(part)[own] for part in ones], stacked.axis)
-    first_axis, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
-    if None in spans and shape and isinstance(first_axis, slice) and first_axis.step in (None, 1):
-        start, stop, _ = first_axis.indices(shape[0])
-        if start < stop:
-            pieces = _gathered_rows(np.asarray(parts[spans[None]]), spans[None], (start, stop), shape[1:], placement)
-            # Copies, of which each releases its piece.
-            return np.concatenate([np.array(piece[(slice(None), *rest)]) for piece in pieces])
-    return np.array(whole_of(parts, shape, placement)[index])
 
 
 def _gathered_rows(

@@ -1,4 +1,4 @@
-"""Update groups: which layers share one update, and the subtree of the model that they hold."""
+"""Update groups: which layers share one update, and the arrays that they hold."""
 
 from __future__ import annotations
 
@@ -8,39 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxferry.optimizer.pieces import Key
 from jaxferry.partition import Layer, Part, Span, aval_bytes
 from jaxferry.step import Arrival
 
 
-def subtree(tree: jax.tree_util.PyTreeDef, leaves: Mapping[int, Any], prune: bool = True) -> Any:
-    """Returns the tree with only the leaves whose indices are given, at their own paths.
-
-    Dictionaries lose their other entries. In other containers (lists, NNX states) an `optax.MaskedNode` replaces each
-    missing leaf, as Optax itself does to hide parameters from a transformation. With `prune=False` this applies to
-    dictionaries too, so that masks and labels given as a tree of the whole model still fit.
-    """
-    slots = [leaves.get(index, optax.MaskedNode()) for index in range(tree.num_leaves)]
-    whole = jax.tree.unflatten(tree, slots)
-    return _prune(whole) if prune else whole
-
-
-def _prune(node: Any) -> Any:
-    if type(node) is dict:
-        return {key: _prune(child) for key, child in node.items() if jax.tree.leaves(child)}
-    return node
-
-
 def path_names(tree: Any) -> list[str]:
     """Returns the path of each leaf as a string, as `jax.tree_util.keystr` writes it."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-
-
-def select(leaves: Sequence[Any], indices: Sequence[int]) -> dict[int, Any]:
-    """Returns the chosen leaves by index."""
-    return {index: leaves[index] for index in indices}
 
 
 @dataclasses.dataclass
@@ -49,26 +25,22 @@ class UpdateGroup:
 
     Attributes:
       layers: indices of the layers.
-      leaves: indices of their parameters in the model's own tree, ascending.
-      masters: master parameters in the order of `leaves`, in host memory.
-      state: leaves of the Optax state, in host memory.
+      keys: indices of their parameters in the model's own tree, each with its part, or some elements, if not all.
+      masters: master parameters in the order of `keys`.
+      state: leaves of the Optax state.
       state_keys: their paths, and which part of a stacked parameter they belong to.
       programs: its updates (`update_programs.Update`), by how the gradients of its layers arrive.
-      parts: for each master its part of the leaf, or some elements of it; empty if all are whole.
-      is_on_device: whether masters and state are on the device instead.
-      subgroups: what holds them if updates stream them through the GPU; masters and state are then shapes.
+      elsewhere: where masters and state are if not in ordinary host memory (`on_devices.Elsewhere`); else None.
       prepared: what an update has prepared for masters and state as they are.
     """
 
     layers: tuple[int, ...]
-    leaves: tuple[int, ...]
+    keys: list[Key]
     masters: list[jax.Array]
     state: list[jax.Array]
     state_keys: list[Key]
     programs: dict[tuple[Arrival, ...], Any] = dataclasses.field(default_factory=dict)
-    parts: tuple[Part | Span | None, ...] = ()
-    is_on_device: bool = False
-    subgroups: list[Subgroup] = dataclasses.field(default_factory=list)
+    elsewhere: Any = None
     prepared: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -80,7 +52,28 @@ class UpdateGroup:
     @property
     def is_on_host(self) -> bool:
         """Whether masters and state are in ordinary host memory, where the host updates them."""
-        return not self.is_on_device and not self.subgroups
+        return self.elsewhere is None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether masters and state stay on the device."""
+        return self.elsewhere is not None and not self.elsewhere.subgroups
+
+    @property
+    def subgroups(self) -> Sequence[Subgroup]:
+        """What holds masters and state if updates stream them through the GPU; else nothing."""
+        found: Sequence[Subgroup] = () if self.elsewhere is None else self.elsewhere.subgroups
+        return found
+
+    def masters_at_home(self) -> list[jax.Array]:
+        """Masters in ordinary host memory: copies if they are elsewhere."""
+        found: list[jax.Array] = self.masters if self.elsewhere is None else self.elsewhere.masters(self)
+        return found
+
+    def state_at_home(self) -> list[jax.Array]:
+        """Likewise the optimizer's state."""
+        found: list[jax.Array] = self.state if self.elsewhere is None else self.elsewhere.state(self)
+        return found
 
     @property
     def num_bytes(self) -> int:
@@ -88,9 +81,18 @@ class UpdateGroup:
         return sum(map(aval_bytes, (*self.masters, *self.state)))
 
     @property
-    def keys(self) -> list[Key]:
-        """Leaf and part of each master."""
-        return list(zip(self.leaves, self.parts or [None] * len(self.leaves), strict=True))
+    def leaves(self) -> tuple[int, ...]:
+        """The indices of the parameters."""
+        return tuple(leaf for leaf, _ in self.keys)
+
+    @property
+    def is_by_part(self) -> bool:
+        """Whether it holds parts, or some elements, of a parameter."""
+        return any(part for _, part in self.keys)
+
+    def by_key(self, masters: Sequence[Any], state: Sequence[Any]) -> dict[Key, Any]:
+        """Returns masters and state of this unit by their keys."""
+        return dict(zip((*self.keys, *self.state_keys), (*masters, *state), strict=True))
 
 
 @dataclasses.dataclass
@@ -143,39 +145,45 @@ def updated_together(layers: Sequence[Layer], not_by_part: Collection[int]) -> l
     return [tuple(i for i, other in enumerate(group_of) if other == group) for group in dict.fromkeys(group_of)]
 
 
-def put_together(layers: Sequence[Layer], arrays: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
-    """Joins stored parts into leaves of the model's own tree; for a jitted function."""
-    whole: dict[int, jax.Array] = {}
-    parts: dict[int, dict[Part, jax.Array]] = {}
-    for leaf in (leaf for layer in layers for leaf in layer.leaves):
-        if leaf.part is None:
-            whole[leaf.source] = arrays[leaf.index]
-        else:
-            parts.setdefault(leaf.source, {})[leaf.part] = arrays[leaf.index]
-    for source, found in parts.items():
-        ordered = sorted(found, key=lambda part: part.number)
-        whole[source] = jnp.stack([found[part] for part in ordered], ordered[0].axis)
-    return whole
+def by_master(unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[[Mapping[int, jax.Array]], list[jax.Array]]:
+    """Returns a function, for a jitted one, of arrays by index of the layers' leaves to a list as of a unit's masters.
 
+    It joins stored parts that are updated together.
+    """
+    leaves, is_by_part = unit.leaves, unit.is_by_part
 
-def taken_apart(layers: Sequence[Layer], arrays: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
-    """Splits leaves into stored parts: the inverse of `put_together`."""
-    return {leaf.index: _part_of(arrays[leaf.source], leaf.part) for layer in layers for leaf in layer.leaves}
+    def in_order(arrays: Mapping[int, jax.Array]) -> list[jax.Array]:
+        if is_by_part:
+            return [arrays[index] for index in sorted(arrays)]
+        whole: dict[int, jax.Array] = {}
+        parts: dict[int, dict[Part, jax.Array]] = {}
+        for leaf in (leaf for layer in layers for leaf in layer.leaves):
+            if leaf.part is None:
+                whole[leaf.source] = arrays[leaf.index]
+            else:
+                parts.setdefault(leaf.source, {})[leaf.part] = arrays[leaf.index]
+        for source, found in parts.items():
+            ordered = sorted(found, key=lambda part: part.number)
+            whole[source] = jnp.stack([found[part] for part in ordered], ordered[0].axis)
+        return [whole[leaf] for leaf in leaves]
+
+    return in_order
 
 
 def masters_by_leaf(
     unit: UpdateGroup, layers: Sequence[Layer]
 ) -> Callable[[Sequence[jax.Array]], dict[int, jax.Array]]:
-    """Returns a function, for a jitted one, of a unit's masters to its layers' parameters by index of the leaf."""
-    leaves, is_by_part = unit.leaves, bool(unit.parts)
+    """Returns the inverse function of `by_master`."""
+    leaves, is_by_part = unit.leaves, unit.is_by_part
 
-    def by_leaf(masters: Sequence[jax.Array]) -> dict[int, jax.Array]:
+    def of_leaves(masters: Sequence[jax.Array]) -> dict[int, jax.Array]:
+        held = [leaf for layer in layers for leaf in layer.leaves]
         if is_by_part:
-            indices = sorted(leaf.index for layer in layers for leaf in layer.leaves)
-            return dict(zip(indices, masters, strict=True))
-        return taken_apart(layers, dict(zip(leaves, masters, strict=True)))
+            return dict(zip(sorted(leaf.index for leaf in held), masters, strict=True))
+        whole = dict(zip(leaves, masters, strict=True))
+        return {leaf.index: _part_of(whole[leaf.source], leaf.part) for leaf in held}
 
-    return by_leaf
+    return of_leaves
 
 
 def _part_of(array: jax.Array, part: Part | None) -> Any:

@@ -9,33 +9,28 @@ copy are flat vectors.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxferry.native import host_sums
 from jaxferry.optimizer.fused import Factors, FusedUpdate, factors_program, fused_rule
-from jaxferry.optimizer.optimized_tree import OptimizedTree
-from jaxferry.optimizer.optimizers import FusedTransformation, HostRule
+from jaxferry.optimizer.optimizers import HostRule
 from jaxferry.optimizer.pieces import filled
-from jaxferry.optimizer.separable import Held, init_content
+from jaxferry.optimizer.replay import TreeUpdate
 from jaxferry.optimizer.update_group import (
     UpdateGroup,
     by_leaf,
+    by_master,
+    masters_by_leaf,
     packed,
     path_names,
-    put_together,
-    select,
-    subtree,
-    taken_apart,
     vectors_arriving,
 )
-from jaxferry.partition import Layer, bits_of, result_shapes, trace, zeros_of
+from jaxferry.partition import Layer, bits_of, trace, zeros_of
 from jaxferry.step import Arrival
 from jaxferry.transport import Placement, Vectors, compile_shared, updated_vectors, writes_in_place
 
@@ -110,7 +105,7 @@ class _InitialState:
     ) -> None:
         self._placement = placement
         graph = trace(init, [jax.ShapeDtypeStruct(master.shape, master.dtype) for master in masters], (), {})
-        avals: list[Any] = [graph.avals[atom] if isinstance(atom, int) else atom.aval for atom in graph.outputs]
+        avals = list(map(graph.aval_of, graph.outputs))
         self._zeros = {i: avals[i] for i in zeros_of(graph) if bits_of(avals[i].dtype) >= 8}
 
         def others(masters: Any) -> list[jax.Array]:
@@ -135,7 +130,7 @@ class UpdatePrograms:
       clip_norm: global norm to clip gradients to, or None.
     """
 
-    def __init__(self, tree: OptimizedTree, placement: Placement, clip_norm: float | None) -> None:
+    def __init__(self, tree: TreeUpdate, placement: Placement, clip_norm: float | None) -> None:
         self._tree, self._placement, self._clip_norm = tree, placement, clip_norm
         self._programs: dict[Any, Any] = {}
         self._updates: dict[Any, Update] = {}
@@ -143,22 +138,12 @@ class UpdatePrograms:
 
     def init_state(self, unit: UpdateGroup, masters: Sequence[jax.Array]) -> list[jax.Array]:
         """The initial Optax state of a unit, in host memory."""
-        # The function is kept, and so is what it refers to: not the unit, which holds arrays.
-        leaves, held, is_by_part = unit.leaves, unit.keys, bool(unit.parts)
+        held = unit.keys  # the function is kept, and so is what it refers to: not the unit, which holds arrays
 
         def init(masters: Any) -> list[jax.Array]:
-            masters = jax.device_put(masters, jax.memory.Space.Device)
-            if is_by_part:
-                return self._tree.by_part.init(held, masters)
-            return jax.tree.leaves(
-                self._tree.optimizer.init(self._tree.subtree(dict(zip(leaves, masters, strict=True))))
-            )
+            return self._tree.init(held, jax.device_put(masters, jax.memory.Space.Device))
 
-        key: Any = ("init", leaves, tuple(master.shape for master in masters))
-        if not unit.parts:
-            key = (
-                init_content(self._tree.optimizer, self._tree.tree, self._tree.avals, leaves, self._tree.prunes) or key
-            )
+        key = (self._tree.init_content(unit.leaves) or unit.leaves, tuple(master.shape for master in masters))
         if key not in self._programs:
             self._programs[key] = _InitialState(init, masters, self._placement)
         state: list[jax.Array] = self._programs[key](masters)
@@ -213,18 +198,10 @@ class UpdatePrograms:
           unit: the unit.
           layers: its layers' trained parameters.
         """
-        # What is returned keeps no reference to the unit, which holds arrays.
-        leaves, held, is_by_part = unit.leaves, unit.keys, bool(unit.parts)
-        structure = None if is_by_part else jax.tree.structure(self._tree.state(leaves))
+        held, in_order = unit.keys, by_master(unit, layers)  # not the unit, which holds arrays
 
         def update(masters: Any, state: Any, gradients: dict[int, jax.Array], norm: jax.Array) -> Any:
-            found = self._clipped(gradients, norm)
-            if is_by_part:
-                return self._tree.by_part.update(held, [found[i] for i in sorted(found)], masters, state)
-            params = self._tree.subtree(dict(zip(leaves, masters, strict=True)))
-            whole, before = put_together(layers, found), jax.tree.unflatten(structure, state)
-            updates, after = self._tree.optimizer.update(self._tree.subtree(whole), before, params)
-            return jax.tree.leaves(optax.apply_updates(params, updates)), jax.tree.leaves(after)
+            return self._tree.update(held, in_order(self._clipped(gradients, norm)), masters, state)
 
         return update
 
@@ -232,25 +209,25 @@ class UpdatePrograms:
         """Returns everything that the update of a unit depends on: units with equal keys share a program."""
         layouts = tuple(layer.layout for layer in self._owned(unit, layers))
         shapes = tuple(tuple(master.shape) for master in unit.masters)
-        content = self._tree.whole.content(unit.leaves) or unit.leaves
+        content = self._tree.content(unit.leaves) or unit.leaves
         return (content, shapes, layouts, tuple(arrivals[i] for i in unit.layers))
 
     def plain_content(self, unit: UpdateGroup) -> tuple[Hashable, bool]:
         """Everything that `plain` depends on besides the layers' layouts, and whether that is so for all models."""
-        content = self._tree.whole.content(unit.leaves)
-        is_shared = content is not None and not unit.parts and len(unit.layers) == 1
+        content = self._tree.content(unit.leaves)
+        is_shared = content is not None and not unit.is_by_part and len(unit.layers) == 1
         return (content or unit.leaves, self._clip_norm), is_shared
 
     def _content(self, key: Any, unit: UpdateGroup) -> Hashable | None:
         """Everything that a compiled update depends on, whatever the model; None if that cannot be compared."""
-        if unit.parts or len(unit.layers) > 1 or self._tree.whole.content(unit.leaves) is None:
+        if unit.is_by_part or len(unit.layers) > 1 or self._tree.content(unit.leaves) is None:
             return None
         place = self._placement
         return ("update", key, self._clip_norm, place, place.is_cpu)
 
     def _factors_content(self, unit: UpdateGroup) -> Hashable | None:
         """Likewise for the factors of a step."""
-        content = self._tree.whole.content(unit.leaves)
+        content = self._tree.content(unit.leaves)
         return content and ("factors", content, self._clip_norm, self._placement)
 
     def text(self, unit: UpdateGroup, layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> str:
@@ -265,7 +242,7 @@ class UpdatePrograms:
         return f"fused {rule.step} {dtypes} {writes_in_place(self._placement)} {layouts}"
 
     def _lower_factors(self, unit: UpdateGroup, rule: HostRule) -> Any:
-        state, where = self._state_tree(unit), self._placement.host_compute
+        state, where = self._tree.state_of(unit.leaves), self._placement.host_compute
         count, number = (jax.ShapeDtypeStruct((), dtype, sharding=where) for dtype in (jnp.int32, jnp.float32))
         function, num_counts = factors_program(rule, state, self._clip_norm)
         jitted = jax.jit(function, out_shardings=where, keep_unused=True)
@@ -280,7 +257,7 @@ class UpdatePrograms:
             rule,
             self._factors,
             own,
-            self._state_tree(unit),
+            self._tree.state_of(unit.leaves),
             self._decays(rule, unit),
             self._dtypes_arriving(unit, layers, reads),
             place,
@@ -289,19 +266,14 @@ class UpdatePrograms:
 
     def _lower(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> Any:
         place, unit_layers = self._placement, self._owned(unit, layers)
-        state = self._state_tree(unit)
-        update: Any = functools.partial(self._part_update, unit.keys) if unit.parts else self._optax_update
+        update, masters_of = self.plain(unit, unit_layers), masters_by_leaf(unit, unit_layers)
 
-        def flat_update(masters: Any, state_leaves: Any, vectors: Any, gradients: Any, *numbers: jax.Array) -> Any:
+        def flat_update(masters: Any, state: Any, vectors: Any, gradients: Any, norm: Any, scale: Any) -> Any:
             # Operands of different memory kinds do not mix; on a CPU this placement copies nothing.
-            host = (masters, state_leaves, vectors, gradients)
-            masters, state_leaves, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
-            params, before = masters, state_leaves
-            if not unit.parts:
-                params = subtree(self._tree.tree, dict(zip(unit.leaves, masters, strict=True)), self._tree.prunes)
-                before = jax.tree.unflatten(jax.tree.structure(state), state_leaves)
-            params, after, packed = update(unit_layers, params, before, vectors, gradients, *numbers)
-            return jax.tree.leaves(params), jax.tree.leaves(after), packed
+            host = (masters, state, vectors, gradients)
+            masters, state, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
+            masters, state = update(masters, state, by_leaf(unit_layers, gradients, scale), norm)
+            return masters, state, packed(unit_layers, masters_of(masters), vectors)
 
         def struct(x: Any, where: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
@@ -340,62 +312,18 @@ class UpdatePrograms:
 
     def _rule(self, unit: UpdateGroup, reads: Sequence[Arrival], layers: Sequence[Layer]) -> HostRule | None:
         """Returns the native library's rule for a unit; None if Optax has to update it."""
-        own, state = self._owned(unit, layers), self._state_tree(unit)
-        is_cut = any(leaf.part is not None for layer in own for leaf in layer.leaves)
-        if state is None or (is_cut and not unit.parts) or [name for name, _ in unit.state_keys] != path_names(state):
+        own, state = self._owned(unit, layers), self._tree.state_of(unit.leaves)
+        is_joined = not unit.is_by_part and any(leaf.part is not None for layer in own for leaf in layer.leaves)
+        if is_joined or [name for name, _ in unit.state_keys] != path_names(state):
             return None
         return fused_rule(self._tree.optimizer, state, own, [arrival is not Arrival.NONE for arrival in reads])
 
-    def _state_tree(self, unit: UpdateGroup) -> Any:
-        """Returns shapes of a unit's Optax state; None if parts have no usable state tree of their own."""
-        if not unit.parts:
-            return self._tree.state(unit.leaves)
-        if not isinstance(self._tree.optimizer, FusedTransformation) or len(set(unit.leaves)) < len(unit.leaves):
-            return None
-        return result_shapes(self._tree.optimizer.init, self._tree.subtree_of(unit.leaves))
-
     def _decays(self, rule: HostRule, unit: UpdateGroup) -> list[bool]:
-        """Returns which masters of a unit decay; of a unit of parts, by the mask of the model's own tree."""
+        """Returns which masters of a unit decay."""
         found: list[bool] = []
-        leaves, tree = unit.leaves, self._tree
-        if unit.parts:
-            leaves, shown = tuple(tree.shown), tree.subtree_of(tree.shown)
-        else:
-            shown = tree.subtree(select(tree.avals, leaves))
-        jax.eval_shape(lambda params: found.extend(rule.decays(params)), shown)
-        decays = dict(zip(sorted(leaves), found, strict=True))
+        jax.eval_shape(lambda params: found.extend(rule.decays(params)), self._tree.params)
+        decays = dict(zip(self._tree.leaves, found, strict=True))
         return [decays[leaf] for leaf in unit.leaves]
-
-    def _part_update(
-        self,
-        held: Held,
-        layers: Sequence[Layer],
-        masters: Any,
-        state: Any,
-        vectors: Any,
-        gradients: Any,
-        norm: jax.Array,
-        scale: jax.Array,
-    ) -> Any:
-        found = self._clipped(by_leaf(layers, gradients, scale), norm)
-        masters, state = self._tree.by_part.update(held, [found[index] for index in sorted(found)], masters, state)
-        return masters, state, packed(layers, dict(zip(sorted(found), masters, strict=True)), vectors)
-
-    def _optax_update(
-        self,
-        layers: Sequence[Layer],
-        params: Any,
-        state: Any,
-        vectors: Any,
-        gradients: Any,
-        norm: jax.Array,
-        scale: jax.Array,
-    ) -> Any:
-        whole = put_together(layers, self._clipped(by_leaf(layers, gradients, scale), norm))
-        updates, state = self._tree.optimizer.update(self._tree.subtree(whole), state, params)
-        params = optax.apply_updates(params, updates)
-        masters = dict(zip(sorted(whole), jax.tree.leaves(params), strict=True))
-        return params, state, packed(layers, taken_apart(layers, masters), vectors)
 
     def _clipped(self, gradients: dict[int, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
         """Scales gradients to `clip_norm` if `norm` exceeds it: `optax.clip_by_global_norm` with a given norm."""

@@ -13,6 +13,7 @@ from .graph import Graph as Graph
 from .graph import aval_bytes as aval_bytes
 from .graph import bits_of as bits_of
 from .graph import evaluate as evaluate
+from .graph import graph_of as graph_of
 from .graph import live_equations as live_equations
 from .graph import result_shapes as result_shapes
 from .graph import trace as trace

@@ -113,7 +113,7 @@ def values_kept_by(
 
 
 def _may_keep(policy: Callable[..., Any], graph: Graph, equation: Equation) -> bool:
-    avals = [graph.avals[atom] if isinstance(atom, int) else atom.aval for atom in equation.inputs]
+    avals = list(map(graph.aval_of, equation.inputs))
     answer = policy(equation.primitive, *avals, **equation.params)
     if not isinstance(answer, bool | np.bool_):
         raise InputError(

@@ -84,6 +84,10 @@ class Graph:
     num_processes: int = 1
     kept: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
+    def aval_of(self, atom: Atom) -> type_of_aval:
+        """Shape and dtype of a value or a literal."""
+        return self.avals[atom] if isinstance(atom, int) else atom.aval
+
     def num_bytes(self, value: int) -> int:
         """Bytes of one value."""
         return aval_bytes(self.avals[value])

@@ -343,7 +343,7 @@ class _Rewrite:
         if not has_default_precision(equation):
             return None
         atoms = equation.inputs
-        avals: list[Any] = [self._graph.avals[atom] if isinstance(atom, int) else atom.aval for atom in atoms]
+        avals: list[Any] = list(map(self._graph.aval_of, atoms))
         found = [references.get(atom) if isinstance(atom, int) else None for atom in atoms]
         dims = dot_dims(equation, (avals[0].ndim, avals[1].ndim))
         side = 0 if found[0] is not None else 1

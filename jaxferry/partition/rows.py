@@ -173,7 +173,7 @@ def keep_rows(
         for atom in (scatters[i].inputs[1:] if i in scatters else [output])
     ]
     equations = live_equations(graph.equations, atoms)
-    avals = [graph.avals[atom] if isinstance(atom, int) else atom.aval for atom in atoms]
+    avals = list(map(graph.aval_of, atoms))
     num_cotangents = len(graph.outputs) - num_gradients
 
     def sparse(*given: Any) -> tuple[list[Any], list[Any]]:

@@ -142,7 +142,7 @@ class _Search:
         return self._graph.num_bytes(atom) if is_of_parameters and isinstance(atom, int) else 0
 
     def _shape(self, atom: Atom) -> tuple[int, ...]:
-        aval: Any = self._graph.avals[atom] if isinstance(atom, int) else atom.aval
+        aval: Any = self._graph.aval_of(atom)
         return tuple(aval.shape)
 
     def _roots_of(self, atom: Atom) -> frozenset[int]:

@@ -296,7 +296,7 @@ def check_outputs(graph: Graph) -> tuple[int, jax.tree_util.PyTreeDef | None]:
     if not isinstance(loss, int):
         raise PartitionError(f"loss_fn must return a scalar, or (scalar, aux); it returns {graph.out_tree}")
     atom = graph.outputs[loss]
-    aval: Any = graph.avals[atom] if isinstance(atom, int) else atom.aval
+    aval: Any = graph.aval_of(atom)
     if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
         raise PartitionError(
             f"loss_fn must return a real floating-point scalar, or (scalar, aux); its loss is "

@@ -14,7 +14,15 @@ import numpy as np
 import optax
 
 from jaxferry.engine import UNSCALED, Owner, TrainState
-from jaxferry.optimizer import HostOptimizer, Parts, host_array, host_memory, masters_from_arrays
+from jaxferry.optimizer import (
+    HostOptimizer,
+    Stored,
+    host_array,
+    host_memory,
+    is_key,
+    masters_from_arrays,
+    stored_whole,
+)
 from jaxferry.partition import (
     Layer,
     Ownership,
@@ -202,21 +210,19 @@ class Model:
         if more_sums > 0:
             self._known = tuple(layers), dict(widened or {})
 
-    def masters(self, leaves: Sequence[Any]) -> dict[int, Parts]:
+    def masters(self, leaves: Sequence[Any]) -> dict[int, Stored]:
         """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
         return masters_from_arrays(leaves, self._dtypes(), self._placement, self._spans())
 
-    def optimizer_state(self, leaves: Mapping[str, Any]) -> dict[str, Parts]:
+    def optimizer_state(self, leaves: Mapping[str, Any]) -> dict[str, Stored]:
         """Reads the leaves of the optimizer's state from a checkpoint likewise, by path; they keep their dtypes."""
         state = [key for unit in self.optimizer.units_of(self.layers) for key in unit.state_keys]
         spans = {name: span for name, span in state if isinstance(span, Span)}
         where = self._placement.host
         return {
-            name: {
-                spans.get(name): jax.device_put(leaf.read(), where, may_alias=False)
-                if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-                else host_array(leaf, self._placement, leaf.dtype, spans.get(name))
-            }
+            name: stored_whole(jax.device_put(leaf.read(), where, may_alias=False))
+            if is_key(leaf)
+            else host_array(leaf, self._placement, leaf.dtype, spans.get(name))
             for name, leaf in leaves.items()
         }
 
@@ -231,9 +237,9 @@ class Model:
 
     def new_state(
         self,
-        masters: dict[int, Parts],
+        masters: dict[int, Stored],
         layers: Sequence[Layer],
-        optimizer: dict[str, Parts] | None = None,
+        optimizer: dict[str, Stored] | None = None,
         step: int = 0,
         *,
         owner: Owner,

@@ -11,10 +11,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from checkpoints import content, plain
+from checkpoints import content, plain, stacked
 from jaxferry import checkpoint
 from jaxferry.checkpoint import arrays, leaves
-from jaxferry.optimizer import Stacked
+from jaxferry.optimizer import Stored
 from jaxferry.partition import Span
 
 MIB = 2**20
@@ -56,9 +56,9 @@ def large(seed):
     rng = np.random.default_rng(seed)
     params = {f"['{i}']": rng.standard_normal(shape, dtype=np.float32) for i, shape in enumerate(SHAPES)}
     for axis in range(3):
-        parts = tuple(rng.standard_normal((3, 5), dtype=np.float32) for _ in range(4))
-        params[f"['stacked along {axis}']"] = Stacked(parts, axis)
-    params["['a number for each layer']"] = Stacked(tuple(np.array(i / 8, np.float32) for i in range(4)), 0)
+        parts = [rng.standard_normal((3, 5), dtype=np.float32) for _ in range(4)]
+        params[f"['stacked along {axis}']"] = stacked(parts, axis)
+    params["['a number for each layer']"] = stacked([np.array(i / 8, np.float32) for i in range(4)], 0)
     paths = [[name[2:-2]] for name in params]
     return dataclasses.replace(content(), params=params, dtypes=["float32"] * len(params), dictionary_paths=paths)
 
@@ -74,8 +74,8 @@ def test_leaves_of_many_chunks_are_read_bit_by_bit_also_by_orbax_alone(num_bytes
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
         read = checkpointer.restore(tmp_path / "saved/save_0/arrays")
     for i, leaf in enumerate(saved.params.values()):
-        for k, part in enumerate(leaf.parts if isinstance(leaf, Stacked) else (leaf,)):
-            name = f"{i}.{k}" if isinstance(leaf, Stacked) else str(i)
+        for k, part in enumerate(leaf.arrays if isinstance(leaf, Stored) else (leaf,)):
+            name = f"{i}.{k}" if isinstance(leaf, Stored) else str(i)
             np.testing.assert_array_equal(read["params"][name], part)
 
 
@@ -86,7 +86,7 @@ def test_some_elements_of_a_leaf_are_read_also_where_it_was_stacked_along_any_ax
     monkeypatch.setattr(leaves, "_PLACED", placed)
     saved = large(0)
     checkpoint.save(saved, tmp_path / "saved")
-    wholes = {name: leaf.whole() if isinstance(leaf, Stacked) else leaf for name, leaf in saved.params.items()}
+    wholes = {name: leaf.array(None) if isinstance(leaf, Stored) else leaf for name, leaf in saved.params.items()}
 
     def check(stored):
         for name, leaf in stored.params.items():

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from jaxferry.optimizer import LazyParameter, pieces
+from jaxferry.optimizer import LazyParameter, Stored, pieces
 from jaxferry.optimizer import given as lazy_parameter
 from jaxferry.partition import Part, Span
 
@@ -40,7 +40,7 @@ def elements_of_two(array, index):
     def run(number):
         span = Span(cuts[number], cuts[number + 1])
         parts = {span: array.reshape(-1)[span.start : span.stop]}
-        found[number] = pieces.elements_of(parts, array.shape, together.placement(number), index)
+        found[number] = Stored(parts, array.shape, array.dtype).elements(together.placement(number), index)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -75,7 +75,7 @@ def test_elements_of_parts_are_those_of_the_whole_array(index, axis):
     array = np.arange(math.prod((7, 3, 2)), dtype=np.float32).reshape(7, 3, 2)
     length = array.shape[axis]
     parts = {Part(number, length, axis): array.take(number, axis) for number in range(length)}
-    np.testing.assert_array_equal(pieces.elements_of(parts, array.shape, None, index), array[index])
+    np.testing.assert_array_equal(Stored(parts, array.shape, array.dtype).elements(None, index), array[index])
 
 
 @pytest.mark.parametrize("shape", [(7, 3, 2), (11,), ()])

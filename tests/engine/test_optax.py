@@ -73,6 +73,7 @@ SEPARABLE = {
     "muon": optax.contrib.muon(1e-2),
     "adaptive clipping": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
     "by value": optax.chain(optax.clip(0.01), optax.zero_nans(), optax.sgd(0.1)),
+    "noise": optax.chain(optax.add_noise(0.01, 0.55, 0), optax.sgd(0.1)),
     "one pass": jaxferry.adamw(SCHEDULE, eps=1e-3, mask=each(lambda _, ndim: ndim > 1)),
 }
 LESS_OFTEN = (
@@ -102,7 +103,6 @@ JOINT = {
     ),
     "accumulation": optax.MultiSteps(optax.sgd(0.1), 2),
     "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
-    "noise": optax.chain(optax.add_noise(0.01, 0.55, 0), optax.sgd(0.1)),
     "prodigy": optax.contrib.prodigy(0.1, eps=1e-3),
 }
 

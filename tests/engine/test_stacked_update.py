@@ -10,7 +10,7 @@ import pytest
 
 import jaxferry
 from jaxferry.native import is_available
-from jaxferry.optimizer import FusedUpdate, HostOptimizer, Pieces, whole_of
+from jaxferry.optimizer import FusedUpdate, HostOptimizer, Pieces, Stored, stored_whole
 from jaxferry.partition import Part, make_layer
 from jaxferry.step import Arrival
 from jaxferry.transport import make_placement
@@ -55,7 +55,8 @@ class Run:
         self.host = HostOptimizer(optimizer, tree, leaves, self.place, clip_norm)
         self.host.check_parts(layers)
         self.units = self.host.units_of(layers)
-        masters = Pieces({i: {None: self.put(leaf)} for i, leaf in enumerate(jax.tree.leaves(random(0)))}, self.place)
+        leaves = jax.tree.leaves(random(0))
+        masters = Pieces({i: stored_whole(self.put(leaf)) for i, leaf in enumerate(leaves)}, self.place)
         for unit in self.units:
             unit.masters = [masters.take(key) for key in unit.keys]
             unit.state = self.host.updates.init_state(unit, unit.masters)
@@ -88,17 +89,17 @@ class Run:
             assert_same_bits(vector, expected)
 
     def params(self):
-        return [whole_of(parts, (), self.place) for _, parts in sorted(self.collect("keys", "masters").items())]
+        return [stored.array(self.place) for _, stored in sorted(self.collect("keys", "masters").items())]
 
     def state(self):
-        return {name: whole_of(parts, (), self.place) for name, parts in self.collect("state_keys", "state").items()}
+        return {name: stored.array(self.place) for name, stored in self.collect("state_keys", "state").items()}
 
     def collect(self, keys, arrays):
         found = {}
         for unit in self.units:
             for (name, part), array in zip(getattr(unit, keys), getattr(unit, arrays), strict=True):
                 found.setdefault(name, {})[part] = array
-        return found
+        return {name: Stored(pieces, (), None) for name, pieces in found.items()}
 
 
 def plain(optimizer, num_steps):
@@ -199,12 +200,13 @@ def test_a_joint_optimizer_updates_whole_parameters():
 def test_pieces_are_cut_and_joined_along_their_axis_and_given_away_once():
     place, whole = make_placement(), np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     parts = [Part(i, 3, 1) for i in range(3)]
-    pieces = Pieces({"a": {None: jax.device_put(whole, place.host)}}, place)
+    pieces = Pieces({"a": stored_whole(jax.device_put(whole, place.host))}, place)
     cut = {part: pieces.take(("a", part)) for part in parts}
     for part, array in cut.items():
         np.testing.assert_array_equal(array, whole[:, part.number])
     again = pieces.take(("a", parts[0]))
     assert again is not cut[parts[0]] and again.unsafe_buffer_pointer() != cut[parts[0]].unsafe_buffer_pointer()
-    np.testing.assert_array_equal(Pieces({"a": cut}, place).take(("a", None)), whole)
-    other = Pieces({"a": cut}, place).take(("a", Part(1, 2, 0)))
+    stored = {"a": Stored(cut, whole.shape, whole.dtype)}
+    np.testing.assert_array_equal(Pieces(stored, place).take(("a", None)), whole)
+    other = Pieces(stored, place).take(("a", Part(1, 2, 0)))
     np.testing.assert_array_equal(other, whole[1])

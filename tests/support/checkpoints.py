@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.checkpoint import Checkpoint
-from jaxferry.optimizer import Stacked
+from jaxferry.optimizer import Stored
+from jaxferry.partition import Part
 
 
 def content(seed=0, step=None):
@@ -23,7 +24,7 @@ def content(seed=0, step=None):
             "['a']['v']": v,
             "['a']['w']": w,
             "['b']['half']": rng.standard_normal((3, 5)).astype(jnp.bfloat16),
-            "['b']['layers']": Stacked(tuple(rng.standard_normal((8, 64), dtype=np.float32) for _ in range(3)), 1),
+            "['b']['layers']": stacked([rng.standard_normal((8, 64), dtype=np.float32) for _ in range(3)], 1),
         },
         dtypes=["float32", "float32", "float32", "bfloat16", "float32"],
         dictionary_paths=[["a", "none"], ["a", "v"], ["a", "w"], ["b", "half"], ["b", "layers"]],
@@ -31,6 +32,12 @@ def content(seed=0, step=None):
         loss_scale=[1024.0, seed],
         extra={"memory": rng.standard_normal((2, 3), dtype=np.float32)},
     )
+
+
+def stacked(parts, axis):
+    """An array that is stored in these parts along an axis."""
+    whole = np.stack(parts, axis)
+    return Stored({Part(i, len(parts), axis): part for i, part in enumerate(parts)}, whole.shape, whole.dtype)
 
 
 def earlier(folder):
@@ -50,8 +57,8 @@ def plain(saved):
 
 
 def _bits(leaf):
-    if isinstance(leaf, Stacked):
-        leaf = leaf.whole()
+    if isinstance(leaf, Stored):
+        leaf = leaf.array(None)
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     leaf = np.asarray(leaf)

@@ -1,0 +1,447 @@
+"""The update of some parameters, replayed from the traced update of the whole tree.
+
+    optimizer --trace once, on the model's own tree--> equations --those that a group's outputs need--> its update
+
+Optax sees the tree, the shapes and the paths that the user knows, so masks, labels and schedules mean what they say.
+The update of a group of whole parameters runs the equations that its outputs depend on, so it equals the whole update
+by construction. If no output of one parameter depends on another, each layer has an update of its own. Clipping by
+global norm is an example of an optimizer that needs all parameters.
+
+Parts of a parameter are updated alone if the equations are element-wise: the same equations run on the part. Otherwise
+(factored moments, norms of a parameter) the parts are updated together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxferry.errors import InputError
+from jaxferry.optimizer.pieces import Key, Where
+from jaxferry.optimizer.update_group import path_names
+from jaxferry.partition import (
+    ELEMENTWISE,
+    Atom,
+    Canonical,
+    Equation,
+    Graph,
+    Span,
+    bytes_of,
+    evaluate,
+    graph_of,
+    live_equations,
+    result_shapes,
+)
+
+SHARED = -1
+"""The owner of state that belongs to no single parameter."""
+
+Held = Sequence[tuple[int, Where]]
+"""Leaves of the model's tree, each with its part or some of its elements; None for a whole leaf."""
+
+_SAME_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
+
+
+class TreeUpdate:
+    """An Optax transformation, traced on a tree of parameters.
+
+    Args:
+      optimizer: the transformation.
+      tree: the structure of the parameters.
+      avals: their shapes and master dtypes.
+      hidden: leaves that the transformation does not see, by index.
+
+    Attributes:
+      optimizer: the transformation.
+      leaves: the leaves that it sees.
+      params: their shapes, in a tree that masks the others.
+    """
+
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        tree: jax.tree_util.PyTreeDef,
+        avals: Sequence[Any],
+        hidden: Collection[int] = (),
+    ) -> None:
+        self.optimizer = optimizer
+        self.leaves = [leaf for leaf in range(len(avals)) if leaf not in hidden]
+        self.params = _masked(tree, {leaf: avals[leaf] for leaf in self.leaves})
+        init = _graphs(optimizer.init, self.params)
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(init[0].aval_of, init[0].outputs)]
+        self._state = jax.tree.unflatten(init[0].out_tree, shapes)
+        self._state_avals, self._state_names = shapes, path_names(self._state)
+        names = dict(zip(path_names(self.params), self.leaves, strict=True))
+        self._owners = owners = [_owner(name, names) for name in self._state_names]
+        update = _update_graphs(optimizer, self.params, self._state)
+        of_leaves = {leaf: tuple(avals[leaf].shape) for leaf in self.leaves}
+        self._update = _Replay(update, [*self.leaves, *self.leaves, *owners], [*self.leaves, *owners], of_leaves)
+        self._init = _Replay(init, self.leaves, owners, of_leaves)
+        self._places = {leaf: place for place, leaf in enumerate(self.leaves)}
+
+    @functools.cached_property
+    def mixes(self) -> bool:
+        """Whether an output of one leaf depends on another leaf, or the update has effects."""
+        return self._update.has_effects or self._update.mixes() or self._init.mixes()
+
+    def frozen(self) -> frozenset[int]:
+        """Returns leaves whose update is always zero, that own no state and on which no other output depends."""
+        if self._update.has_effects:
+            return frozenset()
+        zeros = {leaf for place, leaf in enumerate(self.leaves) if self._update.is_zero(place)}
+        return frozenset(zeros.difference(self._owners, *self._update.sources, *self._init.sources))
+
+    def obstacle(self, leaf: int) -> str | None:
+        """Returns why the parts of a leaf cannot be updated separately; None if they can."""
+        return self._update.obstacle(leaf) or self._init.obstacle(leaf)
+
+    def content(self, leaves: Sequence[int]) -> str | None:
+        """Returns a digest of the update of these leaves, equal for equal layers; None if it has no digest."""
+        return self._update.content(leaves)
+
+    def init_content(self, leaves: Sequence[int]) -> str | None:
+        """Returns a digest of the initial state of these leaves; None if it has no digest."""
+        return self._init.content(leaves)
+
+    def state_of(self, leaves: Collection[int]) -> Any:
+        """Returns shapes of the state of these leaves in the whole state's tree, with None in other leaves' places."""
+        own = {SHARED, *leaves}
+        kept = [a if owner in own else None for a, owner in zip(self._state_avals, self._owners, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(self._state), kept)
+
+    @functools.cached_property
+    def visible_state(self) -> Any:
+        """Shapes of the whole state as users see it.
+
+        Dictionaries lack hidden parameters if each layer has an update of its own and the transformation accepts trees
+        without the others; otherwise hidden parameters are `optax.MaskedNode`s.
+        """
+        leaves, tree = jax.tree.flatten(self.params)
+        if self.mixes:
+            return self._state
+        try:
+            # A mask or labels given as a tree of the whole model fit only the whole tree.
+            result_shapes(self.optimizer.init, _pruned(_masked(tree, {0: leaves[0]})))
+            return result_shapes(self.optimizer.init, _pruned(self.params))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return self._state
+
+    def state_keys(self, held: Held) -> list[Key]:
+        """Returns the keys of the state's leaves that belong to these parts, or are shared."""
+        return [(self._state_names[i], part) for i, part in self._state_numbers(held)]
+
+    def state_avals(self, held: Held) -> list[jax.ShapeDtypeStruct]:
+        """Returns shapes and dtypes of the leaves that `state_keys` names."""
+        return [part_aval(self._state_avals[i], part) for i, part in self._state_numbers(held)]
+
+    def init(self, held: Held, masters: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the initial state of parts; for a jitted function."""
+        made = self._init(held, dict(zip(self._placed(held), masters, strict=True)))
+        return [made[number] for number in self._state_numbers(held)]
+
+    def update(
+        self, held: Held, gradients: Sequence[jax.Array], masters: Sequence[jax.Array], state: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns masters and state after a step; for a jitted function."""
+        count, placed, numbers = len(self.leaves), self._placed(held), self._state_numbers(held)
+        arguments: dict[Key, Any] = dict(zip(placed, gradients, strict=True))
+        arguments |= {(count + i, part): array for (i, part), array in zip(placed, masters, strict=True)}
+        arguments |= {(2 * count + i, part): array for (i, part), array in zip(numbers, state, strict=True)}
+        made = self._update(held, arguments)
+        after: Any = optax.apply_updates(list(masters), [made[key] for key in placed])
+        return after, [made[count + i, part] for i, part in numbers]
+
+    def _placed(self, held: Held) -> Held:
+        """Returns the same with each leaf's place among the leaves that the optimizer sees."""
+        return [(self._places[leaf], part) for leaf, part in held]
+
+    def _state_numbers(self, held: Held) -> list[Key]:
+        """Returns numbers and parts of the leaves of the state that belong to these parts, or are shared."""
+        parts: dict[int, list[Where]] = {SHARED: [None]}
+        for leaf, part in held:
+            parts.setdefault(leaf, []).append(part)
+        return [(i, part) for i, owner in enumerate(self._owners) for part in parts.get(owner, ())]
+
+
+def _masked(tree: jax.tree_util.PyTreeDef, leaves: Mapping[int, Any]) -> Any:
+    """Returns the tree with some of its leaves, and an `optax.MaskedNode` in place of each other one."""
+    return jax.tree.unflatten(tree, [leaves.get(index, optax.MaskedNode()) for index in range(tree.num_leaves)])
+
+
+def _pruned(node: Any) -> Any:
+    """Returns a tree without the entries of dictionaries that hold no leaf."""
+    if type(node) is dict:
+        return {key: _pruned(child) for key, child in node.items() if jax.tree.leaves(child)}
+    return node
+
+
+def _graphs(function: Callable[..., Any], *args: Any) -> tuple[Graph, Graph]:
+    """Traces a function; returns its graph, and that with calls of jitted functions, which XLA rounds otherwise."""
+    leaves, tree = jax.tree.flatten(args)
+    closed, shape = jax.make_jaxpr(lambda x: function(*jax.tree.unflatten(tree, x)), return_shape=True)(leaves)
+    made = [graph_of(closed, len(leaves), jax.tree.structure(shape), keeps_calls) for keeps_calls in (False, True)]
+    return made[0], made[1]
+
+
+def _update_graphs(optimizer: optax.GradientTransformation, params: Any, state: Any) -> tuple[Graph, Graph]:
+    """Traces `optimizer.update(gradients, state, params)`; the outputs are the updates, then the new state."""
+
+    def update(gradients: Any, params: Any, state: Any) -> Any:
+        return optimizer.update(gradients, state, params)
+
+    try:
+        return _graphs(update, params, params, state)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise InputError(
+            f"the optimizer needs more than gradients, state and parameters: {error}; use one that does not. "
+            "Instead of a transformation that reads the loss (value=), wrap the optimizer in optax.inject_hyperparams "
+            "and call state.set_hyperparams(learning_rate=...)"
+        ) from error
+
+
+def _owner(name: str, names: dict[str, int]) -> int:
+    """Returns the parameter that owns a leaf of the state: the one whose path is a suffix of the leaf's path."""
+    if "" in names:
+        return 0  # the tree is a single array
+    for start in range(len(name)):
+        if name[start:] in names:
+            return names[name[start:]]
+    return SHARED
+
+
+def part_aval(aval: Any, part: Where) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of a part of an array, or of some of its elements."""
+    shape = tuple(aval.shape)
+    if isinstance(part, Span):
+        shape = (part.size,)
+    elif part is not None:
+        shape = (*shape[: part.axis], *shape[part.axis + 1 :])
+    return jax.ShapeDtypeStruct(shape, aval.dtype)
+
+
+class _ObstacleError(Exception):
+    """Why an output cannot be computed by part."""
+
+
+@dataclasses.dataclass
+class _Recipe:
+    """How to compute the outputs of a stacked leaf for one part.
+
+    Attributes:
+      outputs: numbers and values of the outputs.
+      equations: element-wise equations and broadcasts of scalars, in order.
+      scalars: scalars that these equations read, the same for all parts.
+      is_of_scalar: whether the leaf is a scalar.
+    """
+
+    outputs: list[tuple[int, Atom]]
+    is_of_scalar: bool = False
+    equations: dict[int, Equation] = dataclasses.field(default_factory=dict)
+    scalars: set[int] = dataclasses.field(default_factory=set)
+
+
+class _Replay:
+    """A traced function of all parameters, run on some of them or on parts of them.
+
+    Args:
+      graphs: see `_graphs`.
+      inputs: the leaf that each input belongs to, or `SHARED`.
+      outputs: likewise for each output.
+      shapes: of the leaves.
+    """
+
+    def __init__(
+        self,
+        graphs: tuple[Graph, Graph],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        shapes: Mapping[int, tuple[int, ...]],
+    ) -> None:
+        (graph, self._calling), self._shapes = graphs, shapes
+        self._graph, self._numbers = graph, graph.parameters
+        self._inputs, self._outputs = list(inputs), list(outputs)
+        self._owner = dict(zip(self._numbers, inputs, strict=True))
+        self._made_by = {value: equation for equation in graph.equations for value in equation.outputs}
+        self._of_leaves = {value for value, owner in self._owner.items() if owner != SHARED}
+        for equation in graph.equations:
+            if not self._of_leaves.isdisjoint(equation.reads):
+                self._of_leaves.update(equation.outputs)
+        self._recipes: dict[int, _Recipe | str] = {}
+        self._contents: dict[tuple[int, ...], str | None] = {}
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether an equation has effects."""
+        return any(equation.has_effects for equation in self._graph.equations)
+
+    def mixes(self) -> bool:
+        """Whether an output of one leaf depends on another leaf."""
+        return any(made_from - {owner} for owner, made_from in zip(self._outputs, self.sources, strict=True))
+
+    @functools.cached_property
+    def sources(self) -> list[frozenset[int]]:
+        """For each output the leaves on which it depends."""
+        found = {value: frozenset({owner} - {SHARED}) for value, owner in self._owner.items()}
+        for equation in self._graph.equations:
+            made_from = frozenset[int]().union(*(found.get(value, frozenset()) for value in equation.reads))
+            found |= dict.fromkeys(equation.outputs, made_from)
+        return [found.get(atom, frozenset()) if isinstance(atom, int) else frozenset() for atom in self._graph.outputs]
+
+    def is_zero(self, output: int) -> bool:
+        """Whether an output is a constant zero."""
+        atom = self._graph.outputs[output]
+        while isinstance(atom, int) and atom not in self._graph.constants:
+            equation = self._made_by.get(atom)
+            if equation is None or equation.primitive.name not in _SAME_ZEROS:
+                return False
+            atom = equation.inputs[0]
+        return not np.any(np.asarray(self._graph.constants[atom] if isinstance(atom, int) else atom.val))
+
+    def content(self, leaves: Sequence[int]) -> str | None:
+        """Returns a digest of the equations for whole leaves and what is shared; None if there is none."""
+        key = tuple(leaves)
+        if key not in self._contents:
+            self._contents[key] = self._content({SHARED, *leaves})
+        return self._contents[key]
+
+    def _content(self, owners: Collection[int]) -> str | None:
+        graph = self._graph
+        inputs = [value for value, owner in zip(self._numbers, self._inputs, strict=True) if owner in owners]
+        outputs = [atom for atom, owner in zip(graph.outputs, self._outputs, strict=True) if owner in owners]
+        equations = _in_order_of_need(self._made_by, outputs)
+        read = {a for equation in equations for a in equation.reads} | {a for a in outputs if isinstance(a, int)}
+        constants = [value for value in graph.constants if value in read]
+        canonical = Canonical()
+        content = canonical.equations(equations, (*inputs, *constants), outputs, graph.avals)
+        known = [bytes_of(graph.constants[value]) for value in constants]
+        return None if canonical.is_opaque else canonical.digest((content, known))
+
+    def obstacle(self, leaf: int) -> str | None:
+        """Returns why a leaf cannot be processed by part; None if it can."""
+        found = self._recipe(leaf)
+        return found if isinstance(found, str) else None
+
+    def __call__(self, held: Held, arguments: Mapping[Key, Any]) -> dict[Key, Any]:
+        """Computes the outputs that belong to these parts, or are shared; keys are numbers and parts."""
+        graph = self._graph if any(part for _, part in held) else self._calling
+        values = dict(graph.constants)
+        values |= {self._numbers[i]: array for (i, part), array in arguments.items() if part is None}
+        whole = {SHARED, *(leaf for leaf, part in held if part is None)}
+        direct = {i: atom for i, atom in enumerate(graph.outputs) if self._outputs[i] in whole}
+        recipes = {leaf: self._recipe(leaf) for leaf, part in held if part is not None}
+        scalars = [value for recipe in recipes.values() if isinstance(recipe, _Recipe) for value in recipe.scalars]
+        evaluate(live_equations(graph.equations, [*direct.values(), *scalars]), values)
+        made: dict[Key, Any] = {
+            (i, None): values[atom] if isinstance(atom, int) else jnp.asarray(atom.val, graph.aval_of(atom).dtype)
+            for i, atom in direct.items()
+        }
+        for leaf, part in held:
+            recipe = recipes.get(leaf)
+            if part is not None and isinstance(recipe, _Recipe):
+                own = {i: array for (i, other), array in arguments.items() if other == part and self._inputs[i] == leaf}
+                shape = part_aval(jax.ShapeDtypeStruct(self._shapes[leaf], jnp.float32), part).shape
+                made |= {(i, part): array for i, array in self._follow(recipe, own, values, shape).items()}
+        return made
+
+    def _follow(
+        self, recipe: _Recipe, own: Mapping[int, Any], values: Mapping[int, Any], shape: tuple[int, ...]
+    ) -> dict[int, Any]:
+        known = {**values, **{self._numbers[i]: array for i, array in own.items()}}
+        for equation in recipe.equations.values():
+            operands = [known[atom] if isinstance(atom, int) else atom.val for atom in equation.inputs]
+            if recipe.is_of_scalar:  # of which there are arrays here
+                operands = [jnp.broadcast_to(operand, shape) for operand in operands]
+            if equation.primitive.name == "broadcast_in_dim":
+                known[equation.outputs[0]] = jnp.broadcast_to(operands[0], shape)
+            else:
+                params = equation.primitive.get_bind_params(equation.params)
+                with equation.context.manager:
+                    known[equation.outputs[0]] = equation.primitive.bind(*operands, **params)
+        literals = {
+            i: jnp.full(shape, atom.val, jnp.asarray(atom.val).dtype)
+            for i, atom in recipe.outputs
+            if not isinstance(atom, int)
+        }
+        return literals | {i: known[atom] for i, atom in recipe.outputs if isinstance(atom, int)}
+
+    def _recipe(self, leaf: int) -> _Recipe | str:
+        if leaf not in self._recipes:
+            try:
+                self._recipes[leaf] = self._find_recipe(leaf)
+            except _ObstacleError as error:
+                self._recipes[leaf] = str(error)
+        return self._recipes[leaf]
+
+    def _find_recipe(self, leaf: int) -> _Recipe:
+        outputs = [(i, self._graph.outputs[i]) for i, owner in enumerate(self._outputs) if owner == leaf]
+        recipe = _Recipe(outputs, is_of_scalar=not self._shapes[leaf])
+        for i, owner in enumerate(self._outputs):
+            if owner == SHARED and self._is_of_leaves(self._graph.outputs[i]):
+                raise _ObstacleError("what all parameters have in common depends on it")
+        for value in (*(v for v, owner in self._owner.items() if owner == leaf), *(a for _, a in recipe.outputs)):
+            if self._shape(value) != self._shapes[leaf]:
+                raise _ObstacleError("its state has another shape")
+        for _, atom in recipe.outputs:
+            self._need(leaf, atom, recipe)
+        return recipe
+
+    def _need(self, leaf: int, atom: Atom, recipe: _Recipe) -> None:
+        """Adds the equations that compute a value of the leaf's shape, depth first."""
+        if not isinstance(atom, int) or self._owner.get(atom) == leaf or atom in recipe.equations:
+            return
+        equation = self._made_by.get(atom)
+        if equation is None:
+            raise _ObstacleError("it meets an array that has no parts")
+        is_fill = equation.primitive.name == "broadcast_in_dim" and not self._shape(equation.inputs[0])
+        if not is_fill and equation.primitive.name not in ELEMENTWISE:
+            raise _ObstacleError(f"{equation.primitive.name!r} is not element-wise")
+        for operand in equation.inputs:
+            is_of_leaf = self._shapes[leaf] or self._is_of_leaves(operand)
+            if self._shape(operand) == self._shapes[leaf] and is_of_leaf:
+                self._need(leaf, operand, recipe)
+            elif self._shape(operand) or self._is_of_leaves(operand):
+                raise _ObstacleError(f"{self._reduction(leaf, operand, equation).primitive.name!r} is not element-wise")
+            elif isinstance(operand, int):
+                recipe.scalars.add(operand)
+        recipe.equations[atom] = equation
+
+    def _reduction(self, leaf: int, atom: Atom, reader: Equation) -> Equation:
+        """Returns the equation that reduces an array of the leaf's shape to a value of another shape."""
+        equation = self._made_by.get(atom) if isinstance(atom, int) else None
+        if equation is None or any(self._shape(operand) == self._shapes[leaf] for operand in equation.inputs):
+            return reader if equation is None else equation
+        inputs = [operand for operand in equation.inputs if self._is_of_leaves(operand)]
+        return self._reduction(leaf, inputs[0], equation) if inputs else equation
+
+    def _is_of_leaves(self, atom: Atom) -> bool:
+        return isinstance(atom, int) and atom in self._of_leaves
+
+    def _shape(self, atom: Atom) -> tuple[int, ...]:
+        return tuple(self._graph.aval_of(atom).shape)
+
+
+def _in_order_of_need(made_by: Mapping[int, Equation], outputs: Sequence[Any]) -> list[Equation]:
+    """Returns the equations depth first from the outputs: an order independent of other traced equations."""
+    done: set[int] = set()
+    order: list[Equation] = []
+    stack = [(made_by[atom], False) for atom in reversed(outputs) if isinstance(atom, int) and atom in made_by]
+    while stack:
+        equation, operands_done = stack.pop()
+        if id(equation) in done:
+            continue
+        if operands_done:
+            done.add(id(equation))
+            order.append(equation)
+        else:
+            stack.append((equation, True))
+            stack.extend((made_by[value], False) for value in reversed(equation.reads) if value in made_by)
+    return order
