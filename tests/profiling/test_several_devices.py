@@ -272,7 +272,7 @@ def test_more_devices_than_there_are_is_an_error(capsys):
 @pytest.mark.parametrize("more", [(), ("--policy", "auto", "--profile", "measure")])
 def test_jaxferry_train_shares_batches(capsys, more):
     assert status_of("train", "--model", "gpt2:tiny", "--steps", 1, "--devices", 2, *more) == 0
-    assert "1 steps: loss" in capsys.readouterr().out
+    assert "1 step: loss" in capsys.readouterr().out
 
 
 @pytest.mark.slow
