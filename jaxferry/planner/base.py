@@ -39,7 +39,6 @@ from jaxferry.step import (
     LayerPlan,
     Loads,
     Plan,
-    SteadyStep,
     StepSchedules,
     UpdateOrder,
     Updates,
@@ -71,13 +70,12 @@ def best_order(plan: Plan, schedules: StepSchedules) -> tuple[Plan, float]:
     if not any(task.duration_s > 0 for task in step.tasks):
         order = UpdateOrder.BACKWARD if Mode.RESIDENT in plan.modes else UpdateOrder.NEED
         return dataclasses.replace(plan, update_order=order), 0.0
-    best, steady = dataclasses.replace(plan, update_order=UpdateOrder.BACKWARD), SteadyStep(step)
-    least_s = steady.seconds(by_need=False)
+    best = dataclasses.replace(plan, update_order=UpdateOrder.BACKWARD)
+    least_s = schedules.steady(plan.memory_bytes).seconds(by_need=False)
     if sum(task.lane is Lane.HOST for task in step.tasks) < 2:
         return best, least_s  # the host has no choice
     for memory_bytes in _memories_by_need(schedules, plan.memory_bytes):
-        tasks = schedules.within(memory_bytes)
-        found = (steady if tasks is step else SteadyStep(tasks)).seconds(by_need=True)
+        found = schedules.steady(memory_bytes).seconds(by_need=True)
         if found < least_s * (1 - _ROUNDING):
             best = dataclasses.replace(plan, update_order=UpdateOrder.NEED, memory_bytes=memory_bytes)
             least_s = found

@@ -47,7 +47,6 @@ from .keys import variant_of as variant_of
 from .keys import variants_of as variants_of
 from .machine import STEPS_BY_NEED as STEPS_BY_NEED
 from .machine import Chain as Chain
-from .machine import SteadyStep as SteadyStep
 from .machine import device_bytes as device_bytes
 from .machine import run as run
 from .machine import steady_step_s as steady_step_s

@@ -89,6 +89,7 @@ from jaxferry.step.holdings import (
     streamed,
     updated_on_device,
 )
+from jaxferry.step.machine import SteadyStep
 from jaxferry.step.plans import Loads, Plan, Updates
 from jaxferry.step.streaming import as_kept, kept_gradients, slots_bytes
 from jaxferry.step.tasks import Kind, Lane, Run, Schedule, Task, dispatch_order, leading_loads, repeat
@@ -139,6 +140,7 @@ class StepSchedules:
         self.profile, self.plan, self.effective = profile, plan, effective(profile, plan)
         self.held, self.needs = _demand(profile, self.effective)
         self._known: dict[tuple[tuple[int, ...], int], Schedule] = {}
+        self._steady: dict[int, SteadyStep] = {}
 
     def within(self, memory_bytes: int | None) -> Schedule:
         """The tasks if the plan has these `memory_bytes`."""
@@ -148,6 +150,13 @@ class StepSchedules:
         if key not in self._known:
             self._known[key] = StepBuilder(self.profile, self.effective, room, limit - self.needs.forward[:, 0]).build()
         return self._known[key]
+
+    def steady(self, memory_bytes: int | None) -> SteadyStep:
+        """The endless chain of this step."""
+        step = self.within(memory_bytes)
+        if id(step) not in self._steady:
+            self._steady[id(step)] = SteadyStep(step)
+        return self._steady[id(step)]
 
     def waits_for_room(self, memory_bytes: int) -> bool:
         """Whether some backward, or streamed update, is not where it would be with unlimited memory."""
