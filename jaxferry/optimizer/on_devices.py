@@ -19,6 +19,7 @@ as Adam's count, stays on the device.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 import math
@@ -53,9 +54,7 @@ def unit_on_devices(
     if placement.num_devices == 1 or len(unit.layers) > 1:
         return unit
     trained = layers[unit.layers[0]].trained
-    # Parameters that are stored in parts and updated whole stay together.
-    is_joined = not unit.is_by_part and any(leaf.part for leaf in trained.leaves)
-    if is_joined or not all(map(optimizer.is_elementwise, trained.leaves)):
+    if unit.joins_parts_of([trained]) or not all(map(optimizer.is_elementwise, trained.leaves)):
         return unit
     sizes = [placement.num_devices * -(-leaf.size // placement.num_devices) for leaf in trained.leaves]
     pairs = zip(trained.leaves, sizes, strict=True)
@@ -80,7 +79,7 @@ def where_on_devices(unit: UpdateGroup, placement: Placement) -> tuple[list[Name
 
 
 @dataclasses.dataclass(frozen=True)
-class Elsewhere:
+class Elsewhere(abc.ABC):
     """Where masters and state of a unit are, other than in ordinary host memory.
 
     Attributes:
@@ -106,13 +105,13 @@ class Elsewhere:
         """Returns copies of the unit's optimizer state in host memory."""
         return self._copies(unit, self.home.state_keys, self.home.state)
 
+    @abc.abstractmethod
     def replace_state(self, unit: UpdateGroup, leaves: Mapping[Key, jax.Array]) -> bool:
         """Replaces leaves of the unit's state where they are; False, and nothing is done, if that is not possible."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _arrays(self, unit: UpdateGroup) -> dict[Key, Any]:
         """The unit's masters and state where they are, or views of them; all, or the elements of a span."""
-        raise NotImplementedError
 
     def _copies(self, unit: UpdateGroup, keys: Sequence[Key], avals: Sequence[Any]) -> list[Any]:
         found, copies = self._arrays(unit), []
@@ -194,9 +193,7 @@ def subgroups_of(optimizer: HostOptimizer, unit: UpdateGroup, layers: Sequence[L
     """
     trained = layers[unit.layers[0]].trained
     shares = _shares(trained, count, {leaf.index for leaf in trained.leaves if optimizer.is_elementwise(leaf)})
-    # Parameters that are stored in parts and updated whole stay together.
-    is_joined = not unit.is_by_part and any(leaf.part for leaf in trained.leaves)
-    if is_joined or optimizer.is_joint:
+    if unit.joins_parts_of([trained]) or optimizer.is_joint:
         shares = [[(leaf, None) for leaf in trained.leaves], *([] for _ in shares[1:])]
     units = [optimizer.part_of(unit, share) for share in shares]
     found = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +89,10 @@ class UpdateGroup:
     def is_by_part(self) -> bool:
         """Whether it holds parts, or some elements, of a parameter."""
         return any(part for _, part in self.keys)
+
+    def joins_parts_of(self, layers: Iterable[Layer]) -> bool:
+        """Whether parameters that are stored in parts are updated whole, so that their parts stay together."""
+        return not self.is_by_part and any(leaf.part for layer in layers for leaf in layer.leaves)
 
     def by_key(self, masters: Sequence[Any], state: Sequence[Any]) -> dict[Key, Any]:
         """Returns masters and state of this unit by their keys."""

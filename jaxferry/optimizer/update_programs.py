@@ -313,8 +313,7 @@ class UpdatePrograms:
     def _rule(self, unit: UpdateGroup, reads: Sequence[Arrival], layers: Sequence[Layer]) -> HostRule | None:
         """Returns the native library's rule for a unit; None if Optax has to update it."""
         own, state = self._owned(unit, layers), self._tree.state_of(unit.leaves)
-        is_joined = not unit.is_by_part and any(leaf.part is not None for layer in own for leaf in layer.leaves)
-        if is_joined or [name for name, _ in unit.state_keys] != path_names(state):
+        if unit.joins_parts_of(own) or [name for name, _ in unit.state_keys] != path_names(state):
             return None
         return fused_rule(self._tree.optimizer, state, own, [arrival is not Arrival.NONE for arrival in reads])
 
