@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import optax
 import typer
 
 from jaxferry.errors import InputError, JaxFerryError
 from jaxferry.modes import BLOCK, MODULE
+from jaxferry.training import read_compute_dtype
 
 if TYPE_CHECKING:
     from jaxferry.engine import TrainState
@@ -134,16 +134,8 @@ def make_optimizer(name: str, learning_rate: float = 1e-3) -> optax.GradientTran
 
 
 def read_dtype(name: str | None) -> Any:
-    """Reads a floating dtype by name; None stays None; raises `InputError` for anything else."""
-    if name is None:
-        return None
-    try:
-        dtype = jnp.dtype(name)
-    except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise InputError(f'--compute-dtype must be a floating dtype such as "bfloat16", got {name!r}')
-    return dtype
+    """Reads the compute dtype by name; None stays None; raises `InputError` for anything else."""
+    return read_compute_dtype(name, "--compute-dtype")
 
 
 def check_fixed_granularity(granularity: str) -> None:

@@ -24,6 +24,7 @@ from .options import ESTIMATE as ESTIMATE
 from .options import MEASURE as MEASURE
 from .options import Numerics as Numerics
 from .options import Planning as Planning
+from .options import read_compute_dtype as read_compute_dtype
 from .profile_cache import MeasurementCache as MeasurementCache
 from .profile_cache import cache_directory as cache_directory
 from .profile_cache import surroundings as surroundings

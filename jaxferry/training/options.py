@@ -15,9 +15,9 @@ import numpy as np
 from jaxferry.costs import Profile
 from jaxferry.engine import LossScale, Rules
 from jaxferry.errors import InputError
-from jaxferry.modes import BLOCK, GRANULARITIES
+from jaxferry.modes import BLOCK
 from jaxferry.partition import Trainable, check_remat
-from jaxferry.planner import make_policy
+from jaxferry.planner import check_granularity, make_policy
 from jaxferry.settings import looks_for_nans
 from jaxferry.step import Plan
 from jaxferry.units import parse_bytes
@@ -126,10 +126,11 @@ def read_options(
         raise InputError(f"plan and policy exclude each other, got both (policy {policy!r}): give one")
     if policy is not None:
         make_policy(policy)
+    check_granularity(granularity)
     has_budget = memory_budget not in (None, "none")
     numerics = Numerics(
         clip_norm=_read_clip_norm(clip_norm),
-        compute_dtype=_read_dtype(compute_dtype),
+        compute_dtype=read_compute_dtype(compute_dtype),
         skip_nonfinite=_read_flag(skip_nonfinite, "skip_nonfinite"),
         check_gradients=None if check_gradients is None else _read_flag(check_gradients, "check_gradients"),
         accumulate=_read_count(accumulate, 1, "accumulate must be a number of micro-batches"),
@@ -146,7 +147,7 @@ def read_options(
         remat=check_remat(remat),
         offload_activations=_read_flag(offload_activations, "offload_activations"),
         merge_small=_read_flag(merge_small, "merge_small"),
-        granularity=_read_granularity(granularity),
+        granularity=granularity,
     )
     return Options(
         numerics,
@@ -180,17 +181,20 @@ def _read_count(value: Any, least: int, rule: str) -> int:
     return value
 
 
-def _read_granularity(value: Any) -> str:
-    if value not in GRANULARITIES:
-        raise InputError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {value!r}")
-    return str(value)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _read_dtype(value: Any) -> Any:
+def read_compute_dtype(value: Any, name: str = "compute_dtype") -> Any:
+    """Reads a floating dtype; None stays None.
+
+    Args:
+      value: the dtype, or its name.
+      name: what the user calls it, for errors.
+
+    Raises:
+      InputError: if it is no floating dtype of at least 16 bits that JAX has.
+    """
     if value is None:
         return None
     try:
@@ -198,17 +202,17 @@ def _read_dtype(value: Any) -> Any:
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise InputError(f"compute_dtype must be a floating dtype such as jnp.bfloat16, or None, got {value!r}")
+        raise InputError(f'{name} must be a floating dtype such as "bfloat16", got {value!r}')
     if dtype.itemsize < 2:
-        raise InputError(f"compute_dtype must have at least 16 bits, since gradients are summed in it, got {value!r}")
+        raise InputError(f"{name} must have at least 16 bits, since gradients are summed in it, got {value!r}")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise InputError(f"compute_dtype {value!r} needs 64-bit numbers: jax.config.update('jax_enable_x64', True)")
+        raise InputError(f"{name} {value!r} needs 64-bit numbers: jax.config.update('jax_enable_x64', True)")
     return dtype
 
 
 def _read_loss_scale(value: Any, compute_dtype: Any, accumulate: int) -> LossScale | None:
     if value is None:
-        return LossScale() if _read_dtype(compute_dtype) == jnp.float16 else None
+        return LossScale() if read_compute_dtype(compute_dtype) == jnp.float16 else None
     if value == "dynamic":
         return LossScale()
     if not (_is_number(value) and math.isfinite(value) and value > 0):

@@ -111,6 +111,8 @@ LINES = [
     (f"train --model {NAME}:arrays --learning-rate=-1", "--learning-rate must be a number above 0, got -1"),
     (f"train --model {NAME}:arrays --learning-rate nan", "--learning-rate must be a number above 0, got nan"),
     (f"train --model {NAME}:arrays --compute-dtype int8", "--compute-dtype must be a floating dtype"),
+    (f"train --model {NAME}:arrays --compute-dtype float8_e4m3fn", "--compute-dtype must have at least 16 bits"),
+    (f"profile --model {NAME}:arrays --compute-dtype float64", "--compute-dtype 'float64' needs 64-bit numbers"),
     (f"train --model {NAME}:arrays --steps 0 --trace t.json", "--trace needs at least one step"),
     ("train --model gpt2:7b", "--model gpt2:7b: sizes of gpt2 are tiny, 124m, medium, xl, 2.7b, 6.7b, got '7b'"),
     ("train --model none.py:make", "--model none.py:make: there is no file 'none.py'"),
