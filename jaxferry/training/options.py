@@ -127,14 +127,14 @@ def read_options(
     if policy is not None:
         make_policy(policy)
     check_granularity(granularity)
-    has_budget = memory_budget not in (None, "none")
+    has_budget, dtype = memory_budget not in (None, "none"), read_compute_dtype(compute_dtype)
     numerics = Numerics(
         clip_norm=_read_clip_norm(clip_norm),
-        compute_dtype=read_compute_dtype(compute_dtype),
+        compute_dtype=dtype,
         skip_nonfinite=_read_flag(skip_nonfinite, "skip_nonfinite"),
         check_gradients=None if check_gradients is None else _read_flag(check_gradients, "check_gradients"),
         accumulate=_read_count(accumulate, 1, "accumulate must be a number of micro-batches"),
-        loss_scale=_read_loss_scale(loss_scale, compute_dtype, accumulate),
+        loss_scale=_read_loss_scale(loss_scale, dtype, accumulate),
         trainable=trainable,
     )
     planning = Planning(
@@ -212,7 +212,7 @@ def read_compute_dtype(value: Any, name: str = "compute_dtype") -> Any:
 
 def _read_loss_scale(value: Any, compute_dtype: Any, accumulate: int) -> LossScale | None:
     if value is None:
-        return LossScale() if read_compute_dtype(compute_dtype) == jnp.float16 else None
+        return LossScale() if compute_dtype == jnp.float16 else None
     if value == "dynamic":
         return LossScale()
     if not (_is_number(value) and math.isfinite(value) and value > 0):
