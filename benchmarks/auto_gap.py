@@ -8,7 +8,7 @@ budgets of a model on a machine are the device memory that a JAX process takes t
 scale a half and a quarter of the way from the least memory that any plan needs to it (`middle`, `tight`). A fourth row
 shows that least memory itself, which hardly leaves a choice. Where not even the leanest plan fits into the machine, the
 budgets are 4, 2 and 1.4 times its memory. The bound holds for any plan within the budget: any modes, gradients, places
-of updates, recomputation (`jaxferry/planner/bounds.py`). Planning times are processor time.
+of updates, recomputation (`jaxferry/planner/place_bound.py`). Planning times are processor time.
 
 Expected: gaps of at most 5 %, 2 s for 128 layers.
 """

@@ -11,7 +11,6 @@ from .base import gradients_to_host as gradients_to_host
 from .base import read_objective as read_objective
 from .base import with_update_order as with_update_order
 from .baselines import L2L as L2L
-from .bounds import any_plan_lower_bound_s as any_plan_lower_bound_s
 from .bounds import steady_lower_bound_s as steady_lower_bound_s
 from .bounds import step_lower_bound_s as step_lower_bound_s
 from .device_updates import DeviceUpdateSearch as DeviceUpdateSearch
@@ -43,6 +42,7 @@ from .neighbours import Neighbours as Neighbours
 from .neighbours import refine as refine
 from .place_bound import BYTES as BYTES
 from .place_bound import NUM_LANES as NUM_LANES
+from .place_bound import any_plan_lower_bound_s as any_plan_lower_bound_s
 from .place_bound import options as options
 from .planning import SIMPLE_POLICIES as SIMPLE_POLICIES
 from .planning import Compared as Compared

@@ -234,7 +234,7 @@ _ROUNDING = 1e-9
 _TOO_MUCH = 1e6
 
 
-def place_lower_bound_s(profile: Profile, budget_bytes: int | None = None) -> float:
+def any_plan_lower_bound_s(profile: Profile, budget_bytes: int | None = None) -> float:
     """No plan within the budget has a smaller `steady_step_s`, wherever its groups are updated."""
     places = () if budget_bytes is None else _places(profile)
     budgets = np.array([_left_bytes(profile, place, budget_bytes or 0) for place in places])

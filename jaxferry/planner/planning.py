@@ -19,9 +19,9 @@ from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.planner.auto import Auto, AutoSearch
 from jaxferry.planner.base import Objective, Request, read_objective
 from jaxferry.planner.baselines import L2L, NativeOverlapped
-from jaxferry.planner.bounds import any_plan_lower_bound_s
 from jaxferry.planner.effort import FULL_LAYERS, updatable_groups
 from jaxferry.planner.exact import gap_details
+from jaxferry.planner.place_bound import any_plan_lower_bound_s
 from jaxferry.planner.preference import longest_equal_s
 from jaxferry.planner.registry import make_policy, policies
 from jaxferry.step import Plan, Updates, needed_bytes, predict, simulate
