@@ -50,12 +50,12 @@ def compile_shared(wanted: Mapping[Any, Hashable | None], lowered: Callable[[Any
     made = {key: held for key, content in wanted.items() if content and (held := _PROGRAMS.get(content)) is not None}
     missing = [key for key in wanted if key not in made]
     what, lines = f"compiling {len(missing)} programs", Lines()
-    programs = []
-    for key in missing:
-        lines.tell(f"{what} (0 done)")
-        programs.append(lowered(key))
+    compiled: list[concurrent.futures.Future[Any]] = []
+    # XLA compiles one program while the next ones are traced and lowered.
     with ThreadPoolExecutor(num_cpus()) as pool:
-        compiled = [pool.submit(with_own_settings(program.compile)) for program in programs]
+        for key in missing:
+            lines.tell(f"{what} ({sum(each.done() for each in compiled)} done)")
+            compiled.append(pool.submit(with_own_settings(lowered(key).compile)))
         while concurrent.futures.wait(compiled, timeout=_TOLD_EVERY_S).not_done:
             lines.tell(f"{what} ({sum(each.done() for each in compiled)} done)")
     made |= {key: each.result() for key, each in zip(missing, compiled, strict=True)}
