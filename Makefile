@@ -29,11 +29,11 @@ NATIVE_SOURCES := $(shell find xla_ffi -type f)
 MODULES := $(VENV)/modules-$(shell find jaxferry -name '*.py' | LC_ALL=C sort | cksum | cut -d ' ' -f 1)
 
 .DELETE_ON_ERROR:
-.PHONY: help train test attack docs sanitize lint format typecheck
+.PHONY: help train test attack docs sanitize lint format
 .PHONY: install-train install-test install-dev install-all clean
 
 help:
-	@echo "make train | test | attack | docs | sanitize | lint | format | typecheck | clean   (README.md, CONTRIBUTING.md)"
+	@echo "make train | test | attack | docs | sanitize | lint | format | clean   (README.md, CONTRIBUTING.md)"
 
 train: install-train
 	@$(VENV)/bin/python examples/$(EXAMPLE)/train.py $(if $(DEVICES),--devices $(DEVICES)) $(ARGS)
@@ -54,13 +54,13 @@ sanitize: install-test
 lint: install-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest -q tests/test_imports.py
+	$(VENV)/bin/pre-commit validate-config
 
 format: install-dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-
-typecheck: install-dev
-	$(VENV)/bin/mypy
 
 install-train: $(VENV)/installed-train
 install-test: $(VENV)/installed-test $(VENV)/gpu-packages
