@@ -28,7 +28,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import benchmark_paths  # noqa: F401
 import numpy as np
 
-import processes
+import process_runs
 
 WIDTH, ROWS, MIB = 4096, 8, 2**20
 OPERATIONS = (
@@ -186,7 +186,7 @@ def in_processes(operation, setting, package, num_layers, folder):
     _, num_processes = SETTINGS[setting]
     command = [sys.executable, __file__, "--run", operation, "--layers", num_layers, "--folder", folder]
     command += ["--package", package, "--setting", setting]
-    together = {"JAX_COORDINATOR_ADDRESS": processes.free_address(), "JAX_NUM_PROCESSES": str(num_processes)}
+    together = {"JAX_COORDINATOR_ADDRESS": process_runs.free_address(), "JAX_NUM_PROCESSES": str(num_processes)}
     running = [
         subprocess.Popen(
             list(map(str, command)),
@@ -224,10 +224,9 @@ def main():
         print(json.dumps(run(options.run, options.layers, options.folder, *SETTINGS[options.setting])))
         return
 
+    import measure
     from rich.console import Console
     from rich.table import Table
-
-    import measure
 
     num_parameters = options.layers * WIDTH**2
     peaks = measured(options.package, options.layers, [options.setting] if options.setting else SETTINGS)

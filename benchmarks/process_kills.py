@@ -28,7 +28,7 @@ import benchmark_paths  # noqa: F401
 from rich.console import Console
 from rich.table import Table
 
-import processes
+import process_runs
 
 NUM_PROCESSES, MOST_S = 2, 4.0
 SHARE_BEFORE_STEPS = 0.3
@@ -36,7 +36,7 @@ SHARE_BEFORE_STEPS = 0.3
 HALF_OF_A_STEP_S = 0.02
 
 
-class Member(processes.Member):
+class Member(process_runs.Member):
     """One of the processes."""
 
     def batch_of(self, number):
@@ -45,7 +45,7 @@ class Member(processes.Member):
         import numpy as np
 
         drawn = np.random.default_rng(number)
-        words = {name: drawn.integers(0, self.model.WORDS, (processes.BATCH, 3)) for name in ("x", "y")}
+        words = {name: drawn.integers(0, self.model.WORDS, (process_runs.BATCH, 3)) for name in ("x", "y")}
         return words, jax.random.key(number)
 
     def goes_on(self):
@@ -102,11 +102,11 @@ def killed(folder, drawn):
         running[found["process"]].send_signal(signal.SIGKILL)
         start_s = time.monotonic()
         for process in running:
-            process.wait(processes.SURVIVORS_END_IN_S)
+            process.wait(process_runs.SURVIVORS_END_IN_S)
         found["others_end_after_s"] = round(time.monotonic() - start_s, 1)
         found["statuses"] = [process.returncode for process in running]
 
-    ended = processes.start("goes_on", NUM_PROCESSES, 1, folder, meanwhile=kill, script=__file__)
+    ended = process_runs.start("goes_on", NUM_PROCESSES, 1, folder, meanwhile=kill, script=__file__)
     assert all(isinstance(own, str) for own in ended), "a process has ended as if nothing had happened"
     entries = logs(folder)
     new = [own[start:] for own, start in zip(entries, before, strict=False)]
@@ -137,7 +137,7 @@ def check(kills, entries, unbroken):
 def trained(folder, until):
     """Trains to a step without a kill."""
     (folder / "until").write_text(str(until))
-    ended = processes.start("goes_on", NUM_PROCESSES, 1, folder, script=__file__)
+    ended = process_runs.start("goes_on", NUM_PROCESSES, 1, folder, script=__file__)
     failed = [found for found in ended if isinstance(found, str)]
     assert not failed, failed[0]
     return ended[0]
@@ -180,9 +180,9 @@ def main():
     Console().print(table)
     print(f"{until} steps; {num_losses} losses, all with the bits of an unbroken training; no save lost")
     result = {"seed": given.seed, "steps": until, "losses_with_equal_bits": num_losses, "saves_lost": 0}
-    result |= {"heartbeat_timeout_s": processes.HEARTBEAT_TIMEOUT_S, "kills": kills}
+    result |= {"heartbeat_timeout_s": process_runs.HEARTBEAT_TIMEOUT_S, "kills": kills}
     measure.write("process_kills", {"machine": measure.machine(), **result})
 
 
 if __name__ == "__main__":
-    processes.main(Member) if len(sys.argv) == 7 else main()
+    process_runs.main(Member) if len(sys.argv) == 7 else main()

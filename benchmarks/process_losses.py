@@ -22,7 +22,7 @@ import benchmark_paths  # noqa: F401
 from rich.console import Console
 from rich.table import Table
 
-import processes
+import process_runs
 
 NUM_STEPS, LEARNING_RATE = 20, 1e-3
 MODELS = (
@@ -80,7 +80,7 @@ def tasks():
     return [made[model]() for model in MODELS]
 
 
-class Member(processes.Member):
+class Member(process_runs.Member):
     """One of the processes."""
 
     def loaded(self):
@@ -120,7 +120,7 @@ def main():
     for run, (num_processes, num_devices, in_host_memory) in RUNS.items():
         scenario = "read" if in_host_memory else "loaded"
         with tempfile.TemporaryDirectory() as folder:
-            ended = processes.start(scenario, num_processes, num_devices, Path(folder), script=__file__)
+            ended = process_runs.start(scenario, num_processes, num_devices, Path(folder), script=__file__)
         failed = [found for found in ended if isinstance(found, str)]
         assert not failed, failed[0]
         assert all(found == ended[0] for found in ended), "processes have different losses"
@@ -139,4 +139,4 @@ def main():
 
 
 if __name__ == "__main__":
-    processes.main(Member) if len(sys.argv) > 1 else main()
+    process_runs.main(Member) if len(sys.argv) > 1 else main()

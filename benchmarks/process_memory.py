@@ -27,7 +27,7 @@ import benchmark_paths  # noqa: F401
 from rich.console import Console
 from rich.table import Table
 
-import processes
+import process_runs
 
 NUM_LAYERS, FEW_LAYERS, WIDTH, ROWS = 16, 4, 2048, 8
 MIB, COUNTS_BYTES = 2**20, 4 * NUM_LAYERS
@@ -61,7 +61,7 @@ def own_memory_bytes():
     return 1024 * int(line.split()[1])
 
 
-class Member(processes.Member):
+class Member(process_runs.Member):
     """One of the processes."""
 
     def few(self):
@@ -98,7 +98,7 @@ class Member(processes.Member):
         for _ in range(2):
             state, metrics = step(state, x)
         step.evaluate(state, x)
-        found, program = processes.host_bytes(step, state), step.prepare(x).program
+        found, program = process_runs.host_bytes(step, state), step.prepare(x).program
         predicted = step.compiler.model.host_bytes(state.host.layers, program.read_in_place)
         return {
             "masters_and_state": found["held"],
@@ -117,7 +117,7 @@ class Member(processes.Member):
 def started(scenario, number):
     """What the process has found whose memory has grown most."""
     with tempfile.TemporaryDirectory() as folder:
-        ended = processes.start(scenario, number, 1, Path(folder), script=__file__)
+        ended = process_runs.start(scenario, number, 1, Path(folder), script=__file__)
     failed = [found for found in ended if isinstance(found, str)]
     assert not failed, failed[0]
     for found in ended:
@@ -146,4 +146,4 @@ def main():
 
 
 if __name__ == "__main__":
-    processes.main(Member) if len(sys.argv) == 7 else main()
+    process_runs.main(Member) if len(sys.argv) == 7 else main()

@@ -35,7 +35,7 @@ import benchmark_paths  # noqa: F401
 from rich.console import Console
 from rich.table import Table
 
-import processes
+import process_runs
 
 MACHINE, BILLIONS, LENGTH, PER_DEVICE, GLOBAL = "h100-pcie5", 6.7, 384, 8, 64
 NETWORK_BYTES_PER_S, DEVICES_OF_A_MACHINE = 5e10, 8
@@ -59,7 +59,7 @@ def simulated(batch, num_devices):
     return {policy: make_plan(profile, policy).predicted.steady_step_s for policy in POLICIES}
 
 
-class Member(processes.Member):
+class Member(process_runs.Member):
     """One of the processes, on a core of its own."""
 
     def strong(self):
@@ -107,7 +107,7 @@ class Member(processes.Member):
 def run(scenario, num_processes):
     """The seconds of steps; each is as slow as the slowest process."""
     with tempfile.TemporaryDirectory() as folder:
-        ended = processes.start(scenario, num_processes, 1, Path(folder), script=__file__, flags="")
+        ended = process_runs.start(scenario, num_processes, 1, Path(folder), script=__file__, flags="")
     failed = [own for own in ended if isinstance(own, str)]
     assert not failed, failed[0]
     return list(map(max, zip(*ended, strict=True)))
@@ -183,7 +183,7 @@ def member():
     cores = sorted(os.sched_getaffinity(0))
     number = 1 if sys.argv[6] == "apart" else int(sys.argv[3])
     os.sched_setaffinity(0, {cores[number % len(cores)]})
-    processes.main(Member)
+    process_runs.main(Member)
 
 
 if __name__ == "__main__":

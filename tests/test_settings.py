@@ -322,9 +322,9 @@ def test_a_long_run_under_debug_nans_leaves_memory_whole():
 TESTS = pathlib.Path(__file__).parent
 # Planners and the simulator train nothing. Tests of native operations by themselves donate to programs of their own,
 # which jax_debug_nans prevents. Attacks repeat in other processes what other tests show. Tests of a GPU need one.
-NOT_TRAINING = {"attack", "gpu", "native", "plan", "simulate", "weights"}
+NOT_TRAINING = {"attack", "gpu", "native", "planner", "step", "weights"}
 FOLDERS = sorted({path.parent.name for path in TESTS.glob("*/test_*.py")} - NOT_TRAINING)
-TRAINING = {"training itself": sorted(TESTS.glob("test_*.py")), **{name: [TESTS / name] for name in FOLDERS}}
+TRAINING = {"no room": sorted(TESTS.glob("test_*.py")), **{name: [TESTS / name] for name in FOLDERS}}
 
 
 @pytest.mark.slow

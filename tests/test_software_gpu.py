@@ -143,7 +143,7 @@ CHOSEN = {
         ["tests/gpu/test_operations.py", "-k", f"(Copies or Products or Ferry) and not ({SLOW_THERE})"],
         240,
     ),
-    "half precision": (["tests/test_loss_scale.py"], 13),
+    "half precision": (["tests/training/test_loss_scale.py"], 13),
     "transports": (["tests/engine/test_transfers.py", "-k", "what_is_loaded or dropped_first or rows_of_many"], 4),
 }
 """By what they show: tests to run, and how many of them at least."""

@@ -9,7 +9,7 @@ import pytest
 
 from jaxferry.errors import InputError
 from jaxferry.processes import distributed
-from processes import free_address
+from process_runs import free_address
 
 START = ["-c", "from jaxferry.processes import distributed; distributed.start(join_timeout_s=2)"]
 TRAIN = ["-m", "jaxferry", "train", "--model", "gpt2:tiny", "--distributed", "--join-timeout", "2"]

@@ -1,5 +1,5 @@
-"""Scenarios of several processes (`processes.Member`): where parameters come from, what `apply` returns, layers read in
-host memory, and shares of gradients that are not finite."""
+"""Scenarios of several processes (`process_runs.Member`): where parameters come from, what `apply` returns, layers read
+in host memory, and shares of gradients that are not finite."""
 
 NUM_WORDS, NUM_COLUMNS = 11, 7
 CASES = ("skipped", "refused", "clipped", "accumulated", "scaled")
@@ -125,7 +125,7 @@ def nonfinite_results(case, own, **where):
 
 
 class Starts:
-    """Scenarios of `processes.Member`."""
+    """Scenarios of `process_runs.Member`."""
 
     def starts(self):
         """Models that are initialised layer by layer, or read from a file of which each process reads its part."""

@@ -1,4 +1,4 @@
-"""Several processes that train together (`support/processes.py`), each with virtual CPU devices of its own."""
+"""Several processes that train together (`support/process_runs.py`), each with virtual CPU devices of its own."""
 
 import dataclasses
 import json
@@ -14,11 +14,11 @@ import pytest
 from safetensors.numpy import save_file
 
 import jaxferry
+import process_runs
 import process_starts
-import processes
 from jaxferry.costs import Profile
-from processes import BATCH, KINDS, NUM_LONG, NUM_STEPS, OPTIONS
-from test_mesh import batches, loss_fn, params
+from process_runs import BATCH, KINDS, NUM_LONG, NUM_STEPS, OPTIONS
+from processes.test_mesh import batches, loss_fn, params
 from watched import SCALARS_BYTES
 
 
@@ -39,7 +39,7 @@ SEVERAL = [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow), pytest.param((4
 def trained(request, tmp_path_factory):
     """What so many processes of as many devices have found, and the folder of their checkpoints."""
     folder = tmp_path_factory.mktemp("trained")
-    return processes.start("trains", *request.param, folder), folder
+    return process_runs.start("trains", *request.param, folder), folder
 
 
 def test_losses_and_parameters_are_those_of_one_device(trained):
@@ -92,7 +92,7 @@ def test_parameters_may_be_drawn_or_read_from_a_file_and_words_generated(num_pro
     tensors = {name: np.array(array, order="C") for name, array in tensors.items()}
     save_file(tensors, tmp_path / "weights.safetensors")
     step = jaxferry.train_step(process_starts.word_loss, optax.adamw(1e-2))
-    ended = processes.start("starts", num_processes, num_devices, tmp_path)
+    ended = process_runs.start("starts", num_processes, num_devices, tmp_path)
     states = {
         "drawn": step.init_from(process_starts.init_params, jax.random.key(0)),
         "read": step.init(process_starts.stored(tmp_path)),
@@ -167,7 +167,7 @@ def test_processes_that_differ_say_so_and_do_not_hang(trained, what, message):
 def test_a_process_holds_its_share_of_masters_and_optimizer_state_as_predicted(trained):
     """Shares are rounded up by less than one element of each parameter; each of four layers has a count of its own."""
     step, state, _, _ = alone(1)
-    assert processes.host_bytes(step, state)["held"] == processes.host_bytes(step, state)["whole"] + 3 * 4
+    assert process_runs.host_bytes(step, state)["held"] == process_runs.host_bytes(step, state)["whole"] + 3 * 4
     num = len(trained[0])
     for found in trained[0]:
         host = found["host"]
@@ -182,12 +182,12 @@ def test_a_process_holds_its_share_of_masters_and_optimizer_state_as_predicted(t
 @pytest.mark.filterwarnings("ignore:the optimizer looks at")
 def test_other_models_and_optimizers_are_as_on_one_device(num_processes, num_devices, tmp_path):
     """Scanned layers, whose parameters are cut anew; frozen ones; optimizers whose updates are not element-wise."""
-    ended = processes.start("kinds", num_processes, num_devices, tmp_path)
+    ended = process_runs.start("kinds", num_processes, num_devices, tmp_path)
     for name in KINDS:
-        params, loss, optimizer, options = processes.kind(name)
+        params, loss, optimizer, options = process_runs.kind(name)
         step = jaxferry.train_step(loss, optimizer, **options)
         state, losses = step.init(params), []
-        for batch in processes.plain_batches():
+        for batch in process_runs.plain_batches():
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
         trees = {"params": jax.tree.leaves(state.params), "state": jax.tree.leaves(state.opt_state)}
@@ -212,7 +212,7 @@ def test_other_models_and_optimizers_are_as_on_one_device(num_processes, num_dev
 @pytest.mark.parametrize(("num_processes", "num_devices"), [(2, 2), (4, 1)])
 def test_options_give_the_losses_of_one_device(num_processes, num_devices, tmp_path):
     expected = {name: alone(NUM_LONG, **_without_profile(options))[2] for name, options in OPTIONS.items()}
-    for found in processes.start("options", num_processes, num_devices, tmp_path):
+    for found in process_runs.start("options", num_processes, num_devices, tmp_path):
         assert found.keys() == OPTIONS.keys()
         for name, losses in found.items():
             np.testing.assert_allclose(losses, expected[name], rtol=1e-5, err_msg=name)
@@ -228,10 +228,10 @@ def _without_profile(options):
 @pytest.mark.parametrize(("num_processes", "num_devices"), [(2, 2), (4, 1)])
 def test_each_process_may_update_in_an_order_of_its_own(num_processes, num_devices, tmp_path):
     """Programs that exchange anything run in one order; what is ready when differs, and so do updates."""
-    ended = processes.start("shuffles", num_processes, num_devices, tmp_path)
+    ended = process_runs.start("shuffles", num_processes, num_devices, tmp_path)
     assert all(found["trained"] == ended[0]["trained"] for found in ended)
     assert len({tuple(found["order"]) for found in ended}) == num_processes
-    for name, options in processes.SHUFFLED.items():
+    for name, options in process_runs.SHUFFLED.items():
         losses = alone(NUM_LONG, **_without_profile(options))[2]
         np.testing.assert_allclose(ended[0]["trained"][name]["losses"], losses, rtol=1e-5, err_msg=name)
 
@@ -241,7 +241,7 @@ def test_the_command_line_traces_all_processes_and_ends_them_together_with_a_che
     """SIGTERM to one process ends both after the same step."""
     folder = tmp_path / "saved"
     given = ["train", "--model", "gpt2:tiny", "--distributed", "--optimizer", "sgd", "--json"]
-    first = processes.command(2, [*given, "--steps", "4", "--trace", str(tmp_path / "trace.json")])
+    first = process_runs.command(2, [*given, "--steps", "4", "--trace", str(tmp_path / "trace.json")])
     assert [status for status, _, _ in first] == [0, 0], first
     assert json.loads(first[0][1])["steps"] == 4 and not first[1][1]
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -251,15 +251,15 @@ def test_the_command_line_traces_all_processes_and_ends_them_together_with_a_che
         time.sleep(25)
         running[1].send_signal(signal.SIGTERM)
 
-    ended = processes.command(2, [*given, "--steps", "100000", "--save", str(folder)], meanwhile=terminate)
+    ended = process_runs.command(2, [*given, "--steps", "100000", "--save", str(folder)], meanwhile=terminate)
     assert [status for status, _, _ in ended] == [143, 143], ended
-    again = processes.command(2, [*given, "--steps", "0", "--resume", str(folder)])
+    again = process_runs.command(2, [*given, "--steps", "0", "--resume", str(folder)])
     assert json.loads(again[0][1])["steps"] > 0
 
 
 @pytest.mark.slow
 def test_a_process_that_waits_too_long_ends_and_names_the_one_that_is_stuck(tmp_path):
-    waiting, stuck = processes.start("hangs", 2, 1, tmp_path, timeout_s=processes.SURVIVORS_END_IN_S)
+    waiting, stuck = process_runs.start("hangs", 2, 1, tmp_path, timeout_s=process_runs.SURVIVORS_END_IN_S)
     begun = NUM_STEPS + 1
     told = f"error: step or evaluation {begun} has waited 3 s for process 1, which has begun {NUM_STEPS}: this process"
     assert told in waiting
@@ -282,12 +282,12 @@ def test_a_process_that_dies_or_stops_ends_the_others_and_training_goes_on_from_
         start_s = time.monotonic()
         others = [process for process in running if process is not chosen]
         for process in others:
-            process.wait(processes.SURVIVORS_END_IN_S)
+            process.wait(process_runs.SURVIVORS_END_IN_S)
         seconds.append(time.monotonic() - start_s)
         chosen.kill()
 
-    ended = processes.start("killed", 2, 1, tmp_path, meanwhile=end_one)
-    again = processes.start("killed", 2, 1, tmp_path)
+    ended = process_runs.start("killed", 2, 1, tmp_path, meanwhile=end_one)
+    again = process_runs.start("killed", 2, 1, tmp_path)
     expected = alone(NUM_LONG)[2]
     assert not any(isinstance(found, str) for found in again)
     num_failed = sum(isinstance(found, str) for found in ended)

@@ -12,7 +12,7 @@ from accelerator import emulate
 from jaxferry.costs import DOWN, HOST, UP, Contention
 from jaxferry.settings import own_settings
 from jaxferry.training import LEAST_S, HostUpdate, MeasurementCache, in_turn, measure_contention, speeds_in_pairs
-from measure.test_profile import Setting, Table, stack
+from training.test_profile import Setting, Table, stack
 
 
 class Resource:

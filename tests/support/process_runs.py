@@ -1,6 +1,6 @@
 """One of several processes that train together, each on devices of its own: `start` runs them all.
 
-python processes.py ADDRESS NUM_PROCESSES PROCESS NUM_DEVICES FOLDER SCENARIO
+python process_runs.py ADDRESS NUM_PROCESSES PROCESS NUM_DEVICES FOLDER SCENARIO
 
 Prints what it found as JSON.
 """
@@ -116,7 +116,7 @@ class Member(Starts):
         import optax
 
         import jaxferry
-        import test_mesh
+        from processes import test_mesh
 
         self.number, self.folder, self.model = jax.process_index(), folder, test_mesh
         self.mesh, self._step_of, self._adam = (

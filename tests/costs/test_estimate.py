@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import models
-from costs import COSTS, MACHINE
+from example_costs import COSTS, MACHINE
 from jaxferry.costs import MACHINES, UPDATE_BYTES_PER_PARAMETER, HostRead, Profile, estimate_profile, partition_costs
 from jaxferry.errors import InputError
 from jaxferry.partition import differentiate, partition

@@ -483,7 +483,7 @@ def test_a_restore_checks_before_it_reads(monkeypatch, tmp_path):
         step.restore(tmp_path / "saved")
 
 
-WITH_PEAKS = Path(__file__).parent / "support" / "memory_peaks.py"
+WITH_PEAKS = Path(__file__).parents[1] / "support" / "memory_peaks.py"
 MIB = 2**20
 PARAMETERS = 5 * 16 * MIB
 KEPT = {

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from costs import COSTS, MACHINE
+from example_costs import COSTS, MACHINE
 from jaxferry.costs import DOWN, HOST, SHARING, UP, Contention, Profile, estimate_profile, shared_by
 from jaxferry.errors import InputError
 from profiles import transformer

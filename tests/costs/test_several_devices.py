@@ -14,7 +14,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import costs
+import example_costs
 import jaxferry
 import jaxferry.training.contention
 from jaxferry.cli import main
@@ -28,9 +28,9 @@ from jaxferry.step import LayerPlan, Plan, predict
 pytestmark = pytest.mark.cpu_device  # one accelerator is no mesh
 
 MACHINE = dataclasses.replace(
-    costs.MACHINE, memory_bytes_per_s=1e6, interconnect_bytes_per_s=20.0, launch_s=0.0, link_latency_s=0.0
+    example_costs.MACHINE, memory_bytes_per_s=1e6, interconnect_bytes_per_s=20.0, launch_s=0.0, link_latency_s=0.0
 )
-COSTS = costs.COSTS
+COSTS = example_costs.COSTS
 
 
 @pytest.mark.parametrize(("num", "load_s"), [(1, 8.0), (4, 2.0 + 3.0), (8, 10 / 7.5 + 3.5)])

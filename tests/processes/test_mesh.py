@@ -395,7 +395,7 @@ def test_a_mesh_of_one_device_is_that_device(alone):
     assert [m["loss"] for m in metrics] == [m["loss"] for m in alone[2]]
 
 
-WITH_DEVICES = Path(__file__).parent / "support" / "mesh_losses.py"
+WITH_DEVICES = Path(__file__).parents[1] / "support" / "mesh_losses.py"
 
 
 def losses_of_models(num_devices, place, *names):
