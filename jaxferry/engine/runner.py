@@ -265,7 +265,8 @@ def collect_results(step: StepContext) -> StepResult:
     aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
     loss, peak = values[partition.loss], step.runnable.resources.transport.held.peak
     is_applied, layer = is_finite and step.is_last, _nonfinite_gradient(step, norm)
-    result = StepResult(loss, aux, norm, is_finite, is_applied, scale.value, step.finite, layer, peak)
+    mean_loss = step.loss / step.weight if rules.is_weighted and step.is_last and is_finite else None
+    result = StepResult(loss, step.weight, mean_loss, aux, norm, is_finite, is_applied, scale.value, step.finite, layer, peak)
     step.release()
     return result
 
@@ -284,4 +285,5 @@ def _accumulated(step: StepContext, is_finite: bool) -> Accumulated:
     if step.is_last:
         return Accumulated()
     gradients = step.gradients
-    return Accumulated(step.state.accumulated.num_batches + 1, gradients.on_host, gradients.sums, is_finite)
+    num_batches = step.state.accumulated.num_batches + 1
+    return Accumulated(num_batches, step.weight, step.loss, gradients.on_host, gradients.sums, is_finite)

@@ -35,6 +35,7 @@ def train_step(
     reserve_factor: float | None = None,
     clip_norm: float | None = None,
     accumulate: int = 1,
+    weight: str | None = None,
     compute_dtype: Any = None,
     loss_scale: float | str | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
@@ -73,6 +74,9 @@ def train_step(
       accumulate: number of steps (micro-batches) whose mean gradient one update applies, as in `optax.MultiSteps`. Sums
         are in fp32 at least. They stay on the device if the plan lets gradients stay and they fit into the budget;
         otherwise they are added up in host memory.
+      weight: name of the entry of the loss function's `aux` that weighs its micro-batch, a scalar such as the number of
+        valid tokens. With `accumulate`, the update then applies the gradient of the weighted mean of the losses,
+        `sum(weight * loss) / sum(weight)`; clipping and `grad_norm` are of that gradient. None weighs all alike.
       compute_dtype: dtype of the parameters on the device, such as `jnp.float16`. By default `bfloat16` on accelerators
         for models in float32, otherwise the parameters' own.
       loss_scale: factor that multiplies the loss before its backward and divides the gradients in the update. If
@@ -151,6 +155,7 @@ def train_step(
         check_gradients=check_gradients,
         record_steps=record_steps,
         accumulate=accumulate,
+        weight=weight,
         loss_scale=loss_scale,
         trainable=trainable,
         cached_shapes=cached_shapes,
