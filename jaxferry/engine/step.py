@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -181,7 +181,14 @@ class StepContext:
 
     work: StepRun
 
-    def __init__(self, runnable: RunnableStep, state: TrainState, batch: Sequence[Any], copies: DeviceCopies) -> None:
+    def __init__(
+        self,
+        runnable: RunnableStep,
+        state: TrainState,
+        batch: Sequence[Any],
+        copies: DeviceCopies,
+        extra_args: Mapping[str, Any] | None = None,
+    ) -> None:
         self.runnable, self.program, self.state, self.copies = runnable, runnable.program, state, copies
         placement, rules, accumulated = runnable.resources.placement, runnable.rules, state.accumulated
         self.instructions, self.compiled = runnable.program.instructions, runnable.compiled
@@ -205,6 +212,7 @@ class StepContext:
         self.updated: set[int] = set()
         self.is_updating = False
         self._was_finite, self._num_left = accumulated.is_finite, _num_updates(self.program)
+        self._extra_args = {} if extra_args is None else extra_args
         self._earlier_weight, self._earlier_loss = accumulated.weight, accumulated.loss
         self._is_finite: bool | None = None
         self._verdict: tuple[bool, jax.Array | None] | None = None
@@ -277,6 +285,18 @@ class StepContext:
         """The divisor of the gradients of the last micro-batch, an fp32 number."""
         return np.float32(self._loss_scale * self.weight)
 
+    def extra(self, on_device: bool) -> list[Any]:
+        """What `HostOptimizer.extra` describes: the mean loss of the micro-batches, and the user's own arguments.
+
+        Args:
+          on_device: whether the loss of a single batch may be on the device, so that nothing waits for it.
+        """
+        optimizer, loss = self.runnable.resources.optimizer, self.program.partition.loss
+        if not optimizer.extra:
+            return []
+        is_mean = not on_device or self.runnable.rules.accumulate > 1
+        return optimizer.extra_of(self.loss / self.weight if is_mean else self.values[loss], self._extra_args)
+
     def judged(self) -> tuple[bool, jax.Array | None]:
         """Whether everything is finite, and with the last micro-batch the global norm of the mean gradient."""
         with self._lock:
@@ -298,8 +318,7 @@ class StepContext:
     def is_finite(self) -> bool:
         """Whether the losses of this micro-batch and of the earlier ones are finite."""
         if self._is_finite is None:
-            loss = self.values[self.program.partition.loss]
-            self._is_finite = self._was_finite and bool(np.isfinite(np.asarray(loss)))
+            self._is_finite = self._was_finite and bool(np.isfinite(self.loss))
         return self._is_finite
 
     def earliest_failure(self, seen: Failure) -> Failure:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import numbers
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ class Numerics:
     check_gradients: bool | None = None
     accumulate: int = 1
     weight: str | None = None
+    extra_args: Mapping[str, Any] | None = None
     loss_scale: LossScale | None = None
     trainable: Trainable | None = None
 
@@ -118,6 +120,7 @@ def read_options(
     accumulate: Any,
     loss_scale: Any,
     weight: Any = None,
+    extra_args: Any = None,
     trainable: Any = None,
     offload_activations: Any = False,
     cached_shapes: Any = CACHED_SHAPES,
@@ -142,6 +145,7 @@ def read_options(
         check_gradients=None if check_gradients is None else _read_flag(check_gradients, "check_gradients"),
         accumulate=_read_count(accumulate, 1, "accumulate must be a number of micro-batches"),
         weight=_read_weight(weight),
+        extra_args=_read_extra_args(extra_args),
         loss_scale=_read_loss_scale(loss_scale, dtype, accumulate),
         trainable=trainable,
     )
@@ -181,6 +185,16 @@ def _read_weight(value: Any) -> str | None:
     if value is not None and not (isinstance(value, str) and value):
         raise InputError(f"weight must be the name of an entry of the loss function's aux, or None, got {value!r}")
     return value
+
+
+def _read_extra_args(value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    try:
+        named = {str(name): each for name, each in value.items()}
+        return jax.tree.map(lambda leaf: np.array(leaf, jax.dtypes.result_type(leaf)), named)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InputError(f"extra_args must map names to numbers, arrays or trees of them, got {value!r}") from error
 
 
 def _read_flag(value: Any, name: str) -> bool:

@@ -16,7 +16,7 @@ from jaxferry import checkpoint
 from jaxferry.costs import Profile
 from jaxferry.engine import Owner, TrainState
 from jaxferry.errors import InputError, JaxFerryError, StateError
-from jaxferry.optimizer import masters_layer_by_layer
+from jaxferry.optimizer import masters_layer_by_layer, taken_extra_args
 from jaxferry.partition import result_shapes
 from jaxferry.processes import PROGRESS, check_same_values, global_shape, messages_of
 from jaxferry.settings import own_settings
@@ -114,7 +114,8 @@ class TrainStep:
             name for it changes as well; `state.copy()` keeps a state.
           *args: the loss function's arguments after the parameters, usually one batch.
           **kwargs: keyword arguments of the loss function, such as a PRNG key for dropout. Booleans, strings and None
-            are static: each combination is compiled once.
+            are static: each combination is compiled once. If `train_step` was given `extra_args`, so is this one
+            keyword: `extra_args={"name": value}` are those of this step's update, with `accumulate` the last one's.
 
         Returns:
           The state, and metrics: `loss`; `grad_norm` (of the mean gradient of all trained parameters, before clipping;
@@ -133,10 +134,11 @@ class TrainStep:
             another thread uses this step or one of its states.
         """
         with self.owner.using("TrainStep.__call__"), PROGRESS.call():
+            extra_args = taken_extra_args(kwargs, self._options.numerics.extra_args)
             prepared = self._arranged(state, args, kwargs)
             state.fill()
             number = state.step
-            result = prepared.runner.step(state, _leaves(args, kwargs))
+            result = prepared.runner.step(state, _leaves(args, kwargs), extra_args)
             return state, metrics_of(number, prepared.partition, result, self._options.numerics)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:

@@ -74,6 +74,7 @@ SEPARABLE = {
     "adaptive clipping": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
     "by value": optax.chain(optax.clip(0.01), optax.zero_nans(), optax.sgd(0.1)),
     "noise": optax.chain(optax.add_noise(0.01, 0.55, 0), optax.sgd(0.1)),
+    "plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(0.5, patience=2, rtol=0.2)),
     "one pass": jaxferry.adamw(SCHEDULE, eps=1e-3, mask=each(lambda _, ndim: ndim > 1)),
 }
 LESS_OFTEN = (
@@ -104,6 +105,9 @@ JOINT = {
     "accumulation": optax.MultiSteps(optax.sgd(0.1), 2),
     "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
     "prodigy": optax.contrib.prodigy(0.1, eps=1e-3),
+    "polyak": optax.polyak_sgd(0.5),
+    "momo": optax.contrib.momo(0.5),
+    "injected polyak": optax.inject_hyperparams(optax.polyak_sgd)(max_learning_rate=0.5),
 }
 
 
@@ -125,7 +129,10 @@ def test_a_separable_optimizer_is_overlapped_and_agrees_with_plain_optax(name):
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("global norm", "accumulation") else pytest.param(name, marks=pytest.mark.slow) for name in JOINT],
+    [
+        name if name in ("global norm", "accumulation", "polyak") else pytest.param(name, marks=pytest.mark.slow)
+        for name in JOINT
+    ],
 )
 def test_a_joint_optimizer_is_warned_about_and_agrees_with_plain_optax(name):
     expected = models.plain_loop(TASK, JOINT[name], NUM_STEPS)[1]
@@ -163,7 +170,8 @@ def plain_state(optimizer, num_steps):
 
     @jax.jit
     def step(params, state):
-        updates, state = optimizer.update(jax.grad(TASK.loss_fn)(params, TASK.batch), state, params)
+        loss, gradients = jax.value_and_grad(TASK.loss_fn)(params, TASK.batch)
+        updates, state = optax.with_extra_args_support(optimizer).update(gradients, state, params, value=loss)
         return optax.apply_updates(params, updates), state
 
     params, state = TASK.params, optimizer.init(TASK.params)
@@ -176,6 +184,7 @@ def plain_state(optimizer, num_steps):
     "name",
     [
         "tree of labels",
+        "plateau",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("ema of parameters", "hyperparameters", "schedule-free")
@@ -211,6 +220,7 @@ def test_what_is_kept_in_the_state_is_used_as_optax_says():
     "name",
     [
         "tree of labels",
+        "plateau",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("tree of masked decay", "ema of parameters")),
     ],
 )
@@ -226,3 +236,63 @@ def test_a_state_of_such_an_optimizer_is_resumed(name, tmp_path):
         more.append(float(metrics["loss"]))
     assert more == losses[3:]
     assert_same_bits(resumed.opt_state, whole.opt_state)
+
+
+def tempered():
+    """Multiplies updates by an argument of the step, and by a second one that is a tree."""
+
+    def update(updates, state, params=None, *, temperature, offsets, **extra_args):
+        return jax.tree.map(lambda leaf: leaf * temperature * offsets["more"][1], updates), state
+
+    return optax.chain(optax.sgd(0.1), optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip_norm": 0.1}], ids=str)
+def test_a_step_hands_on_the_arguments_of_its_own_to_the_optimizer(options):
+    """A temperature of each step is a learning rate of each step."""
+    extra = {"temperature": 1.0, "offsets": {"more": np.ones(2, np.float32)}}
+    step = jaxferry.train_step(TASK.loss_fn, tempered(), extra_args=extra, **options)
+    rates = optax.join_schedules([optax.constant_schedule(rate) for rate in (0.3, 0.05, 0.1)], [1, 2])
+    plain = jaxferry.train_step(TASK.loss_fn, optax.sgd(rates), **options)
+    state, expected = step.init(TASK.params), plain.init(TASK.params)
+    offsets = {"more": np.zeros(2, np.float32)}
+    for given in ({"temperature": 1.5, "offsets": offsets}, {"temperature": jnp.float32(0.5)}, {}):
+        for _ in range(options.get("accumulate", 1)):
+            offsets["more"][1] = 2
+            state, metrics = step(state, TASK.batch, extra_args=given) if given else step(state, TASK.batch)
+            offsets["more"][1] = np.nan  # a late update reads what it was given
+            expected, others = plain(expected, TASK.batch)
+            np.testing.assert_allclose(metrics["loss"], others["loss"], rtol=LOSS_RTOL)
+    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_user_may_hand_on_another_value_than_the_loss():
+    optimizer = optax.polyak_sgd(0.5)
+    step = jaxferry.train_step(TASK.loss_fn, optimizer, extra_args={"value": 0.0})
+    with pytest.warns(UserWarning, match="updates do not overlap"):
+        state = step.init(TASK.params)
+    state, _ = step(state, TASK.batch)
+    assert_same_bits(state.params, TASK.params)
+    state, _ = step(state, TASK.batch, extra_args={"value": 1e-3})
+    updates, _ = optimizer.update(
+        jax.grad(TASK.loss_fn)(TASK.params, TASK.batch), optimizer.init(TASK.params), TASK.params, value=1e-3
+    )
+    for ours, theirs in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(optax.apply_updates(TASK.params, updates)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperatur": 1.0}, r"extra_args must be a tree like its current value: .*'temperatur'.* is new"),
+        ({"temperature": np.ones(2)}, r"extra_args, leaf \['temperature'\], must have shape \(\), got \(2,\)"),
+    ],
+)
+def test_arguments_of_a_step_that_the_optimizer_was_not_made_for_are_refused(given, message):
+    step = jaxferry.train_step(TASK.loss_fn, tempered(), extra_args={"temperature": 1.0, "offsets": {"more": [1, 1]}})
+    state = step.init(TASK.params)
+    with pytest.raises(jaxferry.InputError, match=message):
+        step(state, TASK.batch, extra_args=given)
