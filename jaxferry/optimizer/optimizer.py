@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxferry.optimizer.given import given_leaves
 from jaxferry.optimizer.pieces import Key
 from jaxferry.optimizer.replay import TreeUpdate, part_aval
 from jaxferry.optimizer.update_group import UpdateGroup, path_names, updated_together
@@ -160,6 +161,12 @@ class HostOptimizer:
         return self._tree.visible_state
 
     def whole_state(self, leaves: Mapping[str, Any]) -> Any:
-        """The Optax state with these leaves, by path."""
+        """The Optax state with these leaves, by path, as the user knows it."""
         state = self.state_tree()
-        return jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in path_names(state)])
+        return self._tree.shown(
+            jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in path_names(state)])
+        )
+
+    def given_state(self, given: Any) -> list[Any]:
+        """The leaves of such a state of the user's."""
+        return given_leaves("state.opt_state", self._tree.stored(given), self.state_tree())

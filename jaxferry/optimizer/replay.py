@@ -25,14 +25,7 @@ import optax
 
 from jaxferry.errors import InputError
 from jaxferry.optimizer.pieces import Key, Where
-from jaxferry.optimizer.transformations import (
-    extra_arguments,
-    graphs_of,
-    masked,
-    update_graphs,
-    update_of,
-    visible_state,
-)
+from jaxferry.optimizer.transformations import Settled, extra_arguments, masked, traced, update_of, visible_state
 from jaxferry.optimizer.update_group import path_names
 from jaxferry.partition import (
     ELEMENTWISE,
@@ -66,7 +59,7 @@ class TreeUpdate:
       extra_args: the user's own arguments of its update, by name; arrays.
 
     Attributes:
-      optimizer: the transformation.
+      optimizer: the transformation, as of `transformations.Traced`.
       extra: shapes of what its update reads besides gradients, state and parameters: the loss, and of `extra_args`.
       leaves: the leaves that it sees.
       params: their shapes, in a tree that masks the others.
@@ -80,21 +73,18 @@ class TreeUpdate:
         hidden: Collection[int] = (),
         extra_args: Mapping[str, Any] | None = None,
     ) -> None:
-        self.optimizer = optimizer
         self.leaves = [leaf for leaf in range(len(avals)) if leaf not in hidden]
         self.params = masked(tree, {leaf: avals[leaf] for leaf in self.leaves})
-        init = graphs_of(optimizer.init, self.params)
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(init[0].aval_of, init[0].outputs)]
-        self._state = jax.tree.unflatten(init[0].out_tree, shapes)
-        self._state_avals, self._state_names = shapes, path_names(self._state)
+        self._extra_args = extra_arguments(optimizer, {} if extra_args is None else extra_args, self.params)
+        found = traced(optimizer, self.params, self._extra_args)
+        self.optimizer, self._state = found.optimizer, found.state
+        self._state_avals, self._state_names = jax.tree.leaves(found.state), path_names(found.state)
         names = dict(zip(path_names(self.params), self.leaves, strict=True))
         self._owners = owners = [_owner(name, names) for name in self._state_names]
-        self._extra_args = extra_arguments(optimizer, {} if extra_args is None else extra_args, self.params)
-        update = update_graphs(optimizer, self.params, self._state, self._extra_args)
         extra = jax.tree.leaves(self._extra_args)
         of_leaves = {leaf: tuple(avals[leaf].shape) for leaf in self.leaves}
         inputs = [*self.leaves, *self.leaves, *owners, *[SHARED] * len(extra)]
-        self._update = _Replay(update, inputs, [*self.leaves, *owners], of_leaves)
+        self._update = _Replay(found.update, inputs, [*self.leaves, *owners], of_leaves)
         first, read = len(inputs) - len(extra), self._update.inputs_read()
         self._extra = {first + i: i for i in range(len(extra)) if first + i in read}
         self.extra = [extra[i] for i in self._extra.values()]
@@ -102,7 +92,7 @@ class TreeUpdate:
         unread = {*(extra_args or {})}.difference(known[i] for i in self._extra.values())
         if unread:
             raise InputError(f"extra_args names {min(unread)!r}, which the optimizer does not read: leave it out")
-        self._init = _Replay(init, self.leaves, owners, of_leaves)
+        self._init = _Replay(found.init, self.leaves, owners, of_leaves)
         self._places = {leaf: place for place, leaf in enumerate(self.leaves)}
 
     @functools.cached_property
@@ -139,6 +129,14 @@ class TreeUpdate:
     def visible_state(self) -> Any:
         """Shapes of the whole state as users see it; see `transformations.visible_state`."""
         return self._state if self.mixes else visible_state(self.optimizer, self.params, self._state)
+
+    def shown(self, state: Any) -> Any:
+        """Returns the whole state as the user's transformation has it."""
+        return self.optimizer.shown(state) if isinstance(self.optimizer, Settled) else state
+
+    def stored(self, shown: Any) -> Any:
+        """Returns the whole state, of what `shown` returns."""
+        return self.optimizer.stored(shown) if isinstance(self.optimizer, Settled) else shown
 
     def state_keys(self, held: Held) -> list[Key]:
         """Returns the keys of the state's leaves that belong to these parts, or are shared."""

@@ -43,6 +43,43 @@ def average_of_params(decay):
     return optax.GradientTransformation(init, update)
 
 
+def changing(start, update):
+    """A transformation whose state begins as `start`; `update(updates, state)` returns updates and another state."""
+    return optax.GradientTransformation(
+        lambda params: start, lambda updates, state, params=None: update(updates, state)
+    )
+
+
+class Counted(NamedTuple):
+    counts: dict[str, Any]
+
+
+def count_later(updates, state):
+    num = state.counts.get("num", jnp.int32(0)) + 1
+    return jax.tree.map(lambda leaf: leaf / num, updates), Counted({"num": num})
+
+
+def add_last(updates, last):
+    made = updates if last is None else jax.tree.map(lambda new, old: new + 0.5 * old, updates, last)
+    return made, made
+
+
+def average_norm(updates, mean):
+    mean = (mean + optax.tree.norm(updates)) / 2
+    return jax.tree.map(lambda leaf: leaf * mean, updates), mean
+
+
+CHANGING = {
+    "monitored": optax.chain(
+        optax.adam(1e-2, eps=1e-3),
+        optax.monitor({"norm": optax.tree.norm, "ema": optax.measure_with_ema(optax.tree.norm, 0.9)}),
+    ),
+    "counts in updates": optax.chain(optax.sgd(0.1, momentum=0.9), changing(Counted({}), count_later)),
+    "last updates": optax.chain(changing(None, add_last), optax.sgd(0.1)),
+    "dtype of updates": optax.chain(changing(jnp.int32(1), average_norm), optax.sgd(0.1)),
+}
+
+
 def by_layer(label_of):
     rates = {"block_0": 1e-3, "block_1": 3e-3, "norm": 1e-2, "table": 3e-2}
     return optax.multi_transform({name: optax.adam(rate, eps=1e-3) for name, rate in rates.items()}, label_of)
@@ -107,6 +144,8 @@ JOINT = {
     "prodigy": optax.contrib.prodigy(0.1, eps=1e-3),
     "polyak": optax.polyak_sgd(0.5),
     "momo": optax.contrib.momo(0.5),
+    "snapshot": optax.chain(optax.sgd(0.1), optax.snapshot("norm", optax.tree.norm)),
+    **CHANGING,
     "injected polyak": optax.inject_hyperparams(optax.polyak_sgd)(max_learning_rate=0.5),
 }
 
@@ -130,7 +169,9 @@ def test_a_separable_optimizer_is_overlapped_and_agrees_with_plain_optax(name):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("global norm", "accumulation", "polyak") else pytest.param(name, marks=pytest.mark.slow)
+        name
+        if name in ("global norm", "accumulation", "polyak", *CHANGING)
+        else pytest.param(name, marks=pytest.mark.slow)
         for name in JOINT
     ],
 )
@@ -296,3 +337,47 @@ def test_arguments_of_a_step_that_the_optimizer_was_not_made_for_are_refused(giv
     state = step.init(TASK.params)
     with pytest.raises(jaxferry.InputError, match=message):
         step(state, TASK.batch, extra_args=given)
+
+
+@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.filterwarnings("ignore:the optimizer looks at")
+def test_a_state_whose_structure_the_first_update_changes_is_shown_saved_and_assigned_as_optax_has_it(name, tmp_path):
+    optimizer = CHANGING[name]
+    step, params, own = jaxferry.train_step(TASK.loss_fn, optimizer), TASK.params, optimizer.init(TASK.params)
+    state = step.init(TASK.params)
+    for number in range(3):
+        assert jax.tree.structure(state.opt_state) == jax.tree.structure(own)
+        for ours, theirs in zip(*map(jax.tree.leaves, (state.opt_state, own)), strict=True):
+            assert ours.dtype == theirs.dtype
+            np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-6)
+        step.save(state, tmp_path / str(number))
+        copied, restored = state.copy(), step.restore(tmp_path / str(number))
+        assigned = step.init(state.params)
+        assigned.opt_state = state.opt_state
+        for other in (copied, restored, assigned):
+            assert_same_bits(other.opt_state, state.opt_state)
+        state, _ = step(state, TASK.batch)
+        for other in (copied, restored, assigned):
+            step(other, TASK.batch)
+            assert_same_bits((other.params, other.opt_state), (state.params, state.opt_state))
+        updates, own = optimizer.update(jax.grad(TASK.loss_fn)(params, TASK.batch), own, params)
+        params = optax.apply_updates(params, updates)
+
+
+def test_a_state_that_changes_its_structure_in_every_update_is_refused_by_name():
+    growing = changing(
+        Counted({}), lambda u, state: (u, Counted({**state.counts, f"n{len(state.counts)}": jnp.ones(())}))
+    )
+    step = jaxferry.train_step(TASK.loss_fn, optax.chain(optax.adam(1e-2), growing))
+    with pytest.raises(
+        jaxferry.InputError, match="the optimizer's Counted has another structure, shape or dtype after"
+    ):
+        step.init(TASK.params)
+
+
+def test_an_assigned_state_of_another_structure_is_refused():
+    step = jaxferry.train_step(TASK.loss_fn, CHANGING["counts in updates"])
+    with pytest.warns(UserWarning, match="updates do not overlap"):
+        state = step.init(TASK.params)
+    with pytest.raises(jaxferry.InputError, match=r"state\.opt_state must be a tree like its current value"):
+        state.opt_state = (state.opt_state[0], Counted({"others": np.int32(1)}))
