@@ -25,9 +25,7 @@ def test_the_cases_cover_every_pair_of_values_that_is_possible():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(value for _, value in case))
 def test_losses_and_parameters_are_those_of_plain_optax(case, monkeypatch):
     is_exact, case = matrix.only_moves(case), dict(case)
-    expected, expected_params = matrix.plain_optax(
-        *(case[name] for name in ("model", "dtype", "accumulate", "clip", "frozen"))
-    )
+    expected, expected_params = matrix.plain_optax(*(case[name] for name in matrix.PLAIN))
     known = matrix.reference(case) if is_exact else None
     if case["device"] == "emulated":
         emulate(monkeypatch)

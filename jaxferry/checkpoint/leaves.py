@@ -99,7 +99,7 @@ class StoredLeaf:
         if self.about.axis is not None:
             made = np.moveaxis(made, self.about.axis, 0)[first // one, ...]  # a view, also of a scalar
             first %= one
-        if found.ndim and found.shape[1:] == made.shape[1:]:
+        if found.ndim and made.ndim and found.shape[1:] == made.shape[1:]:
             row = first // max(1, math.prod(made.shape[1:]))
             made[row : row + len(found)] = found
         elif found.shape == made.shape:

@@ -67,6 +67,7 @@ class DeviceUpdates:
         norm: np.floating,
         scale: np.floating,
         loss: jax.Array,
+        extra: Sequence[Any],
     ) -> tuple[list[jax.Array], list[jax.Array], list[list[jax.Array]]]:
         """Updates a unit.
 
@@ -77,11 +78,13 @@ class DeviceUpdates:
           norm: the global norm of the gradients after the division by `scale`; read only if the optimizer clips.
           scale: divides the gradients.
           loss: nothing changes unless it is finite, a scalar on the device.
+          extra: what `HostOptimizer.extra` describes.
 
         Returns:
           Masters, state and copies.
         """
-        made: Any = self.updates[unit.layers](unit.masters, unit.state, copies, gradients, norm, scale, loss)
+        given = (unit.masters, unit.state, copies, gradients, norm, scale, loss, *extra)
+        made: Any = self.updates[unit.layers](*given)
         return made
 
     def fold(self, group: int, earlier: Sequence[list[jax.Array]], uses: Uses) -> list[jax.Array]:
@@ -180,7 +183,7 @@ class DeviceUpdateCompiler:
           gradients: the shapes of the layer's gradients, as one segment's program returns them.
 
         Returns:
-          A `jax.stages.Lowered`, and shapes of masters, state, copies, gradients, norm, scale and loss.
+          A `jax.stages.Lowered`, and shapes of masters, state, copies, gradients, norm, scale, loss and `extra`.
         """
         wanted = self._update(unit, [[list(gradients)]], jax.ShapeDtypeStruct((), jnp.float32))
         return wanted.lower(), wanted.arguments
@@ -282,7 +285,12 @@ class DeviceUpdateCompiler:
         ]
         copies, number = [_shapes(layer.leaves) for layer in layers], jax.ShapeDtypeStruct((), jnp.float32)
         given = [self._of_gradients(group, of_group) for group, of_group in zip(unit.layers, uses, strict=True)]
-        arguments = [*held, self._on_device(copies), given, *self._on_device([number, number, loss])]
+        arguments = [
+            *held,
+            self._on_device(copies),
+            given,
+            *self._on_device([number, number, loss, *self._optimizer.extra]),
+        ]
         content, is_for_all = self._updates.plain_content(unit)
         layouts = tuple(self._there[group].layout for group in unit.layers)
         key = ("update on the device", content, layouts, _content(arguments), self._placement)
@@ -317,7 +325,7 @@ class DeviceUpdateCompiler:
         number = jax.ShapeDtypeStruct((), jnp.float32)
         copies = [whole.leaves[place] for place in _places_in(whole, trained)] if copy_stays else []
         arrays = [avals[i] for i in moved], [avals[i] for i in stays], _shapes(copies), uses, number, number, loss
-        arguments = self._on_device(list(arrays))
+        arguments = self._on_device([*arrays, *self._optimizer.extra])
         content, is_for_all = self._updates.plain_content(unit)
         indices = [leaf.index for leaf in whole.leaves]
         chosen = tuple(indices.index(leaf.index) for leaf in trained.leaves)
@@ -338,8 +346,8 @@ class DeviceUpdateCompiler:
     ) -> Callable[..., Any]:
         """The update of a unit, for a jitted function.
 
-        It maps `(masters, state, gradients, norm, scale, loss)` to masters, state and the parameters in the compute
-        dtype by index of the leaf. Nothing changes unless the loss is finite.
+        It maps `(masters, state, gradients, norm, scale, loss, *extra)` to masters, state and the parameters in the
+        compute dtype by index of the leaf. Nothing changes unless the loss is finite.
 
         Args:
           unit: the unit.
@@ -353,7 +361,7 @@ class DeviceUpdateCompiler:
         is_whole = not any(map(is_shared, unit.keys)) or bool(spans)
 
         def compute(
-            masters: Any, state: Any, gradients: Any, norm: jax.Array, scale: jax.Array, loss: jax.Array
+            masters: Any, state: Any, gradients: Any, norm: jax.Array, scale: jax.Array, loss: jax.Array, *extra: Any
         ) -> Any:
             found: dict[int, jax.Array] = {}
             for layer, uses in zip(given, gradients, strict=True):
@@ -362,7 +370,7 @@ class DeviceUpdateCompiler:
                         held = gathered(gradient, leaf) if is_whole else gradient
                         held = spans[leaf.index].of(held) if leaf.index in spans else held
                         found[leaf.index] = held / scale.astype(gradient.dtype)
-            made, is_finite = plain(masters, state, found, norm), jnp.isfinite(loss)
+            made, is_finite = plain(masters, state, found, norm, extra), jnp.isfinite(loss)
             masters, state = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), made, (masters, state))
             by_leaf = masters_of(masters)
             leaves = (leaf for layer in layers for leaf in layer.leaves)

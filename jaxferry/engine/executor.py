@@ -337,7 +337,7 @@ def _update_on_device(step: StepContext, call: Instruction, norm: np.floating) -
     arrays = [held.parameters() for held in resident]
     copies = [[own[i] for i in chosen] for own, chosen in zip(arrays, trained, strict=True)]
     gradients, loss = step.gradients.take_kept(unit), step.values[step.program.partition.loss]
-    made = step.runnable.device_updates.update(unit, copies, gradients, norm, step.scale, loss)
+    made = step.runnable.device_updates.update(unit, copies, gradients, norm, step.scale, loss, step.extra(True))
     unit.masters, unit.state, new = step.ran(made)
     for held, own, chosen, updated in zip(resident, arrays, trained, new, strict=True):
         given = dict(zip(chosen, updated, strict=True))
@@ -354,7 +354,7 @@ def _update_subgroup(step: StepContext, call: Instruction, unit: UpdateGroup, no
         return step.gradients.take_kept(unit)[0]
 
     loss = step.values[step.program.partition.loss]
-    made = step.ran(step.streaming.update(_subgroup(call), take_uses, norm, step.scale, loss))
+    made = step.ran(step.streaming.update(_subgroup(call), take_uses, norm, step.scale, loss, step.extra(True)))
     _mark_end(step, call, loss if made is None else made)
 
 
@@ -389,7 +389,7 @@ def _update_unit(step: StepContext, unit: UpdateGroup, gradients: Sequence[Vecto
     vectors, arrivals = step.state.host.vectors, step.program.arrivals
     update = unit.programs[tuple([arrivals[group] for group in unit.layers])]
     # The gradients have arrived, so no program of this step reads the compute copy any more.
-    made = update(unit, [vectors[group] for group in unit.layers], gradients, norm, step.scale)
+    made = update(unit, [vectors[group] for group in unit.layers], gradients, norm, step.scale, step.extra(False))
     for group, new in zip(unit.layers, made, strict=True):
         vectors[group] = new
     step.gradients.recycle(unit)

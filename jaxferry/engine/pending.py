@@ -15,7 +15,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -104,12 +104,16 @@ class Accumulated:
 
     Attributes:
       num_batches: number of micro-batches.
+      weight: the sum of their weights, which are 1 unless the loss function states them.
+      loss: the sum of their losses, each times its weight.
       on_host: sums in host memory, by parameter group.
       on_device: sums on the device, by parameter group.
       is_finite: whether all their losses were finite.
     """
 
     num_batches: int = 0
+    weight: float = 0.0
+    loss: Any = 0
     on_host: Mapping[int, HostGradient] = dataclasses.field(default_factory=dict)
     on_device: Mapping[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
     is_finite: bool = True

@@ -7,7 +7,7 @@ the update that it needs, and may run before that step is called.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,19 +44,20 @@ class StepRunner:
         self._resources, self._has_run = runnable.resources, False
         self._marks: dict[bool, Marks | None] = {}
 
-    def step(self, state: TrainState, batch: Sequence[Any]) -> StepResult:
+    def step(self, state: TrainState, batch: Sequence[Any], extra_args: Mapping[str, Any] | None = None) -> StepResult:
         """Takes one step, which updates `state`; its updates may still be in flight afterwards.
 
         Args:
           state: arranged in the partition's groups.
           batch: the leaves of the loss function's further arguments, in any memory.
+          extra_args: the user's own arguments of the optimizer's update, by name; NumPy arrays.
 
         Raises:
           TaskError: if a task of this step or of the previous one fails.
           StateError: if the state is damaged.
         """
         with deferred_interrupts() as interrupts:
-            step = self._begin(state, batch)
+            step = self._begin(state, batch, extra_args)
             self._prefetch_next(step)
             step.work.wait(DEVICE_LANES, interrupts.are_raised)
             result = self._finished(step)
@@ -74,7 +75,7 @@ class StepRunner:
         arrivals = self.runnable.program.arrivals
         self._resources.optimizer.updates.compile(state.host.units, state.host.layers, arrivals)
 
-    def _begin(self, state: TrainState, batch: Sequence[Any]) -> StepContext:
+    def _begin(self, state: TrainState, batch: Sequence[Any], extra_args: Mapping[str, Any] | None) -> StepContext:
         """Starts the tasks of a step on its prefetched copies."""
         runnable = self.runnable if self._has_run else self.first
         prefetch = self._prefetched(state, runnable)
@@ -84,7 +85,7 @@ class StepRunner:
             self._resources.prefetch.keep(state, self._resources.transport)
             self._arrange_copies(state, runnable)
             copies = self._new_copies(state, runnable) if prefetch is None else prefetch.copies
-            step = StepContext(runnable, state, batch, copies)
+            step = StepContext(runnable, state, batch, copies, extra_args)
         except BaseException:
             if prefetch is not None:
                 prefetch.discard()
@@ -265,7 +266,10 @@ def collect_results(step: StepContext) -> StepResult:
     aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
     loss, peak = values[partition.loss], step.runnable.resources.transport.held.peak
     is_applied, layer = is_finite and step.is_last, _nonfinite_gradient(step, norm)
-    result = StepResult(loss, aux, norm, is_finite, is_applied, scale.value, step.finite, layer, peak)
+    mean_loss = step.loss / step.weight if rules.is_weighted and step.is_last and is_finite else None
+    result = StepResult(
+        loss, step.weight, mean_loss, aux, norm, is_finite, is_applied, scale.value, step.finite, layer, peak
+    )
     step.release()
     return result
 
@@ -284,4 +288,5 @@ def _accumulated(step: StepContext, is_finite: bool) -> Accumulated:
     if step.is_last:
         return Accumulated()
     gradients = step.gradients
-    return Accumulated(step.state.accumulated.num_batches + 1, gradients.on_host, gradients.sums, is_finite)
+    num_batches = step.state.accumulated.num_batches + 1
+    return Accumulated(num_batches, step.weight, step.loss, gradients.on_host, gradients.sums, is_finite)

@@ -202,9 +202,7 @@ class TrainState:
     @opt_state.setter
     @by_one_thread
     def opt_state(self, given: Any) -> None:
-        shapes = self.optimizer.state_shapes()
-        leaves = given_leaves("state.opt_state", given, self.optimizer.state_tree())
-        self._replace_state(dict(zip(shapes, leaves, strict=True)))
+        self._replace_state(dict(zip(self.optimizer.state_shapes(), self.optimizer.given_state(given), strict=True)))
 
     @by_one_thread
     def set_hyperparams(self, **values: Any) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,9 @@ class StepResult:
     """The result of a step.
 
     Attributes:
-      loss: scalar on the device.
+      loss: scalar on the device, times the micro-batch's weight.
+      weight: the sum of the weights of the micro-batches up to this one.
+      mean_loss: their mean loss by weight; None unless they state weights and this is the last one.
       aux: the auxiliary outputs, flattened.
       grad_norm: global norm of the gradients before clipping, fp32 scalar in host memory; None unless this is the last
         micro-batch before an update.
@@ -54,6 +56,8 @@ class StepResult:
     """
 
     loss: jax.Array
+    weight: float
+    mean_loss: Any
     aux: list[Any]
     grad_norm: jax.Array | None
     is_finite: bool
@@ -73,12 +77,14 @@ class Rules:
       skip_nonfinite: whether a nonfinite loss or gradient skips the whole step.
       checks_gradients: whether a nonfinite gradient skips the update, which waits for the global norm.
       accumulate: the number of micro-batches per update, which takes their mean gradient.
+      is_weighted: whether the loss is multiplied by the micro-batch's weight, the first auxiliary output.
     """
 
     clips: bool = False
     skip_nonfinite: bool = False
     checks_gradients: bool = False
     accumulate: int = 1
+    is_weighted: bool = False
 
     @property
     def need_all_gradients(self) -> bool:
@@ -165,7 +171,6 @@ class StepContext:
       gradients: the gradients of the step.
       streaming: the updates that stream through the GPU.
       is_last: whether this is the last micro-batch before an update.
-      scale: the divisor of the gradients, an fp32 number.
       seed: the factor on the loss, on the device; empty without loss scaling.
       finite: for each segment, whether its outputs are finite.
       num_programs: number of programs issued.
@@ -176,7 +181,14 @@ class StepContext:
 
     work: StepRun
 
-    def __init__(self, runnable: RunnableStep, state: TrainState, batch: Sequence[Any], copies: DeviceCopies) -> None:
+    def __init__(
+        self,
+        runnable: RunnableStep,
+        state: TrainState,
+        batch: Sequence[Any],
+        copies: DeviceCopies,
+        extra_args: Mapping[str, Any] | None = None,
+    ) -> None:
         self.runnable, self.program, self.state, self.copies = runnable, runnable.program, state, copies
         placement, rules, accumulated = runnable.resources.placement, runnable.rules, state.accumulated
         self.instructions, self.compiled = runnable.program.instructions, runnable.compiled
@@ -192,8 +204,7 @@ class StepContext:
         given = (self.program, transport, runnable.norms, accumulated, self.is_last)
         self.gradients = StepGradients(*given, runnable.device_updates)
         self.streaming = StreamingStep(runnable.device_updates.streamed, state.host, state.resident, placement)
-        scale = state.loss_scale.value
-        self.scale = np.float32(scale * rules.accumulate)
+        scale = self._loss_scale = state.loss_scale.value
         is_scaled = runnable.programs.is_scaled
         self.seed = (placement.put_alike(np.float32(scale)),) if is_scaled else ()
         self.finite: list[jax.Array] = []
@@ -201,6 +212,8 @@ class StepContext:
         self.updated: set[int] = set()
         self.is_updating = False
         self._was_finite, self._num_left = accumulated.is_finite, _num_updates(self.program)
+        self._extra_args = {} if extra_args is None else extra_args
+        self._earlier_weight, self._earlier_loss = accumulated.weight, accumulated.loss
         self._is_finite: bool | None = None
         self._verdict: tuple[bool, jax.Array | None] | None = None
         self._lock = threading.Lock()
@@ -252,6 +265,38 @@ class StepContext:
         for offload in call.offloads_awaited:
             self.gradients.in_flight.hold_for(offload)
 
+    @functools.cached_property
+    def weight(self) -> float:
+        """The sum of the weights of this micro-batch and of the earlier ones."""
+        if not self.runnable.rules.is_weighted:
+            return self._earlier_weight + 1
+        atom = self.program.partition.aux[0]
+        own: Any = self.values[atom] if isinstance(atom, int) else atom.val
+        return self._earlier_weight + float(np.asarray(own))
+
+    @functools.cached_property
+    def loss(self) -> Any:
+        """The sum of the losses of this micro-batch and of the earlier ones, each times its weight; waits for it."""
+        own = np.asarray(self.values[self.program.partition.loss])
+        return self._earlier_loss + own.astype(jnp.promote_types(own.dtype, jnp.float32))
+
+    @functools.cached_property
+    def scale(self) -> np.floating:
+        """The divisor of the gradients of the last micro-batch, an fp32 number."""
+        return np.float32(self._loss_scale * self.weight)
+
+    def extra(self, on_device: bool) -> list[Any]:
+        """What `HostOptimizer.extra` describes: the mean loss of the micro-batches, and the user's own arguments.
+
+        Args:
+          on_device: whether the loss of a single batch may be on the device, so that nothing waits for it.
+        """
+        optimizer, loss = self.runnable.resources.optimizer, self.program.partition.loss
+        if not optimizer.extra:
+            return []
+        is_mean = not on_device or self.runnable.rules.accumulate > 1
+        return optimizer.extra_of(self.loss / self.weight if is_mean else self.values[loss], self._extra_args)
+
     def judged(self) -> tuple[bool, jax.Array | None]:
         """Whether everything is finite, and with the last micro-batch the global norm of the mean gradient."""
         with self._lock:
@@ -266,13 +311,14 @@ class StepContext:
         norm = self.runnable.norms.total(self.gradients.norms.squared(), self.scale)
         if rules.skip_nonfinite or rules.checks_gradients:
             is_finite = is_finite and bool(np.isfinite(np.asarray(norm)))
+        if rules.is_weighted:
+            is_finite = is_finite and 0 < self.weight < np.inf
         return is_finite, norm
 
     def is_finite(self) -> bool:
         """Whether the losses of this micro-batch and of the earlier ones are finite."""
         if self._is_finite is None:
-            loss = self.values[self.program.partition.loss]
-            self._is_finite = self._was_finite and bool(np.isfinite(np.asarray(loss)))
+            self._is_finite = self._was_finite and bool(np.isfinite(self.loss))
         return self._is_finite
 
     def earliest_failure(self, seen: Failure) -> Failure:

@@ -34,10 +34,10 @@ class StreamedUpdates:
     """The compiled updates of one step program that stream.
 
     Attributes:
-      updates: by subgroup, `(moved, kept, copies, uses, norm, scale, loss) -> moved, kept, parameters`: masters and
-        state that move, as their transport loads and stores them; state that stays on the device; the new parameters of
-        the subgroup in the compute dtype, as their transport stores them. `copies` are none, or the parameters of a
-        RESIDENT copy that the subgroup changes, which are donated; `parameters` replace them.
+      updates: by subgroup, `(moved, kept, copies, uses, norm, scale, loss, *extra) -> moved, kept, parameters`: masters
+        and state that move, as their transport loads and stores them; state that stays on the device; the new
+        parameters of the subgroup in the compute dtype, as their transport stores them. `copies` are none, or the
+        parameters of a RESIDENT copy that the subgroup changes, which are donated; `parameters` replace them.
       layers: by subgroup, the number of its layout in `transport`; that of its parameters follows.
       transport: moves them.
       copies: by subgroup of a RESIDENT group, which parameters of the group's copy it changes.
@@ -88,6 +88,7 @@ class StreamingStep:
         norm: np.floating,
         scale: np.floating,
         loss: jax.Array,
+        extra: Sequence[Any],
     ) -> Any:
         """Updates a loaded subgroup; arguments as for `DeviceUpdates.update`. The last one frees the gradients."""
         group, number = place
@@ -101,7 +102,7 @@ class StreamingStep:
             stays = [i for i in range(len(subgroup.unit.state)) if num + i not in chosen]
             kept = [subgroup.unit.state[i] for i in stays]
             copies = self._copies(place)
-            made = self._updates.updates[place](moved, kept, copies, self._uses[group], norm, scale, loss)
+            made = self._updates.updates[place](moved, kept, copies, self._uses[group], norm, scale, loss, *extra)
             for i, leaf in zip(stays, made[1], strict=True):
                 subgroup.unit.state[i] = leaf
             self._made[place] = (made[0], made[2])

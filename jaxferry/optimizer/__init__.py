@@ -4,6 +4,7 @@ optimizer     which leaves are updated together   update_programs, fused   their
 replay        the update of some parameters       on_devices               updates on the GPU
 arrays        the arrays of a state               pieces                   arrays whole or in parts
 optimizers    adamw, adam, lion, sgd              host_memory              how much is left
+transformations   what users write, traced
 """
 
 import lazy_loader

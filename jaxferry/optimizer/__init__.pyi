@@ -4,6 +4,7 @@ from .fused import fused_rule as fused_rule
 from .given import LazyParameter as LazyParameter
 from .given import given_leaves as given_leaves
 from .given import hyperparameters as hyperparameters
+from .given import taken_extra_args as taken_extra_args
 from .host_memory import PINNED_VARIABLE as PINNED_VARIABLE
 from .host_memory import pinned_advice as pinned_advice
 from .host_memory import pinned_bytes as pinned_bytes

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxferry.native import DTYPES, FACTORS, HostStep, StepFactors, StepPart, is_available
 from jaxferry.optimizer.optimizers import FusedTransformation, HostRule
-from jaxferry.optimizer.update_group import UpdateGroup
+from jaxferry.optimizer.update_group import OfLayers, UpdateGroup
 from jaxferry.partition import Layer
 from jaxferry.transport import Placement, Vectors, as_numpy, updated_vectors
 
@@ -154,8 +154,8 @@ class FusedUpdate:
         self._moments, self._counts = _moments_and_counts(rule, jax.tree.structure(state))
 
     def __call__(
-        self, unit: UpdateGroup, vectors: Sequence[Vectors], gradients: Sequence[Vectors], norm: Any, scale: Any
-    ) -> Sequence[Vectors]:
+        self, unit: UpdateGroup, vectors: OfLayers, gradients: OfLayers, norm: Any, scale: Any, extra: Any = ()
+    ) -> OfLayers:
         """See `update_programs.Update`. The arrays of the unit stay, with new content."""
         prepared = unit.prepared
         if prepared is None or prepared.update is not self:

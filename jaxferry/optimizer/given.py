@@ -96,6 +96,23 @@ def given_leaves(what: str, given: Any, expected: Any) -> list[Any]:
     return leaves
 
 
+def taken_extra_args(kwargs: dict[str, Any], known: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The optimizer's extra arguments of a step, as NumPy arrays that the caller cannot change.
+
+    Args:
+      kwargs: the step's keyword arguments, of which `extra_args` is removed.
+      known: what steps take that give none; None if the optimizer was declared to have none.
+
+    Raises:
+      InputError: as for `given_leaves`.
+    """
+    if known is None:
+        return {}
+    given = {**known, **kwargs.pop("extra_args", {})}
+    leaves = zip(given_leaves("extra_args", given, known), jax.tree.leaves(known), strict=True)
+    return jax.tree.unflatten(jax.tree.structure(known), [np.array(leaf, own.dtype) for leaf, own in leaves])
+
+
 def hyperparameters(known: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of an optimizer's state that hold hyperparameters of `optax.inject_hyperparams`, by path.
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxferry.optimizer.given import given_leaves
 from jaxferry.optimizer.pieces import Key
 from jaxferry.optimizer.replay import TreeUpdate, part_aval
 from jaxferry.optimizer.update_group import UpdateGroup, path_names, updated_together
@@ -46,6 +47,7 @@ class HostOptimizer:
       placement: where arrays live.
       clip_norm: global norm to clip gradients to, or None.
       hidden: leaves that the user has frozen; the transformation does not see them.
+      extra_args: the user's own arguments of its update, by name; arrays.
 
     Attributes:
       avals: shapes and master dtypes of the parameters.
@@ -53,6 +55,7 @@ class HostOptimizer:
       whole: of several processes, the leaves that each holds whole, since their update is not element-wise.
       is_joint: whether all layers form one unit, because the optimizer is not separable.
       updates: the compiled updates.
+      extra: shapes of what an update reads besides gradients and state: the loss, and the user's own arguments.
     """
 
     _not_by_part: frozenset[int] = frozenset()
@@ -66,9 +69,11 @@ class HostOptimizer:
         placement: Placement,
         clip_norm: float | None,
         hidden: Collection[int] = (),
+        extra_args: Mapping[str, Any] | None = None,
     ) -> None:
         self.avals, self._names = list(avals), path_names(jax.tree.unflatten(tree, avals))
-        self._tree = TreeUpdate(optimizer, tree, avals, hidden)
+        self._tree = TreeUpdate(optimizer, tree, avals, hidden, extra_args)
+        self.extra, self.extra_of, self.jaxprs = self._tree.extra, self._tree.extra_of, self._tree.jaxprs
         self.updates = UpdatePrograms(self._tree, placement, clip_norm)
         self.frozen = self._tree.frozen().union(hidden)
         self.is_joint = self._tree.mixes
@@ -156,6 +161,12 @@ class HostOptimizer:
         return self._tree.visible_state
 
     def whole_state(self, leaves: Mapping[str, Any]) -> Any:
-        """The Optax state with these leaves, by path."""
+        """The Optax state with these leaves, by path, as the user knows it."""
         state = self.state_tree()
-        return jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in path_names(state)])
+        return self._tree.shown(
+            jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in path_names(state)])
+        )
+
+    def given_state(self, given: Any) -> list[Any]:
+        """The leaves of such a state of the user's."""
+        return given_leaves("state.opt_state", self._tree.stored(given), self.state_tree())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ import optax
 
 from jaxferry.errors import InputError
 from jaxferry.optimizer.pieces import Key, Where
+from jaxferry.optimizer.transformations import Settled, extra_arguments, masked, traced, update_of, visible_state
 from jaxferry.optimizer.update_group import path_names
 from jaxferry.partition import (
     ELEMENTWISE,
@@ -35,9 +36,7 @@ from jaxferry.partition import (
     Span,
     bytes_of,
     evaluate,
-    graph_of,
     live_equations,
-    result_shapes,
 )
 
 SHARED = -1
@@ -57,9 +56,11 @@ class TreeUpdate:
       tree: the structure of the parameters.
       avals: their shapes and master dtypes.
       hidden: leaves that the transformation does not see, by index.
+      extra_args: the user's own arguments of its update, by name; arrays.
 
     Attributes:
-      optimizer: the transformation.
+      optimizer: the transformation, as of `transformations.Traced`.
+      extra: shapes of what its update reads besides gradients, state and parameters: the loss, and of `extra_args`.
       leaves: the leaves that it sees.
       params: their shapes, in a tree that masks the others.
     """
@@ -70,20 +71,28 @@ class TreeUpdate:
         tree: jax.tree_util.PyTreeDef,
         avals: Sequence[Any],
         hidden: Collection[int] = (),
+        extra_args: Mapping[str, Any] | None = None,
     ) -> None:
-        self.optimizer = optimizer
         self.leaves = [leaf for leaf in range(len(avals)) if leaf not in hidden]
-        self.params = _masked(tree, {leaf: avals[leaf] for leaf in self.leaves})
-        init = _graphs(optimizer.init, self.params)
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(init[0].aval_of, init[0].outputs)]
-        self._state = jax.tree.unflatten(init[0].out_tree, shapes)
-        self._state_avals, self._state_names = shapes, path_names(self._state)
+        self.params = masked(tree, {leaf: avals[leaf] for leaf in self.leaves})
+        self._extra_args = extra_arguments(optimizer, {} if extra_args is None else extra_args, self.params)
+        found = traced(optimizer, self.params, self._extra_args)
+        self.optimizer, self._state = found.optimizer, found.state
+        self._state_avals, self._state_names = jax.tree.leaves(found.state), path_names(found.state)
         names = dict(zip(path_names(self.params), self.leaves, strict=True))
         self._owners = owners = [_owner(name, names) for name in self._state_names]
-        update = _update_graphs(optimizer, self.params, self._state)
+        extra = jax.tree.leaves(self._extra_args)
         of_leaves = {leaf: tuple(avals[leaf].shape) for leaf in self.leaves}
-        self._update = _Replay(update, [*self.leaves, *self.leaves, *owners], [*self.leaves, *owners], of_leaves)
-        self._init = _Replay(init, self.leaves, owners, of_leaves)
+        inputs = [*self.leaves, *self.leaves, *owners, *[SHARED] * len(extra)]
+        self._update = _Replay(found.update, inputs, [*self.leaves, *owners], of_leaves)
+        first, read = len(inputs) - len(extra), self._update.inputs_read()
+        self._extra = {first + i: i for i in range(len(extra)) if first + i in read}
+        self.extra = [extra[i] for i in self._extra.values()]
+        known = jax.tree.leaves({name: [name] * len(jax.tree.leaves(own)) for name, own in self._extra_args.items()})
+        unread = {*(extra_args or {})}.difference(known[i] for i in self._extra.values())
+        if unread:
+            raise InputError(f"extra_args names {min(unread)!r}, which the optimizer does not read: leave it out")
+        self._init = _Replay(found.init, self.leaves, owners, of_leaves)
         self._places = {leaf: place for place, leaf in enumerate(self.leaves)}
 
     @functools.cached_property
@@ -118,20 +127,16 @@ class TreeUpdate:
 
     @functools.cached_property
     def visible_state(self) -> Any:
-        """Shapes of the whole state as users see it.
+        """Shapes of the whole state as users see it; see `transformations.visible_state`."""
+        return self._state if self.mixes else visible_state(self.optimizer, self.params, self._state)
 
-        Dictionaries lack hidden parameters if each layer has an update of its own and the transformation accepts trees
-        without the others; otherwise hidden parameters are `optax.MaskedNode`s.
-        """
-        leaves, tree = jax.tree.flatten(self.params)
-        if self.mixes:
-            return self._state
-        try:
-            # A mask or labels given as a tree of the whole model fit only the whole tree.
-            result_shapes(self.optimizer.init, _pruned(_masked(tree, {0: leaves[0]})))
-            return result_shapes(self.optimizer.init, _pruned(self.params))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return self._state
+    def shown(self, state: Any) -> Any:
+        """Returns the whole state as the user's transformation has it."""
+        return self.optimizer.shown(state) if isinstance(self.optimizer, Settled) else state
+
+    def stored(self, shown: Any) -> Any:
+        """Returns the whole state, of what `shown` returns."""
+        return self.optimizer.stored(shown) if isinstance(self.optimizer, Settled) else shown
 
     def state_keys(self, held: Held) -> list[Key]:
         """Returns the keys of the state's leaves that belong to these parts, or are shared."""
@@ -146,14 +151,38 @@ class TreeUpdate:
         made = self._init(held, dict(zip(self._placed(held), masters, strict=True)))
         return [made[number] for number in self._state_numbers(held)]
 
+    def extra_of(self, value: Any, extra_args: Mapping[str, Any]) -> list[Any]:
+        """Returns what `extra` describes.
+
+        Args:
+          value: the loss.
+          extra_args: the user's own arguments of a step.
+        """
+        leaves = jax.tree.leaves({"value": value, **extra_args})
+        return [leaves[i].astype(aval.dtype) for i, aval in zip(self._extra.values(), self.extra, strict=True)]
+
+    def jaxprs(self) -> list[Any]:
+        """Traces `init` and `update` anew."""
+        init, update = self.optimizer.init, update_of(self.optimizer)
+        return [
+            jax.make_jaxpr(init)(self.params),
+            jax.make_jaxpr(update)(self.params, self.params, self._state, self._extra_args),
+        ]
+
     def update(
-        self, held: Held, gradients: Sequence[jax.Array], masters: Sequence[jax.Array], state: Sequence[jax.Array]
+        self,
+        held: Held,
+        gradients: Sequence[jax.Array],
+        masters: Sequence[jax.Array],
+        state: Sequence[jax.Array],
+        extra: Sequence[Any] = (),
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns masters and state after a step; for a jitted function."""
         count, placed, numbers = len(self.leaves), self._placed(held), self._state_numbers(held)
         arguments: dict[Key, Any] = dict(zip(placed, gradients, strict=True))
         arguments |= {(count + i, part): array for (i, part), array in zip(placed, masters, strict=True)}
         arguments |= {(2 * count + i, part): array for (i, part), array in zip(numbers, state, strict=True)}
+        arguments |= {(i, None): array for i, array in zip(self._extra, extra, strict=True)}
         made = self._update(held, arguments)
         after: Any = optax.apply_updates(list(masters), [made[key] for key in placed])
         return after, [made[count + i, part] for i, part in numbers]
@@ -168,44 +197,6 @@ class TreeUpdate:
         for leaf, part in held:
             parts.setdefault(leaf, []).append(part)
         return [(i, part) for i, owner in enumerate(self._owners) for part in parts.get(owner, ())]
-
-
-def _masked(tree: jax.tree_util.PyTreeDef, leaves: Mapping[int, Any]) -> Any:
-    """Returns the tree with some of its leaves, and an `optax.MaskedNode` in place of each other one."""
-    return jax.tree.unflatten(tree, [leaves.get(index, optax.MaskedNode()) for index in range(tree.num_leaves)])
-
-
-def _pruned(node: Any) -> Any:
-    """Returns a tree without the entries of dictionaries that hold no leaf."""
-    if type(node) is dict:
-        return {key: _pruned(child) for key, child in node.items() if jax.tree.leaves(child)}
-    return node
-
-
-def _graphs(function: Callable[..., Any], *args: Any) -> tuple[Graph, Graph]:
-    """Traces a function; returns its graph, and that with calls of jitted functions, which XLA rounds otherwise."""
-    leaves, tree = jax.tree.flatten(args)
-    closed, shape = jax.make_jaxpr(lambda x: function(*jax.tree.unflatten(tree, x)), return_shape=True)(leaves)
-    made = [graph_of(closed, len(leaves), jax.tree.structure(shape), keeps_calls) for keeps_calls in (False, True)]
-    return made[0], made[1]
-
-
-def _update_graphs(optimizer: optax.GradientTransformation, params: Any, state: Any) -> tuple[Graph, Graph]:
-    """Traces `optimizer.update(gradients, state, params)`; the outputs are the updates, then the new state."""
-
-    def update(gradients: Any, params: Any, state: Any) -> Any:
-        return optimizer.update(gradients, state, params)
-
-    try:
-        return _graphs(update, params, params, state)
-    except TypeError as error:
-        if "required keyword-only argument" not in str(error):
-            raise
-        raise InputError(
-            f"the optimizer needs more than gradients, state and parameters: {error}; use one that does not. "
-            "Instead of a transformation that reads the loss (value=), wrap the optimizer in optax.inject_hyperparams "
-            "and call state.set_hyperparams(learning_rate=...)"
-        ) from error
 
 
 def _owner(name: str, names: dict[str, int]) -> int:
@@ -253,7 +244,7 @@ class _Replay:
     """A traced function of all parameters, run on some of them or on parts of them.
 
     Args:
-      graphs: see `_graphs`.
+      graphs: see `graphs_of`.
       inputs: the leaf that each input belongs to, or `SHARED`.
       outputs: likewise for each output.
       shapes: of the leaves.
@@ -282,6 +273,13 @@ class _Replay:
     def has_effects(self) -> bool:
         """Whether an equation has effects."""
         return any(equation.has_effects for equation in self._graph.equations)
+
+    def inputs_read(self) -> frozenset[int]:
+        """The numbers of the inputs on which an output depends."""
+        graph = self._graph
+        read = {value for equation in live_equations(graph.equations, graph.outputs) for value in equation.reads}
+        read.update(atom for atom in graph.outputs if isinstance(atom, int))
+        return frozenset(number for number, value in enumerate(self._numbers) if value in read)
 
     def mixes(self) -> bool:
         """Whether an output of one leaf depends on another leaf."""

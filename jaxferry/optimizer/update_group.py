@@ -12,6 +12,10 @@ import jax.numpy as jnp
 from jaxferry.optimizer.pieces import Key
 from jaxferry.partition import Layer, Part, Span, aval_bytes
 from jaxferry.step import Arrival
+from jaxferry.transport import Vectors
+
+OfLayers = Sequence[Vectors]
+"""Vectors of each layer of a unit."""
 
 
 def path_names(tree: Any) -> list[str]:

@@ -22,6 +22,7 @@ from jaxferry.optimizer.optimizers import HostRule
 from jaxferry.optimizer.pieces import filled
 from jaxferry.optimizer.replay import TreeUpdate
 from jaxferry.optimizer.update_group import (
+    OfLayers,
     UpdateGroup,
     by_leaf,
     by_master,
@@ -32,7 +33,7 @@ from jaxferry.optimizer.update_group import (
 )
 from jaxferry.partition import Layer, bits_of, trace, zeros_of
 from jaxferry.step import Arrival
-from jaxferry.transport import Placement, Vectors, compile_shared, updated_vectors, writes_in_place
+from jaxferry.transport import Placement, compile_shared, updated_vectors, writes_in_place
 
 _FACTORS = "factors"
 
@@ -41,8 +42,8 @@ class Update(Protocol):
     """Updates units of one layout on the host."""
 
     def __call__(
-        self, unit: UpdateGroup, vectors: Sequence[Vectors], gradients: Sequence[Vectors], norm: Any, scale: Any
-    ) -> Sequence[Vectors]:
+        self, unit: UpdateGroup, vectors: OfLayers, gradients: OfLayers, norm: Any, scale: Any, extra: Any = ()
+    ) -> OfLayers:
         """Updates a unit's masters and state, and returns the new compute copy; waits for both.
 
         Args:
@@ -52,6 +53,7 @@ class Update(Protocol):
             segment reads.
           norm: fp32 scalar, the global norm of the gradients after the division.
           scale: fp32 scalar, the divisor of the gradients.
+          extra: what `TreeUpdate.extra` describes.
         """
         ...
 
@@ -64,9 +66,9 @@ class CompiledUpdate:
     """An update that XLA has compiled.
 
     Args:
-      program: maps `(masters, state, vectors, gradients, norm, scale)` to `(masters, state, vectors)`, with vectors of
-        trained parameters alone. Masters and state are donated; if the device is a CPU, so are vectors, else there are
-        none.
+      program: maps `(masters, state, vectors, gradients, norm, scale, extra)` to `(masters, state, vectors)`, with
+        vectors of trained parameters alone. Masters and state are donated; if the device is a CPU, so are vectors, else
+        there are none.
       placement: where arrays live.
       layers: of such a unit, the trained parameters.
     """
@@ -76,12 +78,12 @@ class CompiledUpdate:
         self._nums = [len(layer.vectors) for layer in layers]
 
     def __call__(
-        self, unit: UpdateGroup, vectors: Sequence[Vectors], gradients: Sequence[Vectors], norm: Any, scale: Any
-    ) -> list[Vectors]:
+        self, unit: UpdateGroup, vectors: OfLayers, gradients: OfLayers, norm: Any, scale: Any, extra: Any = ()
+    ) -> OfLayers:
         """See `Update`."""
         pairs = zip(vectors, self._nums, strict=True)
         old = [of_layer[:num] if self._placement.is_cpu else () for of_layer, num in pairs]
-        made = jax.block_until_ready(self.program(unit.masters, unit.state, old, gradients, norm, scale))
+        made = jax.block_until_ready(self.program(unit.masters, unit.state, old, gradients, norm, scale, [*extra]))
         unit.masters, unit.state, new = made
         if self._placement.is_cpu:
             return [(*own, *of_layer[num:]) for own, of_layer, num in zip(new, vectors, self._nums, strict=True)]
@@ -191,8 +193,8 @@ class UpdatePrograms:
     def plain(self, unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[..., Any]:
         """The update of a unit by Optax, for a jitted function on any device.
 
-        It maps `(masters, state, gradients, norm)` to `(masters, state)`. `gradients` are in the master dtypes, by
-        index of the leaf.
+        It maps `(masters, state, gradients, norm, extra)` to `(masters, state)`. `gradients` are in the master dtypes,
+        by index of the leaf.
 
         Args:
           unit: the unit.
@@ -200,8 +202,8 @@ class UpdatePrograms:
         """
         held, in_order = unit.keys, by_master(unit, layers)  # not the unit, which holds arrays
 
-        def update(masters: Any, state: Any, gradients: dict[int, jax.Array], norm: jax.Array) -> Any:
-            return self._tree.update(held, in_order(self._clipped(gradients, norm)), masters, state)
+        def update(masters: Any, state: Any, gradients: dict[int, jax.Array], norm: jax.Array, extra: Any) -> Any:
+            return self._tree.update(held, in_order(self._clipped(gradients, norm)), masters, state, extra)
 
         return update
 
@@ -268,11 +270,13 @@ class UpdatePrograms:
         place, unit_layers = self._placement, self._owned(unit, layers)
         update, masters_of = self.plain(unit, unit_layers), masters_by_leaf(unit, unit_layers)
 
-        def flat_update(masters: Any, state: Any, vectors: Any, gradients: Any, norm: Any, scale: Any) -> Any:
+        def flat_update(
+            masters: Any, state: Any, vectors: Any, gradients: Any, norm: Any, scale: Any, extra: Any
+        ) -> Any:
             # Operands of different memory kinds do not mix; on a CPU this placement copies nothing.
             host = (masters, state, vectors, gradients)
             masters, state, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
-            masters, state = update(masters, state, by_leaf(unit_layers, gradients, scale), norm)
+            masters, state = update(masters, state, by_leaf(unit_layers, gradients, scale), norm, extra)
             return masters, state, packed(unit_layers, masters_of(masters), vectors)
 
         def struct(x: Any, where: Any) -> Any:
@@ -285,6 +289,7 @@ class UpdatePrograms:
         gradients = [tuple(struct(v, place.update_output) for v in of_layer) for of_layer in arrived]
         vectors = [structs(layer) if place.is_cpu else () for layer in unit_layers]
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute)
+        extra = [struct(x, place.host_compute) for x in self._tree.extra]
         masters, states = ([struct(x, place.host) for x in leaves] for leaves in (unit.masters, unit.state))
 
         jitted = jax.jit(
@@ -293,7 +298,7 @@ class UpdatePrograms:
             keep_unused=True,
             out_shardings=(place.host, place.host, place.update_output),
         )
-        return jitted.trace(masters, states, vectors, gradients, number, number).lower()
+        return jitted.trace(masters, states, vectors, gradients, number, number, extra).lower()
 
     def _arrived(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> list[tuple[Any, ...]]:
         """The vectors of gradients that arrive, of each of a unit's layers; shapes."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -38,6 +39,27 @@ def split_flags(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     """Splits keyword arguments into traced ones and static flags (booleans, strings and None)."""
     flags = {name: value for name, value in kwargs.items() if value is None or isinstance(value, bool | str)}
     return {name: value for name, value in kwargs.items() if name not in flags}, flags
+
+
+def weighted(loss_fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The loss times an entry of its `aux`, with `(weight, (loss, aux))` as auxiliary output, the weight in fp32.
+
+    Args:
+      loss_fn: returns `(loss, aux)`.
+      name: the entry.
+    """
+
+    def weighted_loss(*args: Any, **kwargs: Any) -> Any:
+        made = loss_fn(*args, **kwargs)
+        entries = made[1] if isinstance(made, tuple) and len(made) == 2 else None
+        weight = entries.get(name) if isinstance(entries, Mapping) else getattr(entries, name, None)
+        if weight is None or jnp.shape(weight) != ():
+            found = "no such entry" if weight is None else f"shape {jnp.shape(weight)}"
+            raise InputError(f"weight must name a scalar in the aux of loss_fn's (loss, aux), got {name!r}: {found}")
+        weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
+        return jnp.asarray(made[0]) * weight, (weight, made)
+
+    return weighted_loss
 
 
 def structure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -8,7 +8,7 @@ state, metrics = step(state, batch)
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -35,6 +35,8 @@ def train_step(
     reserve_factor: float | None = None,
     clip_norm: float | None = None,
     accumulate: int = 1,
+    weight: str | None = None,
+    extra_args: Mapping[str, Any] | None = None,
     compute_dtype: Any = None,
     loss_scale: float | str | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
@@ -73,6 +75,13 @@ def train_step(
       accumulate: number of steps (micro-batches) whose mean gradient one update applies, as in `optax.MultiSteps`. Sums
         are in fp32 at least. They stay on the device if the plan lets gradients stay and they fit into the budget;
         otherwise they are added up in host memory.
+      weight: name of the entry of the loss function's `aux` that weighs its micro-batch, a scalar such as the number of
+        valid tokens. With `accumulate`, the update then applies the gradient of the weighted mean of the losses,
+        `sum(weight * loss) / sum(weight)`; clipping and `grad_norm` are of that gradient. None weighs all alike.
+      extra_args: the optimizer's own extra arguments beside the loss, by name, with a value for steps that pass none:
+        numbers, arrays or trees of them. A step takes others of these shapes by `extra_args=`. An optimizer that reads
+        the loss (`value=`, as `optax.contrib.reduce_on_plateau` does) is given that of the step, with `accumulate` the
+        mean of the micro-batches, in fp32 at least, unless `"value"` is named here.
       compute_dtype: dtype of the parameters on the device, such as `jnp.float16`. By default `bfloat16` on accelerators
         for models in float32, otherwise the parameters' own.
       loss_scale: factor that multiplies the loss before its backward and divides the gradients in the update. If
@@ -151,6 +160,8 @@ def train_step(
         check_gradients=check_gradients,
         record_steps=record_steps,
         accumulate=accumulate,
+        weight=weight,
+        extra_args=extra_args,
         loss_scale=loss_scale,
         trainable=trainable,
         cached_shapes=cached_shapes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -20,6 +21,10 @@ def metrics_of(number: int, parts: Partition, result: StepResult, numerics: Nume
     Raises:
       NonFiniteError: if the loss or a gradient is not finite, unless such steps are skipped.
     """
+    aux = None if parts.aux_tree is None else jax.tree.unflatten(parts.aux_tree, result.aux)
+    if numerics.is_weighted and aux is not None:
+        _, (loss, aux) = aux
+        result = dataclasses.replace(result, loss=loss)
     is_lost = not result.is_finite and not numerics.skip_nonfinite
     scale = numerics.loss_scale
     if is_lost and scale is not None and scale.is_dynamic and result.loss_scale > 1:
@@ -42,8 +47,10 @@ def metrics_of(number: int, parts: Partition, result: StepResult, numerics: Nume
         metrics["skipped"] = not result.is_finite
     if result.grad_norm is not None:
         metrics["grad_norm"] = result.grad_norm
+    if result.mean_loss is not None:
+        metrics["mean_loss"] = result.mean_loss
     if parts.aux_tree is not None:
-        metrics["aux"] = jax.tree.unflatten(parts.aux_tree, result.aux)
+        metrics["aux"] = aux
     return metrics
 
 
@@ -55,6 +62,8 @@ def _nonfinite(number: int, parts: Partition, result: StepResult, numerics: Nume
     if np.isfinite(loss) and result.nonfinite_gradient is not None:
         layer = result.nonfinite_gradient
         what = f"the loss of step {number} is {loss}, but the gradient of layer {layer!r} is not finite"
+    if numerics.is_weighted and np.isfinite(loss) and not 0 < result.weight < np.inf:
+        layer, what = "", f"the weights of the micro-batches up to step {number} sum to {result.weight:g}"
     left = "before the step" if numerics.accumulate == 1 else "after the last update"
     told = f"{what}; the state is that {left} (skip_nonfinite=True skips such steps)"
     return NonFiniteError(told, number, layer)

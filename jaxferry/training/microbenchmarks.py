@@ -221,6 +221,7 @@ class HostUpdate:
         self.text = optimizer.updates.text(unit, layers, arrivals)
         self.num_bytes = sum(master.size * master.dtype.itemsize for master in unit.masters)
         self._scalar = jax.device_put(np.float32(1), placement.host_compute)
+        self._extra = [np.zeros(aval.shape, aval.dtype) for aval in optimizer.extra]
 
     def arguments(self) -> list[Any]:
         """The unit with new masters and state, compute copies and gradients."""
@@ -240,7 +241,7 @@ class HostUpdate:
         """Updates in place; the results, which are ready, take the places of the arguments."""
         own, vectors, gradients = held
         [update] = own.programs.values()
-        held[1] = update(own, vectors, gradients, self._scalar, _SCALE)
+        held[1] = update(own, vectors, gradients, self._scalar, _SCALE, self._extra)
 
     def begin_step(self, held: list[Any]) -> list[Any]:
         """Computes what all updates of a step share; returns the argument."""

@@ -83,8 +83,8 @@ class Model:
         leaves, tree = jax.tree.flatten(self.params)
         dtypes = _master_dtypes(layers)
         masters = [jax.ShapeDtypeStruct(stored_struct(leaf).shape, dtypes[i]) for i, leaf in enumerate(leaves)]
-        self._masters = jax.tree.unflatten(tree, masters)
-        self.optimizer = HostOptimizer(optimizer, tree, masters, placement, numerics.clip_norm, hidden)
+        given = (placement, numerics.clip_norm, hidden, numerics.extra_args)
+        self.optimizer = HostOptimizer(optimizer, tree, masters, *given)
         by_path = layers_by_path(params, self.compute_dtype, self.optimizer.frozen)
         self.layers = held_whole(by_path, self.optimizer.whole)
         self.optimizer.check_parts(self.layers)
@@ -98,9 +98,7 @@ class Model:
     @functools.cached_property
     def update_text(self) -> str:
         """What an update computes, traced: equal in processes with the same optimizer and options."""
-        masters, optimizer = self._masters, self._optax
-        state = jax.eval_shape(optimizer.init, masters)
-        traced = [jax.make_jaxpr(optimizer.init)(masters), jax.make_jaxpr(optimizer.update)(masters, state, masters)]
+        traced = self.optimizer.jaxprs()
         constants = [np.asarray(constant).tobytes().hex() for jaxpr in traced for constant in jaxpr.consts]
         # Printed functions have addresses, which differ.
         steps = re.sub(r" at 0x[0-9a-f]+", "", "".join(map(str, traced)))

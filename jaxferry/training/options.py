@@ -6,6 +6,7 @@ import dataclasses
 import math
 import numbers
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -38,8 +39,15 @@ class Numerics:
     skip_nonfinite: bool = False
     check_gradients: bool | None = None
     accumulate: int = 1
+    weight: str | None = None
+    extra_args: Mapping[str, Any] | None = None
     loss_scale: LossScale | None = None
     trainable: Trainable | None = None
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether micro-batches have weights of their own; without accumulation a weight divides out."""
+        return self.weight is not None and self.accumulate > 1
 
     @property
     def rules(self) -> Rules:
@@ -48,7 +56,7 @@ class Numerics:
         is_adapted = self.loss_scale is not None and self.loss_scale.is_dynamic
         # Where updates wait for the norm anyway, the check costs nothing. Who looks for a NaN wants no update with one.
         checks = clips or self.accumulate > 1 or looks_for_nans() if check is None else check
-        return Rules(clips, self.skip_nonfinite, is_adapted or checks, self.accumulate)
+        return Rules(clips, self.skip_nonfinite, is_adapted or checks, self.accumulate, self.is_weighted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +119,8 @@ def read_options(
     record_steps: Any,
     accumulate: Any,
     loss_scale: Any,
+    weight: Any = None,
+    extra_args: Any = None,
     trainable: Any = None,
     offload_activations: Any = False,
     cached_shapes: Any = CACHED_SHAPES,
@@ -134,6 +144,8 @@ def read_options(
         skip_nonfinite=_read_flag(skip_nonfinite, "skip_nonfinite"),
         check_gradients=None if check_gradients is None else _read_flag(check_gradients, "check_gradients"),
         accumulate=_read_count(accumulate, 1, "accumulate must be a number of micro-batches"),
+        weight=_read_weight(weight),
+        extra_args=_read_extra_args(extra_args),
         loss_scale=_read_loss_scale(loss_scale, dtype, accumulate),
         trainable=trainable,
     )
@@ -167,6 +179,22 @@ def _read_clip_norm(value: Any) -> float | None:
     if value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
         raise InputError(f"clip_norm must be a positive number or None, got {value!r}")
     return value
+
+
+def _read_weight(value: Any) -> str | None:
+    if value is not None and not (isinstance(value, str) and value):
+        raise InputError(f"weight must be the name of an entry of the loss function's aux, or None, got {value!r}")
+    return value
+
+
+def _read_extra_args(value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    try:
+        named = {str(name): each for name, each in value.items()}
+        return jax.tree.map(lambda leaf: np.array(leaf, jax.dtypes.result_type(leaf)), named)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InputError(f"extra_args must map names to numbers, arrays or trees of them, got {value!r}") from error
 
 
 def _read_flag(value: Any, name: str) -> bool:

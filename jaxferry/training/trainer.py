@@ -16,13 +16,13 @@ from jaxferry import checkpoint
 from jaxferry.costs import Profile
 from jaxferry.engine import Owner, TrainState
 from jaxferry.errors import InputError, JaxFerryError, StateError
-from jaxferry.optimizer import masters_layer_by_layer
+from jaxferry.optimizer import masters_layer_by_layer, taken_extra_args
 from jaxferry.partition import result_shapes
 from jaxferry.processes import PROGRESS, check_same_values, global_shape, messages_of
 from jaxferry.settings import own_settings
 from jaxferry.step import Run
 from jaxferry.training.compiler import Compiler, Shared
-from jaxferry.training.cuts import split_flags
+from jaxferry.training.cuts import split_flags, weighted
 from jaxferry.training.metrics import metrics_of
 from jaxferry.training.model import Model, abstract
 from jaxferry.training.options import Options
@@ -45,7 +45,8 @@ class TrainStep:
         self._placement, self._wanted_transport = placement, transport
         planning = options.planning.on(self._placement.memory_facts().get("memory_limit_bytes"))
         options = dataclasses.replace(options, planning=planning)
-        self._loss_fn, self._optax, self._options = loss_fn, optimizer, options
+        self._optax, self._options, weight = optimizer, options, options.numerics.weight
+        self._loss_fn = weighted(loss_fn, weight) if weight and options.numerics.is_weighted else loss_fn
         with own_settings():
             choose_transport(transport, self._placement)
             self._shared = Shared(self._placement, options.record_steps)
@@ -113,11 +114,13 @@ class TrainStep:
             name for it changes as well; `state.copy()` keeps a state.
           *args: the loss function's arguments after the parameters, usually one batch.
           **kwargs: keyword arguments of the loss function, such as a PRNG key for dropout. Booleans, strings and None
-            are static: each combination is compiled once.
+            are static: each combination is compiled once. If `train_step` was given `extra_args`, so is this one
+            keyword: `extra_args={"name": value}` are those of this step's update, with `accumulate` the last one's.
 
         Returns:
           The state, and metrics: `loss`; `grad_norm` (of the mean gradient of all trained parameters, before clipping;
-          with `accumulate` only for the last micro-batch before an update); `skipped` (whether the update was skipped,
+          with `accumulate` only for the last micro-batch before an update); `mean_loss` (by `weight`, of the
+          micro-batches of an update, for the last one); `skipped` (whether the update was skipped,
           with `skip_nonfinite` or a dynamic loss scale); `loss_scale` (if the loss is scaled); `aux` (the loss
           function's auxiliary result, if it has one); `device_param_bytes_peak` (bytes).
 
@@ -131,10 +134,11 @@ class TrainStep:
             another thread uses this step or one of its states.
         """
         with self.owner.using("TrainStep.__call__"), PROGRESS.call():
+            extra_args = taken_extra_args(kwargs, self._options.numerics.extra_args)
             prepared = self._arranged(state, args, kwargs)
             state.fill()
             number = state.step
-            result = prepared.runner.step(state, _leaves(args, kwargs))
+            result = prepared.runner.step(state, _leaves(args, kwargs), extra_args)
             return state, metrics_of(number, prepared.partition, result, self._options.numerics)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
@@ -216,7 +220,8 @@ class TrainStep:
         Raises:
           BudgetError: if it does not fit into `memory_budget`.
         """
-        return self.apply(state, self._loss_fn, *args, **kwargs)
+        made = self.apply(state, self._loss_fn, *args, **kwargs)
+        return made[1][1] if self._options.numerics.is_weighted else made
 
     def apply(self, state: TrainState, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Evaluates any function of the current parameters, layer by layer, without derivatives.

@@ -43,6 +43,43 @@ def average_of_params(decay):
     return optax.GradientTransformation(init, update)
 
 
+def changing(start, update):
+    """A transformation whose state begins as `start`; `update(updates, state)` returns updates and another state."""
+    return optax.GradientTransformation(
+        lambda params: start, lambda updates, state, params=None: update(updates, state)
+    )
+
+
+class Counted(NamedTuple):
+    counts: dict[str, Any]
+
+
+def count_later(updates, state):
+    num = state.counts.get("num", jnp.int32(0)) + 1
+    return jax.tree.map(lambda leaf: leaf / num, updates), Counted({"num": num})
+
+
+def add_last(updates, last):
+    made = updates if last is None else jax.tree.map(lambda new, old: new + 0.5 * old, updates, last)
+    return made, made
+
+
+def average_norm(updates, mean):
+    mean = (mean + optax.tree.norm(updates)) / 2
+    return jax.tree.map(lambda leaf: leaf * mean, updates), mean
+
+
+CHANGING = {
+    "monitored": optax.chain(
+        optax.adam(1e-2, eps=1e-3),
+        optax.monitor({"norm": optax.tree.norm, "ema": optax.measure_with_ema(optax.tree.norm, 0.9)}),
+    ),
+    "counts in updates": optax.chain(optax.sgd(0.1, momentum=0.9), changing(Counted({}), count_later)),
+    "last updates": optax.chain(changing(None, add_last), optax.sgd(0.1)),
+    "dtype of updates": optax.chain(changing(jnp.int32(1), average_norm), optax.sgd(0.1)),
+}
+
+
 def by_layer(label_of):
     rates = {"block_0": 1e-3, "block_1": 3e-3, "norm": 1e-2, "table": 3e-2}
     return optax.multi_transform({name: optax.adam(rate, eps=1e-3) for name, rate in rates.items()}, label_of)
@@ -74,6 +111,7 @@ SEPARABLE = {
     "adaptive clipping": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
     "by value": optax.chain(optax.clip(0.01), optax.zero_nans(), optax.sgd(0.1)),
     "noise": optax.chain(optax.add_noise(0.01, 0.55, 0), optax.sgd(0.1)),
+    "plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(0.5, patience=2, rtol=0.2)),
     "one pass": jaxferry.adamw(SCHEDULE, eps=1e-3, mask=each(lambda _, ndim: ndim > 1)),
 }
 LESS_OFTEN = (
@@ -104,6 +142,11 @@ JOINT = {
     "accumulation": optax.MultiSteps(optax.sgd(0.1), 2),
     "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
     "prodigy": optax.contrib.prodigy(0.1, eps=1e-3),
+    "polyak": optax.polyak_sgd(0.5),
+    "momo": optax.contrib.momo(0.5),
+    "snapshot": optax.chain(optax.sgd(0.1), optax.snapshot("norm", optax.tree.norm)),
+    **CHANGING,
+    "injected polyak": optax.inject_hyperparams(optax.polyak_sgd)(max_learning_rate=0.5),
 }
 
 
@@ -125,7 +168,12 @@ def test_a_separable_optimizer_is_overlapped_and_agrees_with_plain_optax(name):
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("global norm", "accumulation") else pytest.param(name, marks=pytest.mark.slow) for name in JOINT],
+    [
+        name
+        if name in ("global norm", "accumulation", "polyak", *CHANGING)
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in JOINT
+    ],
 )
 def test_a_joint_optimizer_is_warned_about_and_agrees_with_plain_optax(name):
     expected = models.plain_loop(TASK, JOINT[name], NUM_STEPS)[1]
@@ -163,7 +211,8 @@ def plain_state(optimizer, num_steps):
 
     @jax.jit
     def step(params, state):
-        updates, state = optimizer.update(jax.grad(TASK.loss_fn)(params, TASK.batch), state, params)
+        loss, gradients = jax.value_and_grad(TASK.loss_fn)(params, TASK.batch)
+        updates, state = optax.with_extra_args_support(optimizer).update(gradients, state, params, value=loss)
         return optax.apply_updates(params, updates), state
 
     params, state = TASK.params, optimizer.init(TASK.params)
@@ -176,6 +225,7 @@ def plain_state(optimizer, num_steps):
     "name",
     [
         "tree of labels",
+        "plateau",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("ema of parameters", "hyperparameters", "schedule-free")
@@ -211,6 +261,7 @@ def test_what_is_kept_in_the_state_is_used_as_optax_says():
     "name",
     [
         "tree of labels",
+        "plateau",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("tree of masked decay", "ema of parameters")),
     ],
 )
@@ -226,3 +277,107 @@ def test_a_state_of_such_an_optimizer_is_resumed(name, tmp_path):
         more.append(float(metrics["loss"]))
     assert more == losses[3:]
     assert_same_bits(resumed.opt_state, whole.opt_state)
+
+
+def tempered():
+    """Multiplies updates by an argument of the step, and by a second one that is a tree."""
+
+    def update(updates, state, params=None, *, temperature, offsets, **extra_args):
+        return jax.tree.map(lambda leaf: leaf * temperature * offsets["more"][1], updates), state
+
+    return optax.chain(optax.sgd(0.1), optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip_norm": 0.1}], ids=str)
+def test_a_step_hands_on_the_arguments_of_its_own_to_the_optimizer(options):
+    """A temperature of each step is a learning rate of each step."""
+    extra = {"temperature": 1.0, "offsets": {"more": np.ones(2, np.float32)}}
+    step = jaxferry.train_step(TASK.loss_fn, tempered(), extra_args=extra, **options)
+    rates = optax.join_schedules([optax.constant_schedule(rate) for rate in (0.3, 0.05, 0.1)], [1, 2])
+    plain = jaxferry.train_step(TASK.loss_fn, optax.sgd(rates), **options)
+    state, expected = step.init(TASK.params), plain.init(TASK.params)
+    offsets = {"more": np.zeros(2, np.float32)}
+    for given in ({"temperature": 1.5, "offsets": offsets}, {"temperature": jnp.float32(0.5)}, {}):
+        for _ in range(options.get("accumulate", 1)):
+            offsets["more"][1] = 2
+            state, metrics = step(state, TASK.batch, extra_args=given) if given else step(state, TASK.batch)
+            offsets["more"][1] = np.nan  # a late update reads what it was given
+            expected, others = plain(expected, TASK.batch)
+            np.testing.assert_allclose(metrics["loss"], others["loss"], rtol=LOSS_RTOL)
+    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_user_may_hand_on_another_value_than_the_loss():
+    optimizer = optax.polyak_sgd(0.5)
+    step = jaxferry.train_step(TASK.loss_fn, optimizer, extra_args={"value": 0.0})
+    with pytest.warns(UserWarning, match="updates do not overlap"):
+        state = step.init(TASK.params)
+    state, _ = step(state, TASK.batch)
+    assert_same_bits(state.params, TASK.params)
+    state, _ = step(state, TASK.batch, extra_args={"value": 1e-3})
+    updates, _ = optimizer.update(
+        jax.grad(TASK.loss_fn)(TASK.params, TASK.batch), optimizer.init(TASK.params), TASK.params, value=1e-3
+    )
+    for ours, theirs in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(optax.apply_updates(TASK.params, updates)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperatur": 1.0}, r"extra_args must be a tree like its current value: .*'temperatur'.* is new"),
+        ({"temperature": np.ones(2)}, r"extra_args, leaf \['temperature'\], must have shape \(\), got \(2,\)"),
+    ],
+)
+def test_arguments_of_a_step_that_the_optimizer_was_not_made_for_are_refused(given, message):
+    step = jaxferry.train_step(TASK.loss_fn, tempered(), extra_args={"temperature": 1.0, "offsets": {"more": [1, 1]}})
+    state = step.init(TASK.params)
+    with pytest.raises(jaxferry.InputError, match=message):
+        step(state, TASK.batch, extra_args=given)
+
+
+@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.filterwarnings("ignore:the optimizer looks at")
+def test_a_state_whose_structure_the_first_update_changes_is_shown_saved_and_assigned_as_optax_has_it(name, tmp_path):
+    optimizer = CHANGING[name]
+    step, params, own = jaxferry.train_step(TASK.loss_fn, optimizer), TASK.params, optimizer.init(TASK.params)
+    state = step.init(TASK.params)
+    for number in range(3):
+        assert jax.tree.structure(state.opt_state) == jax.tree.structure(own)
+        for ours, theirs in zip(*map(jax.tree.leaves, (state.opt_state, own)), strict=True):
+            assert ours.dtype == theirs.dtype
+            np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-6)
+        step.save(state, tmp_path / str(number))
+        copied, restored = state.copy(), step.restore(tmp_path / str(number))
+        assigned = step.init(state.params)
+        assigned.opt_state = state.opt_state
+        for other in (copied, restored, assigned):
+            assert_same_bits(other.opt_state, state.opt_state)
+        state, _ = step(state, TASK.batch)
+        for other in (copied, restored, assigned):
+            step(other, TASK.batch)
+            assert_same_bits((other.params, other.opt_state), (state.params, state.opt_state))
+        updates, own = optimizer.update(jax.grad(TASK.loss_fn)(params, TASK.batch), own, params)
+        params = optax.apply_updates(params, updates)
+
+
+def test_a_state_that_changes_its_structure_in_every_update_is_refused_by_name():
+    growing = changing(
+        Counted({}), lambda u, state: (u, Counted({**state.counts, f"n{len(state.counts)}": jnp.ones(())}))
+    )
+    step = jaxferry.train_step(TASK.loss_fn, optax.chain(optax.adam(1e-2), growing))
+    with pytest.raises(
+        jaxferry.InputError, match="the optimizer's Counted has another structure, shape or dtype after"
+    ):
+        step.init(TASK.params)
+
+
+def test_an_assigned_state_of_another_structure_is_refused():
+    step = jaxferry.train_step(TASK.loss_fn, CHANGING["counts in updates"])
+    with pytest.warns(UserWarning, match="updates do not overlap"):
+        state = step.init(TASK.params)
+    with pytest.raises(jaxferry.InputError, match=r"state\.opt_state must be a tree like its current value"):
+        state.opt_state = (state.opt_state[0], Counted({"others": np.int32(1)}))

@@ -230,12 +230,13 @@ def adapters(depth: int = 4, width: int = 16, rank: int = 2, vocab: int = 32) ->
 
 
 def plain_loop(task: Task, optimizer: optax.GradientTransformation, num_steps: int, **kwargs: Any) -> tuple[Any, list]:
-    """The reference: one jitted Optax step; returns final parameters and losses."""
+    """The reference: one jitted Optax step, given the loss; returns final parameters and losses."""
+    update = optax.with_extra_args_support(optimizer).update
 
     @quickly
     def step(params: Any, state: Any) -> Any:
         loss, gradients = jax.value_and_grad(task.loss_fn)(params, task.batch, **kwargs)
-        updates, state = optimizer.update(gradients, state, params)
+        updates, state = update(gradients, state, params, value=loss)
         return optax.apply_updates(params, updates), state, loss
 
     params, state, losses = task.params, optimizer.init(task.params), []

@@ -53,7 +53,8 @@ def loss_fn(params, batch, key):
     mean = x.mean((0, 1))
     x = (x - mean) * jax.lax.rsqrt(x.var((0, 1)) + 1e-3) + params["second"]["b"]
     logits = jax.nn.log_softmax(x @ params["head"]["w"] + params["head"]["b"])
-    return -jnp.take_along_axis(logits, batch["y"][..., None], -1).mean(), {"mean": mean, "logits": logits}
+    aux = {"mean": mean, "logits": logits, "num_even": (batch["x"] % 2 == 0).sum()}
+    return -jnp.take_along_axis(logits, batch["y"][..., None], -1).mean(), aux
 
 
 def batches(num=NUM_STEPS, size=BATCH):

@@ -36,11 +36,12 @@ AXES: dict[str, tuple[str, ...]] = {
     "transport": ("ferry", "device_put"),
     "dtype": ("float32", "bfloat16"),
     "accumulate": ("once", "twice"),
+    "weight": ("alike", "weighed"),
     "clip": ("whole", "clipped"),
     "remat": ("none", "full"),
     "offload": ("stays", "offloaded"),
     "frozen": ("all", "frozen"),
-    "optimizer": ("optax", "fused"),
+    "optimizer": ("optax", "fused", "of the loss"),
     "granularity": (BLOCK, MODULE),
     "scale": ("1", "64"),
 }
@@ -96,7 +97,13 @@ def covering(axes: dict[str, tuple[str, ...]], given: Iterable[Case] = ()) -> li
     return cases
 
 
+def _times_the_loss(updates: Any, state: Any, params: Any = None, *, value: Any, **_: Any) -> Any:
+    return jax.tree.map(lambda update: update * value, updates), state
+
+
+OF_THE_LOSS = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), _times_the_loss)
 OPTIMIZERS = {"optax": optax.adamw(1e-2, eps=1e-3), "fused": jaxferry.adamw(1e-2, eps=1e-3)}
+OPTIMIZERS["of the loss"] = optax.chain(OPTIMIZERS["optax"], OF_THE_LOSS)
 CLIP_NORM, NUM_BATCHES = 0.05, 4
 
 
@@ -123,20 +130,32 @@ def batches_of(model: str) -> list[Any]:
     return [jax.tree.map(lambda leaf, seed=seed: shuffled(leaf, seed), batch) for seed in range(NUM_BATCHES)]
 
 
-def is_trained(model: str) -> Any:
-    """A tree that freezes every third parameter."""
-    leaves, tree = jax.tree.flatten(task_of(model).params)
-    return jax.tree.unflatten(tree, [number % 3 != 1 for number in range(len(leaves))])
+def weight_of(batch: Any) -> jax.Array:
+    """A weight of a batch, from its first element."""
+    return 1 + jnp.abs(jnp.ravel(jax.tree.leaves(batch)[0])[0]) % 5
 
 
 @functools.cache
-def plain_optax(model: str, dtype: str, accumulate: str, clip: str, frozen: str) -> tuple[list[float], list[Any]]:
+def weighed(model: str) -> Any:
+    """The model's loss function, which states the weight of its batch."""
+    return lambda params, batch: (task_of(model).loss_fn(params, batch), {"tokens": weight_of(batch)})
+
+
+def is_trained(model: str) -> Any:
+    """A tree that freezes every third parameter."""
+    leaves, tree = jax.tree.flatten(task_of(model).params)
+    return jax.tree.unflatten(tree, [number % 3 != 2 for number in range(len(leaves))])
+
+
+@functools.cache
+def plain_optax(
+    model: str, dtype: str, accumulate: str, clip: str, frozen: str, weight: str, optimizer: str
+) -> tuple[list[float], list[Any]]:
     """Losses and parameters of a jitted loop of Optax, with masters in float32."""
-    task, optimizer = task_of(model), OPTIMIZERS["optax"]
+    task, chosen_optimizer = task_of(model), OPTIMIZERS["optax" if optimizer == "fused" else optimizer]
     if clip == "clipped":
-        optimizer = optax.chain(optax.clip_by_global_norm(CLIP_NORM), optimizer)
-    if accumulate == "twice":
-        optimizer = optax.MultiSteps(optimizer, 2).gradient_transformation()
+        chosen_optimizer = optax.chain(optax.clip_by_global_norm(CLIP_NORM), chosen_optimizer)
+    chosen_optimizer = optax.with_extra_args_support(chosen_optimizer)
     leaves, tree = jax.tree.flatten(task.params)
     chosen = jax.tree.leaves(is_trained(model)) if frozen == "frozen" else [True] * len(leaves)
 
@@ -146,16 +165,21 @@ def plain_optax(model: str, dtype: str, accumulate: str, clip: str, frozen: str)
         return task.loss_fn(jax.tree.unflatten(tree, [leaf.astype(dtype) for leaf in whole]), batch)
 
     @models.quickly
-    def step(trained: list[Any], state: Any, batch: Any) -> Any:
-        loss, gradients = jax.value_and_grad(loss_of)(trained, batch)
-        updates, state = optimizer.update(gradients, state, trained)
-        return optax.apply_updates(trained, updates), state, loss
+    def step(trained: list[Any], state: Any, batches: Any) -> Any:
+        weights = [weight_of(batch) if weight == "weighed" else 1 for batch in batches]
+        made = [jax.value_and_grad(loss_of)(trained, batch) for batch in batches]
+        loss, gradients = (
+            jax.tree.map(lambda *all_of: sum(w * x for w, x in zip(weights, all_of, strict=True)) / sum(weights), *each)
+            for each in zip(*made, strict=True)
+        )
+        updates, state = chosen_optimizer.update(gradients, state, trained, value=loss)
+        return optax.apply_updates(trained, updates), state, [own for own, _ in made]
 
     trained = [jnp.asarray(leaf) for leaf, is_own in zip(leaves, chosen, strict=True) if is_own]
-    state, losses = optimizer.init(trained), []
-    for batch in batches_of(model):
-        trained, state, loss = step(trained, state, batch)
-        losses.append(float(loss))
+    state, losses, num = chosen_optimizer.init(trained), list[float](), 1 + (accumulate == "twice")
+    for first in range(0, NUM_BATCHES, num):
+        trained, state, found = step(trained, state, batches_of(model)[first : first + num])
+        losses += map(float, found)
     own = iter(trained)
     return losses, [next(own) if is_own else leaf for leaf, is_own in zip(leaves, chosen, strict=True)]
 
@@ -195,6 +219,7 @@ def options_of(case: dict[str, str]) -> dict[str, Any]:
     return {
         "compute_dtype": jnp.dtype(case["dtype"]),
         "accumulate": 1 + (case["accumulate"] == "twice"),
+        "weight": "tokens" if case["weight"] == "weighed" else None,
         "clip_norm": CLIP_NORM if case["clip"] == "clipped" else None,
         "remat": case["remat"],
         "trainable": is_trained(case["model"]) if case["frozen"] == "frozen" else None,
@@ -205,7 +230,8 @@ def options_of(case: dict[str, str]) -> dict[str, Any]:
 def train(case: dict[str, str], **options: Any) -> Trained:
     """Trains the case's model by the options that decide what is computed, and further ones."""
     task = task_of(case["model"])
-    step = jaxferry.train_step(task.loss_fn, OPTIMIZERS[case["optimizer"]], **options_of(case), **options)
+    loss_fn = weighed(case["model"]) if case["weight"] == "weighed" else task.loss_fn
+    step = jaxferry.train_step(loss_fn, OPTIMIZERS[case["optimizer"]], **options_of(case), **options)
     state, losses, norms = step.init(task.params), [], []
     for batch in batches_of(case["model"]):
         state, metrics = step(state, batch)
@@ -220,7 +246,8 @@ def _reference(items: Case) -> Trained:
     return train(dict(items))
 
 
-COMPUTES = ("model", "dtype", "accumulate", "clip", "remat", "frozen", "optimizer", "granularity")
+PLAIN = ("model", "dtype", "accumulate", "clip", "frozen", "weight", "optimizer")
+COMPUTES = (*PLAIN, "remat", "granularity")
 
 
 def reference(case: dict[str, str]) -> Trained:

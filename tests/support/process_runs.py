@@ -23,6 +23,7 @@ TESTS = Path(__file__).parents[1]
 BATCH, NUM_STEPS, NUM_LONG = 8, 5, 20
 OPTIONS = {
     "accumulate": {"accumulate": 2, "clip_norm": 0.5},
+    "weighed": {"accumulate": 2, "weight": "num_even"},
     "scaled": {"loss_scale": "dynamic", "skip_nonfinite": True},
     "offloaded": {"remat": "full", "offload_activations": True},
     "planned": {"policy": "auto", "profile": "estimate", "memory_budget": "1MiB"},
@@ -327,7 +328,7 @@ def kind(name):
     by_name = {"layers": "trust", "in": "adam", "out": "adam"}
     labels = {top: jax.tree.map(lambda _, top=top: by_name[top], own) for top, own in params.items()}
     optimizers = {
-        "frozen": optax.adamw(1e-2),
+        "frozen": optax.chain(optax.adamw(1e-2), optax.contrib.reduce_on_plateau(0.5, patience=1, rtol=0.9)),
         "joint": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)),
         "mixed": optax.multi_transform({"trust": optax.lamb(1e-2), "adam": optax.adam(1e-2)}, labels),
         "scanned": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),

@@ -215,3 +215,124 @@ def test_the_prediction_has_the_last_micro_batch_offload_sums_in_fp32():
     tight = prepared(profile=profile, accumulate=N, memory_budget=one.peak.total)
     assert not tight.program.summed
     assert tight.plan.predicted.steady_step_s == pytest.approx(4)
+
+
+TOKENS = (4, 64, 32, 60)
+
+
+def token_loss(params, batch):
+    """The mean loss of the valid tokens, and their number."""
+    x = jnp.tanh(batch["x"].astype(params["a"].dtype) @ params["a"])
+    losses = optax.softmax_cross_entropy_with_integer_labels((x @ params["b"]).astype(jnp.float32), batch["y"])
+    num = batch["mask"].sum()
+    return (losses * batch["mask"]).sum() / jnp.maximum(num, 1), {"num_tokens": num, "largest": losses.max()}
+
+
+def padded(nums):
+    """Batches of 64 tokens, of which so many are valid."""
+    generator = np.random.default_rng(0)
+    return [
+        {
+            "x": generator.normal(size=(64, 16)).astype(np.float32),
+            "y": generator.integers(0, 8, 64).astype(np.int32),
+            "mask": (np.arange(64) < num).astype(np.float32),
+        }
+        for num in nums
+    ]
+
+
+WIDE = {
+    "a": 0.3 * np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32),
+    "b": np.eye(16, 8, dtype=np.float32),
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"clip_norm": 0.1},
+        {"loss_scale": 64.0, "skip_nonfinite": True},
+        {"mesh": 2},
+        {"plan": GradientPlace.HOST},
+        {"compute_dtype": jnp.float16},
+    ],
+    ids=str,
+)
+def test_the_gradient_of_weighed_micro_batches_is_that_of_one_large_batch(options):
+    batches = padded(TOKENS)
+    whole = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    (loss, _), gradient = jax.value_and_grad(token_loss, has_aux=True)(WIDE, whole)
+    norm = optax.tree.norm(gradient)
+    if "clip_norm" in options:
+        gradient, _ = optax.clip_by_global_norm(0.1).update(gradient, optax.EmptyState())
+    if "mesh" in options:
+        options = {"mesh": jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])}
+    if "plan" in options:
+        options = {"plan": plan_of(models.Task(token_loss, WIDE, batches[0]), [Mode.GFGB], [options["plan"]])}
+    step = jaxferry.train_step(token_loss, optax.sgd(1.0), accumulate=len(TOKENS), weight="num_tokens", **options)
+    state, tolerance = step.init(WIDE), {"rtol": 5e-3 if "compute_dtype" in options else 1e-5}
+    first = step.evaluate(state, batches[0])
+    metrics = {"skipped": True}
+    while metrics.get("skipped"):  # a dynamic loss scale begins too large
+        for number, batch in enumerate(batches):
+            state, metrics = step(state, batch)
+            assert ("mean_loss" in metrics) <= (number + 1 == len(batches))
+            np.testing.assert_allclose(metrics["loss"], token_loss(WIDE, batch)[0], **tolerance)
+            assert metrics["aux"]["num_tokens"] == TOKENS[number]
+    np.testing.assert_allclose(metrics["mean_loss"], loss, **tolerance)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, **tolerance)
+    for before, after, own in zip(*map(jax.tree.leaves, (WIDE, state.params, gradient)), strict=True):
+        np.testing.assert_allclose(before - after, own, rtol=tolerance["rtol"], atol=1e-2 * tolerance["rtol"] ** 0.5)
+    for ours, theirs in zip(jax.tree.leaves(first), jax.tree.leaves(token_loss(WIDE, batches[0])), strict=True):
+        np.testing.assert_allclose(ours, theirs, **tolerance)
+
+
+def test_a_micro_batch_of_weight_zero_adds_nothing():
+    found = []
+    for nums in ((8, 0, 24), (8, 24)):
+        batches = [batch for batch, num in zip(padded((8, 0, 24)), (8, 0, 24), strict=True) if num in nums]
+        step = jaxferry.train_step(token_loss, optax.sgd(1.0), accumulate=len(nums), weight="num_tokens")
+        found.append(train(step, WIDE, batches)[0].params)
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("check", [None, False])
+def test_weights_that_sum_to_zero_are_told_and_the_state_is_that_of_the_last_update(check):
+    options = {"accumulate": 2, "weight": "num_tokens"}
+    batches, nothing = padded((8, 8)), padded((0, 0))
+    step = jaxferry.train_step(token_loss, optax.adam(1e-2), check_gradients=check, **options)
+    state, _ = train(step, WIDE, batches)
+    params = state.params
+    with pytest.raises(jaxferry.NonFiniteError, match="the weights of the micro-batches up to step 3 sum to 0"):
+        for batch in nothing:
+            state, _ = step(state, batch)
+    assert state.step == 2
+    assert_same_bits(state.params, params)
+    skipping = jaxferry.train_step(token_loss, optax.adam(1e-2), skip_nonfinite=True, **options)
+    state, _ = train(skipping, WIDE, [*batches, *nothing])
+    assert state.step == 4
+    assert_same_bits(state.params, params)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda p, x: jnp.sum(p["a"] * x), "got 'n': no such entry"),
+        (lambda p, x: (jnp.sum(p["a"] * x), {"m": 1}), "got 'n': no such entry"),
+        (lambda p, x: (jnp.sum(p["a"] * x), {"n": x}), r"got 'n': shape \(3,\)"),
+    ],
+)
+def test_a_weight_that_the_loss_function_does_not_return_is_refused(loss_fn, message):
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), accumulate=2, weight="n")
+    state = step.init({"a": np.ones(3, np.float32)})
+    with pytest.raises(jaxferry.InputError, match=message):
+        step(state, np.ones(3, np.float32))
+
+
+def test_without_accumulation_a_weight_changes_no_bit():
+    params = [
+        train(jaxferry.train_step(token_loss, optax.adam(1e-2), **options), WIDE, padded(TOKENS))[0].params
+        for options in ({}, {"weight": "num_tokens"})
+    ]
+    assert_same_bits(*params)

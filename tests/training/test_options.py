@@ -28,6 +28,8 @@ def train(optimizer=None, **options):
         *(("record_steps", value) for value in (-1, 1.5, True)),
         *(("memory_budget", value) for value in (1.5, "8 apples", -1)),
         *(("loss_scale", value) for value in ("1", 0, -1.0, float("inf"), 1e300, 1e-300, 1e-40)),
+        *(("extra_args", value) for value in (3, "value", {"value": print})),
+        *(("weight", value) for value in ("", 1.0)),
         ("policy", "best"),
         ("device", "cpu"),
         ("transport", "bus"),
@@ -60,7 +62,14 @@ def test_a_loss_scale_that_overflows_by_the_number_of_micro_batches_is_refused()
         train(loss_scale=2.0**127, accumulate=2)
 
 
-@pytest.mark.parametrize("optimizer", [optax.polyak_sgd(1.0), optax.lbfgs(), optax.contrib.reduce_on_plateau()])
-def test_an_optimizer_that_needs_the_loss_is_refused_with_what_it_needs(optimizer):
-    with pytest.raises(jaxferry.InputError, match=r"needs more than gradients, state and parameters: .*'value'"):
-        train(optimizer)
+def test_an_optimizer_that_calls_the_loss_function_is_refused_with_what_it_needs():
+    with pytest.raises(jaxferry.InputError, match=r"needs more than .* the loss \(value=\): .*'grad' and 'value_fn'"):
+        train(optax.lbfgs())
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optax.sgd(0.1), jaxferry.sgd(0.1), optax.GradientTransformation(*optax.sgd(0.1))]
+)
+def test_an_extra_argument_that_the_optimizer_does_not_read_is_refused_by_name(optimizer):
+    with pytest.raises(jaxferry.InputError, match="extra_args names 'temperature', which the optimizer does not read"):
+        train(optimizer, extra_args={"temperature": 1.0})

@@ -1,0 +1,229 @@
+"""An Optax transformation as users write it: what its update takes, its traces, its state."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxferry.errors import InputError
+from jaxferry.optimizer.update_group import path_names
+from jaxferry.partition import Graph, bytes_of, graph_of, result_shapes
+
+
+def graphs_of(function: Callable[..., Any], *args: Any) -> tuple[Graph, Graph]:
+    """Traces a function; returns its graph, and that with calls of jitted functions, which XLA rounds otherwise."""
+    leaves, tree = jax.tree.flatten(args)
+    closed, shape = jax.make_jaxpr(lambda x: function(*jax.tree.unflatten(tree, x)), return_shape=True)(leaves)
+    made = [graph_of(closed, len(leaves), jax.tree.structure(shape), keeps_calls) for keeps_calls in (False, True)]
+    return made[0], made[1]
+
+
+def extra_arguments(optimizer: optax.GradientTransformation, given: Mapping[str, Any], params: Any) -> dict[str, Any]:
+    """Returns shapes of the keyword arguments that an update takes: of the loss, `value`, and of those given."""
+    taken = inspect.signature(optimizer.update).parameters.values()
+    takes_all, names = any(each.kind is each.VAR_KEYWORD for each in taken), {each.name for each in taken}
+    wide = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
+    found = {name: own for name, own in {"value": np.empty((), wide), **given}.items() if takes_all or name in names}
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found)
+
+
+def update_of(optimizer: Any) -> Callable[..., Any]:
+    """Returns `optimizer.update` with the gradients, parameters, state and keyword arguments in this order."""
+
+    def update(gradients: Any, params: Any, state: Any, extra_args: Mapping[str, Any]) -> Any:
+        try:
+            return optimizer.update(gradients, state, params, **extra_args)
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            raise InputError(
+                f"the optimizer needs more than gradients, state, parameters and the loss (value=): {error}; name "
+                "arrays in extra_args=, or use another optimizer"
+            ) from error
+
+    return update
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A transformation, traced.
+
+    Attributes:
+      optimizer: the transformation, with a state whose structure no update changes: if need be, a `Settled` one.
+      state: shapes of its state.
+      init: `init(params)`; graphs as of `graphs_of`.
+      update: `update_of(optimizer)`, whose results are the updates, then the new state.
+    """
+
+    optimizer: Any
+    state: Any
+    init: tuple[Graph, Graph]
+    update: tuple[Graph, Graph]
+
+
+def traced(optimizer: Any, params: Any, extra_args: Mapping[str, Any]) -> Traced:
+    """Traces a transformation.
+
+    Args:
+      optimizer: the transformation.
+      params: shapes of the parameters.
+      extra_args: shapes of the keyword arguments of its update.
+
+    Raises:
+      InputError: if the update needs others, or changes the structure of the state each time.
+    """
+    init = graphs_of(optimizer.init, params)
+    state = _result(init)
+    update = graphs_of(update_of(optimizer), params, params, state, extra_args)
+    _, after = _result(update)
+    if _named(state) == _named(after):
+        return Traced(optimizer, state, init, update)
+    _, again = result_shapes(update_of(optimizer), params, params, after, extra_args)
+    if _named(after) != _named(again):
+        raise InputError(
+            f"the optimizer's {_differing(after, again)} has another structure, shape or dtype after each update, and "
+            "training needs a state that keeps those which it has after the first: leave that transformation out"
+        )
+    return traced(Settled(optimizer, params, state, after, extra_args), params, extra_args)
+
+
+class SettlingState(NamedTuple):
+    """The state of a `Settled` transformation.
+
+    Attributes:
+      is_settled: 0 before the first update, then 1.
+      state: the state as an update leaves it; before, zeros in place of what the initial state does not have.
+      initial: by path, the leaves that only the initial state has.
+    """
+
+    is_settled: Any
+    state: Any
+    initial: dict[str, Any]
+
+
+class Settled:
+    """A transformation whose first update changes the structure of its state, with a state of one structure.
+
+    In a Python loop, a jitted step is traced once more after the first one; here one program has both updates.
+
+    Args:
+      optimizer: the transformation.
+      params: shapes of the parameters.
+      first: shapes of the initial state.
+      later: shapes of the state after an update.
+      extra_args: shapes of the keyword arguments of its update.
+    """
+
+    def __init__(self, optimizer: Any, params: Any, first: Any, later: Any, extra_args: Mapping[str, Any]) -> None:
+        self._optimizer, self._first, self._later = optimizer, first, later
+        names = _named(later)
+        self._alone = {name: aval for name, aval in _named(first).items() if names.get(name) != aval}
+        given = (params, params, result_shapes(self.init, params), extra_args)
+        # If all that was added is overwritten, as by `optax.monitor`, the first update is like the later ones.
+        first_jaxpr, later_jaxpr = (
+            jax.make_jaxpr(update)(*given) for update in (self._update_first, self._update_later)
+        )
+        constants = [list(map(bytes_of, jaxpr.consts)) for jaxpr in (first_jaxpr, later_jaxpr)]
+        self._is_same = str(first_jaxpr) == str(later_jaxpr) and constants[0] == constants[1]
+
+    def init(self, params: Any) -> SettlingState:
+        """Returns the initial state."""
+        return self.stored(self._optimizer.init(params))
+
+    def update(self, gradients: Any, state: SettlingState, params: Any, **extra_args: Any) -> tuple[Any, SettlingState]:
+        """Returns the updates and the new state."""
+        given = (gradients, params, state, extra_args)
+        if self._is_same:
+            updates, leaves = self._update_later(*given)
+        else:
+            updates, leaves = jax.lax.cond(state.is_settled > 0, self._update_later, self._update_first, *given)
+        after = jax.tree.unflatten(jax.tree.structure(self._later), leaves)
+        return updates, SettlingState(jnp.int32(1), after, state.initial)
+
+    def stored(self, own: Any) -> SettlingState:
+        """Returns a state of the transformation's own, initial or not, in one structure."""
+        if _named(own) != _named(self._first):
+            zeros = {name: jnp.zeros(*aval) for name, aval in self._alone.items()}
+            return SettlingState(np.int32(1), own, zeros)
+        known = dict(zip(path_names(own), jax.tree.leaves(own), strict=True))
+        initial = {name: known.pop(name) for name in self._alone}
+        leaves = [known[name] if name in known else jnp.zeros(*aval) for name, aval in _named(self._later).items()]
+        return SettlingState(jnp.int32(0), jax.tree.unflatten(jax.tree.structure(self._later), leaves), initial)
+
+    def shown(self, state: SettlingState) -> Any:
+        """Returns the transformation's own state: the initial one, or that after an update."""
+        return state.state if state.is_settled else self._initial(state)
+
+    def _initial(self, state: SettlingState) -> Any:
+        known = dict(zip(path_names(state.state), jax.tree.leaves(state.state), strict=True)) | state.initial
+        return jax.tree.unflatten(jax.tree.structure(self._first), [known[name] for name in path_names(self._first)])
+
+    def _update_first(self, gradients: Any, params: Any, state: SettlingState, extra_args: Any) -> Any:
+        return self._updated(gradients, params, self._initial(state), extra_args)
+
+    def _update_later(self, gradients: Any, params: Any, state: SettlingState, extra_args: Any) -> Any:
+        return self._updated(gradients, params, state.state, extra_args)
+
+    def _updated(self, gradients: Any, params: Any, state: Any, extra_args: Any) -> Any:
+        updates, after = update_of(self._optimizer)(gradients, params, state, extra_args)
+        pairs = zip(jax.tree.leaves(after), jax.tree.leaves(self._later), strict=True)
+        return updates, [jnp.asarray(leaf, aval.dtype) for leaf, aval in pairs]
+
+
+def _result(graphs: tuple[Graph, Graph]) -> Any:
+    """Returns the shapes of what a traced function returns."""
+    avals = map(graphs[0].aval_of, graphs[0].outputs)
+    return jax.tree.unflatten(graphs[0].out_tree, [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
+
+
+def _named(state: Any) -> dict[str, tuple[Any, Any]]:
+    """Returns shape and dtype of each leaf, by path."""
+    leaves = zip(path_names(state), jax.tree.leaves(state), strict=True)
+    return {name: (np.shape(leaf), jax.dtypes.result_type(leaf)) for name, leaf in leaves}
+
+
+def _differing(one: Any, other: Any) -> str:
+    """Returns the name of the innermost state that differs from the other one."""
+    if type(one) is type(other) and isinstance(one, tuple) and len(one) == len(other):
+        for own, its in zip(one, other, strict=True):
+            if isinstance(own, tuple) and _named(own) != _named(its):
+                return _differing(own, its)
+    return type(one).__name__
+
+
+def masked(tree: jax.tree_util.PyTreeDef, leaves: Mapping[int, Any]) -> Any:
+    """Returns the tree with some of its leaves, and an `optax.MaskedNode` in place of each other one."""
+    return jax.tree.unflatten(tree, [leaves.get(index, optax.MaskedNode()) for index in range(tree.num_leaves)])
+
+
+def _pruned(node: Any) -> Any:
+    """Returns a tree without the entries of dictionaries that hold no leaf."""
+    if type(node) is dict:
+        return {key: _pruned(child) for key, child in node.items() if jax.tree.leaves(child)}
+    return node
+
+
+def visible_state(optimizer: optax.GradientTransformation, params: Any, state: Any) -> Any:
+    """Returns shapes of the state in which dictionaries lack hidden parameters.
+
+    If the transformation accepts no trees without these, they are `optax.MaskedNode`s, as in the state that is given.
+
+    Args:
+      optimizer: the transformation.
+      params: shapes of the parameters, in a tree that masks hidden ones.
+      state: shapes of the state of these.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    try:
+        # A mask or labels given as a tree of the whole model fit only the whole tree.
+        result_shapes(optimizer.init, _pruned(masked(tree, {0: leaves[0]})))
+        return result_shapes(optimizer.init, _pruned(params))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return state
