@@ -23,10 +23,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import benchmark_paths  # noqa: F401 - makes the others importable
 import jax
 import jax.numpy as jnp
+import measure
 from rich.console import Console
 from rich.table import Table
 
-import measure
 from benchmarks.machine import facts
 from jaxferry.cli.workload import find_function
 from jaxferry.costs import MACHINES, Profile, default_budget_bytes, estimate_profile, partition_costs

@@ -24,11 +24,11 @@ from unittest import mock
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import benchmark_paths  # noqa: F401
+import measure
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import measure
 from jaxferry import checkpoint
 from jaxferry.checkpoint.about import Digest
 

@@ -38,10 +38,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import benchmark_paths  # noqa: F401 - makes the others importable
 import jax
+import measure
 from rich.console import Console
 from rich.table import Table
 
-import measure
 from native.compiled_steps import DEVICE_MEMORY, TOLERANCE, compare_step, peak_bytes
 from native.cuda_library import cuda_library
 from native.real_steps import PLANS, SETTINGS, RealModel, check_program, check_step, check_transport

@@ -26,11 +26,11 @@ import statistics
 
 import jax
 import jax.numpy as jnp
+import measure
 import numpy as np
 import optax
 
 import jaxferry
-import measure
 from jaxferry.costs import DOWN, HOST, SHARING, UP, Contention
 from jaxferry.native import library
 from jaxferry.step import Arrival

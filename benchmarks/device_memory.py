@@ -27,12 +27,12 @@ import benchmark_paths  # noqa: F401 - makes the others importable
 import bert
 import jax
 import jax.numpy as jnp
+import measure
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from user_gain import MACHINE, recomputing, without_recomputation
 
-import measure
 import model as gpt2
 from benchmarks.papers.paper_models import known_models
 from jaxferry.engine import RematVariants, derivatives_of, lower, lower_traced, peak_bytes, trace_program

@@ -39,13 +39,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # otherwise DeepSpeed's wai
 
 import jax
 import jax.numpy as jnp
+import measure
 import numpy as np
 import optax
 from rich.console import Console
 from rich.table import Table
 
 import jaxferry
-import measure
 from jaxferry.native import FACTORS, HostStep, StepFactors, StepPart, library
 
 try:

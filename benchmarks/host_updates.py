@@ -25,13 +25,13 @@ from pathlib import Path
 import benchmark_paths  # noqa: F401 - makes the others importable
 import jax
 import jax.numpy as jnp
+import measure
 import numpy as np
 import optax
 from rich.console import Console
 from rich.table import Table
 
 import jaxferry
-import measure
 from jaxferry.optimizer import HostOptimizer
 from jaxferry.partition import make_layer
 from jaxferry.settings import own_settings

@@ -35,12 +35,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import benchmark_paths  # noqa: F401 - makes the others importable
 import jax
 import jax.numpy as jnp
+import measure
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 import jaxferry
-import measure
 from jaxferry.transport import Placement
 
 WIDTH = 8

@@ -18,9 +18,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
+import measure
 from rich.progress import track
 
-import measure
 from jaxferry.units import format_bytes
 from models.compare import LEARNING_RATE, NUM_STEPS, compare
 from models.registry import MODELS, Model

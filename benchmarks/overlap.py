@@ -51,11 +51,11 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # products in host memory are part of 
 os.environ["JAXFERRY_CACHE_DIR"] = "off"  # do not reuse measurements from a busy machine
 import benchmark_paths  # noqa: F401 - makes the others importable
 import jax
+import measure
 from rich.console import Console
 from rich.table import Table
 
 import jaxferry
-import measure
 import model
 from jaxferry.cli.compare import compare_policies, ends_of_steps, own_bound_s, steps_in_the_middle, works_s
 from jaxferry.cli.figures import plot_timelines

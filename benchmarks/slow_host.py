@@ -38,11 +38,11 @@ import time
 import overlap  # sets the environment before jax is imported
 
 import jax  # isort: skip
+import measure
 from rich.console import Console
 from rich.table import Table
 
 import jaxferry
-import measure
 from jaxferry.cli.compare import works_s
 from jaxferry.engine import DeviceUpdateCompiler
 from jaxferry.native import library

@@ -25,9 +25,9 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 import benchmark_paths  # noqa: F401 - makes the others importable
 import jax
+import measure
 
 import jaxferry
-import measure
 import model
 
 CONFIG = model.Config(num_layers=2, num_heads=2, channels=64, max_length=32, vocab_size=256)

@@ -38,6 +38,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import benchmark_paths  # noqa: F401 - makes the others importable
 import jax
 import jax.numpy as jnp
+import measure
 import optax
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -45,7 +46,6 @@ from rich.progress import track
 from rich.table import Table
 
 import jaxferry
-import measure
 from examples.gpt2 import model
 from jaxferry.costs import MACHINES, estimate_profile, partition_costs
 from jaxferry.engine import derivatives_of, with_program_facts

@@ -32,11 +32,11 @@ import statistics
 
 import auto_gap  # sets the environment before jax is imported
 import jax
+import measure
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import measure
 from benchmarks.machine import facts
 from jaxferry.costs import MACHINES, Profile, default_budget_bytes
 from jaxferry.modes import Remat
