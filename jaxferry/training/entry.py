@@ -81,7 +81,7 @@ def train_step(
       extra_args: the optimizer's own extra arguments beside the loss, by name, with a value for steps that pass none:
         numbers, arrays or trees of them. A step takes others of these shapes by `extra_args=`. An optimizer that reads
         the loss (`value=`, as `optax.contrib.reduce_on_plateau` does) is given that of the step, with `accumulate` the
-        mean of the micro-batches, in fp32 at least, unless `"value"` is named here.
+        mean of the micro-batches, in fp32 at least, unless `"value"` is named here. Several processes pass equal ones.
       compute_dtype: dtype of the parameters on the device, such as `jnp.float16`. By default `bfloat16` on accelerators
         for models in float32, otherwise the parameters' own.
       loss_scale: factor that multiplies the loss before its backward and divides the gradients in the update. If

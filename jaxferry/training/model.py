@@ -102,7 +102,7 @@ class Model:
         constants = [np.asarray(constant).tobytes().hex() for jaxpr in traced for constant in jaxpr.consts]
         # Printed functions have addresses, which differ.
         steps = re.sub(r" at 0x[0-9a-f]+", "", "".join(map(str, traced)))
-        return f"{steps} {constants} {self.numerics.clip_norm}"
+        return f"{steps} {constants} {self.numerics.clip_norm} {self.numerics.weight}"
 
     @property
     def is_native(self) -> bool:

@@ -156,12 +156,6 @@ def test_a_rate_that_a_schedule_sets_is_not_set_in_vain():
         state.set_hyperparams(learning_rate=0.1)
 
 
-def test_an_optimizer_that_reads_the_loss_is_refused_with_a_way_to_do_without():
-    optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
-    with pytest.raises(jaxferry.InputError, match=r"'value'.*state.set_hyperparams\(learning_rate"):
-        jaxferry.train_step(loss_fn, optimizer).init(params_of())
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
