@@ -23,7 +23,7 @@ from jaxferry.engine.pending import (
 )
 from jaxferry.engine.prefetch import Prefetch
 from jaxferry.engine.step_run import StepRun
-from jaxferry.errors import StateError
+from jaxferry.errors import StateError, described
 from jaxferry.optimizer import (
     HostArrays,
     HostOptimizer,
@@ -329,7 +329,7 @@ class TrainState:
         if step.is_updating:
             remedy = "restore a checkpoint" if self.checkpoint is None else f"restore {self.checkpoint}"
             outcome = f"the state lies between two steps: {remedy}"
-            cause = "" if error is None else f": {error}"
+            cause = "" if error is None else f": {described(error)}"
             failed = f"a program of the step failed{cause}" if work.failure is None else str(task_error(work, outcome))
             self.damage = failed if work.failure is not None else f"{failed} ({outcome})"
             return outcome

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxferry.errors import InputError
+from jaxferry.errors import InputError, call_users
 from jaxferry.optimizer.pieces import Key, Where
 from jaxferry.optimizer.update_group import path_names
 from jaxferry.partition import (
@@ -185,7 +185,9 @@ def _pruned(node: Any) -> Any:
 def _graphs(function: Callable[..., Any], *args: Any) -> tuple[Graph, Graph]:
     """Traces a function; returns its graph, and that with calls of jitted functions, which XLA rounds otherwise."""
     leaves, tree = jax.tree.flatten(args)
-    closed, shape = jax.make_jaxpr(lambda x: function(*jax.tree.unflatten(tree, x)), return_shape=True)(leaves)
+    closed, shape = jax.make_jaxpr(lambda x: call_users(function, *jax.tree.unflatten(tree, x)), return_shape=True)(
+        leaves
+    )
     made = [graph_of(closed, len(leaves), jax.tree.structure(shape), keeps_calls) for keeps_calls in (False, True)]
     return made[0], made[1]
 
@@ -194,7 +196,7 @@ def _update_graphs(optimizer: optax.GradientTransformation, params: Any, state: 
     """Traces `optimizer.update(gradients, state, params)`; the outputs are the updates, then the new state."""
 
     def update(gradients: Any, params: Any, state: Any) -> Any:
-        return optimizer.update(gradients, state, params)
+        return call_users(optimizer.update, gradients, state, params)
 
     try:
         return _graphs(update, params, params, state)

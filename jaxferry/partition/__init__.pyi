@@ -57,4 +57,5 @@ from .segments import print_table as print_table
 from .tracing import Canonical as Canonical
 from .tracing import bytes_of as bytes_of
 from .tracing import check_byte_order as check_byte_order
+from .tracing import refused_by_jax as refused_by_jax
 from .tracing import traced_jaxpr as traced_jaxpr

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxferry.errors import PartitionError, call_users
 from jaxferry.processes import is_raw_key
 from jaxferry.settings import users_settings
 
@@ -286,7 +287,8 @@ def known_jaxpr(
     # Without shardings: over a mesh with explicit axes these would be part of every type.
     rest = [_shape_of(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in rest]
     with users_settings():
-        traced = _known_call(function, params_tree, rest_tree).trace(leaves, rest)
+        # JAX checks what the function returns.
+        traced = call_users(_known_call(function, params_tree, rest_tree).trace, leaves, rest)
     return traced.jaxpr, jax.tree.structure(traced.out_info)
 
 
@@ -296,7 +298,7 @@ def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 def result_shapes(function: Callable[..., Any], *args: Any) -> Any:
     """As `jax.eval_shape`, whose every call JAX would keep as long as the function lives."""
-    return jax.eval_shape(lambda *args: function(*args), *args)
+    return jax.eval_shape(lambda *args: call_users(function, *args), *args)
 
 
 class _Flagged(functools.partial):
@@ -338,7 +340,12 @@ def _flat_call(function: Callable[[], Callable[..., Any]], params_tree: Any, res
 
     def call(leaves: list[Any], rest: list[Any]) -> Any:
         more_args, more_kwargs = jax.tree.unflatten(rest_tree, rest)
-        return function()(jax.tree.unflatten(params_tree, leaves), *more_args, **more_kwargs)
+        made = call_users(function(), jax.tree.unflatten(params_tree, leaves), *more_args, **more_kwargs)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(made):
+            if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)):
+                place = f" at {jax.tree_util.keystr(path)}" if path else ""
+                raise PartitionError(f"the function must return arrays, it returns a {type(leaf).__name__}{place}")
+        return made
 
     return call
 

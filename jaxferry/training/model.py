@@ -31,6 +31,7 @@ from jaxferry.partition import (
     frozen_leaves,
     held_whole,
     layers_by_path,
+    result_shapes,
     stored_struct,
 )
 from jaxferry.training.options import Numerics
@@ -99,7 +100,7 @@ class Model:
     def update_text(self) -> str:
         """What an update computes, traced: equal in processes with the same optimizer and options."""
         masters, optimizer = self._masters, self._optax
-        state = jax.eval_shape(optimizer.init, masters)
+        state = result_shapes(optimizer.init, masters)
         traced = [jax.make_jaxpr(optimizer.init)(masters), jax.make_jaxpr(optimizer.update)(masters, state, masters)]
         constants = [np.asarray(constant).tobytes().hex() for jaxpr in traced for constant in jaxpr.consts]
         # Printed functions have addresses, which differ.
@@ -279,7 +280,7 @@ def host_bytes(
     dtypes = _master_dtypes(layers_by_path(params, compute_dtype))
     leaves, tree = jax.tree.flatten(params)
     masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
-    state = jax.eval_shape(optimizer.init, jax.tree.unflatten(tree, masters))
+    state = result_shapes(optimizer.init, jax.tree.unflatten(tree, masters))
     return _host_bytes(layers, jax.tree.leaves(state), Ownership(), widened, is_cpu=False)
 
 
