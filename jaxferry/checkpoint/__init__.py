@@ -49,8 +49,7 @@ from jaxferry.checkpoint.saves import (
     reason,
 )
 from jaxferry.errors import CheckpointError, InputError, JaxFerryError, is_internal
-from jaxferry.optimizer import is_key
-from jaxferry.processes import Messages
+from jaxferry.processes import Messages, is_key
 from jaxferry.transport import deferred_interrupts
 
 __all__ = [

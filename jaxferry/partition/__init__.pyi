@@ -37,8 +37,10 @@ from .owners import held_whole as held_whole
 from .owners import shared as shared
 from .packed import BYTES as BYTES
 from .packed import Stack as Stack
+from .packed import dtype_named as dtype_named
 from .packed import from_bytes as from_bytes
 from .packed import is_stored_as_bytes as is_stored_as_bytes
+from .packed import key_kinds as key_kinds
 from .packed import shape_from_stored as shape_from_stored
 from .packed import stored_leaves as stored_leaves
 from .packed import stored_struct as stored_struct

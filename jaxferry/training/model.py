@@ -19,7 +19,6 @@ from jaxferry.optimizer import (
     Stored,
     host_array,
     host_memory,
-    is_key,
     masters_from_arrays,
     stored_whole,
 )
@@ -34,6 +33,7 @@ from jaxferry.partition import (
     result_shapes,
     stored_struct,
 )
+from jaxferry.processes import is_key
 from jaxferry.training.options import Numerics
 from jaxferry.transport import Placement, choose_transport
 
