@@ -17,7 +17,6 @@ from .graph import graph_of as graph_of
 from .graph import live_equations as live_equations
 from .graph import result_shapes as result_shapes
 from .graph import trace as trace
-from .graph import with_flags as with_flags
 from .graph import zeros_of as zeros_of
 from .groups import Trainable as Trainable
 from .groups import frozen_leaves as frozen_leaves
@@ -61,3 +60,4 @@ from .tracing import bytes_of as bytes_of
 from .tracing import check_byte_order as check_byte_order
 from .tracing import refused_by_jax as refused_by_jax
 from .tracing import traced_jaxpr as traced_jaxpr
+from .users_traces import with_flags as with_flags

@@ -27,7 +27,7 @@ import numpy as np
 from jax.extend import core
 
 from jaxferry.errors import InputError, PartitionError, call_users, is_internal
-from jaxferry.partition.graph import Builder, Equation, Graph, bits_of, graph_of, known_jaxpr, type_of_aval
+from jaxferry.partition.graph import Builder, Equation, Graph, bits_of, graph_of, type_of_aval
 from jaxferry.partition.groups import Path, leaf_paths
 from jaxferry.partition.layout import Layer
 from jaxferry.partition.packed import (
@@ -40,6 +40,7 @@ from jaxferry.partition.packed import (
     stored_struct,
 )
 from jaxferry.partition.scans import find_scans, unroll
+from jaxferry.partition.users_traces import known_jaxpr
 from jaxferry.settings import users_settings
 
 
