@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from jaxferry.errors import InputError
 
@@ -116,7 +116,7 @@ def own_settings() -> Iterator[None]:
             _enter(stack, {name: _OWN[name] for name in left.values})
             if left.mesh is not None:
                 # The engine's arrays and programs name their own.
-                stack.enter_context(jax.set_mesh(Mesh(np.empty((), dtype=object), ())))
+                stack.enter_context(outside_mesh())
             yield
     finally:
         _LEFT.reset(token)
@@ -126,8 +126,8 @@ def own_settings() -> Iterator[None]:
 def users_settings() -> Iterator[None]:
     """Runs the body, a trace of a function of the user's, under the settings that `own_settings` has left.
 
-    A mesh is entered again if its axes are automatic, so that models may name them. Explicit axes would be part of the
-    types of a model's values.
+    A mesh is entered again, so that models may name its axes. Explicit axes become a part of the types of a model's
+    values: `partition.users_traces` takes them out of the trace.
     """
     left = _LEFT.get()
     if left is None:
@@ -137,7 +137,7 @@ def users_settings() -> Iterator[None]:
         for name in _OF_USERS_FUNCTIONS:
             if name in left.values:
                 stack.enter_context(getattr(jax, name)(left.values[name]))
-        if left.mesh is not None and all(axis is AxisType.Auto for axis in left.mesh.axis_types):
+        if left.mesh is not None:
             stack.enter_context(jax.set_mesh(left.mesh))
         token = _LEFT.set(None)
         try:
@@ -183,6 +183,11 @@ def for_planned_gpu(make: Callable[[], Made]) -> Made:
         return make()
     finally:
         cudnn_attention.check_cudnn_version = installed
+
+
+def outside_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Runs the body outside any mesh of `jax.set_mesh`."""
+    return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
 def traced_settings() -> tuple[Any, ...]:

@@ -48,9 +48,8 @@ from jaxferry.checkpoint.saves import (
     prune,
     reason,
 )
-from jaxferry.errors import CheckpointError, InputError, JaxFerryError
-from jaxferry.optimizer import is_key
-from jaxferry.processes import Messages
+from jaxferry.errors import CheckpointError, InputError, JaxFerryError, is_internal
+from jaxferry.processes import Messages, is_key
 from jaxferry.transport import deferred_interrupts
 
 __all__ = [
@@ -149,6 +148,9 @@ def _errors_about(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
+        # Orbax and TensorStore raise these for what the file system has refused.
+        if not isinstance(error, ValueError | RuntimeError) and is_internal(error):
+            raise
         is_short = isinstance(error, MemoryError) or "start new thread" in str(error)
         remedy = "free host memory, or raise ulimit -v and -u" if is_short else "make room, or choose another path"
         raise CheckpointError(f"cannot write to {path}: {reason(error)}; {remedy}") from error

@@ -27,6 +27,7 @@ import numpy as np
 
 from jaxferry.checkpoint.content import Checkpoint, is_numeric
 from jaxferry.errors import CheckpointError, InputError
+from jaxferry.partition import key_kinds
 from jaxferry.records import check_keys, check_seconds, check_text, read_json, required
 from jaxferry.units import MAX_BYTES
 
@@ -177,7 +178,7 @@ def _from_json(document: Mapping[str, Any], has_digests: bool) -> About:
     scale, metric = document["loss_scale"], document.get("metric")
     _check(_is_list(dtypes) and len(dtypes) == len(params), "dtypes", f"a list of {len(params)} names", dtypes)
     for dtype in dtypes:
-        _check(_is_dtype(dtype), "dtypes", "names of dtypes of numbers", dtype)
+        _check(_is_dtype(dtype) or dtype in key_kinds(), "dtypes", "names of dtypes of numbers or keys", dtype)
     _check(paths is None or _are_paths(paths, list(params)), "dictionary_paths", "lists of the keys of params", paths)
     is_known = isinstance(keys, Mapping) and all(n in optimizer and isinstance(k, str) for n, k in keys.items())
     _check(is_known, "optimizer_keys", "a mapping from paths of optimizer leaves to strings", keys)

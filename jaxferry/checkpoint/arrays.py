@@ -23,8 +23,8 @@ import tensorstore
 from jaxferry.checkpoint.about import Digest, Leaf, Piece
 from jaxferry.checkpoint.content import Checkpoint
 from jaxferry.errors import CheckpointError
-from jaxferry.optimizer import Stored, is_key, stored_whole
-from jaxferry.processes import Messages
+from jaxferry.optimizer import Stored, stored_whole
+from jaxferry.processes import Messages, is_key
 
 FOLDER = "arrays"
 """The folder of the first process, relative to the save."""

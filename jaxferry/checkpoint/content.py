@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jaxferry.errors import CheckpointError, InputError
-from jaxferry.partition import is_stored_as_bytes, shape_from_stored
+from jaxferry.partition import dtype_named, is_stored_as_bytes, shape_from_stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Checkpoint:
         return _nested(
             self.dictionary_paths,
             [
-                jax.ShapeDtypeStruct(shape_from_stored(array, dtype), jax.numpy.dtype(dtype))
-                for array, dtype in zip(self.params.values(), self.dtypes, strict=True)
+                jax.ShapeDtypeStruct(shape_from_stored(array, dtype), dtype)
+                for array, dtype in zip(self.params.values(), map(dtype_named, self.dtypes), strict=True)
             ],
         )
 
@@ -153,7 +153,7 @@ def check_coded(
     there = {
         name: dtype
         for (name, stored), dtype in zip(saved.items(), dtypes, strict=True)
-        if is_stored_as_bytes(jax.ShapeDtypeStruct((), jax.numpy.dtype(dtype)), stored)
+        if is_stored_as_bytes(jax.ShapeDtypeStruct((), dtype_named(dtype)), stored)
     }
     pairs = zip(expected.items(), masters, strict=True)
     here = {name: str(own.dtype) for (name, own), master in pairs if is_stored_as_bytes(own, master)}

@@ -11,13 +11,15 @@ import contextlib
 import gc
 import importlib
 import io
+import os
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
-from jaxferry.errors import JaxFerryError
+from jaxferry.errors import TRACEBACK_VARIABLE, InternalError, JaxFerryError, TaskError, described, is_internal
 
 COMMANDS = {
     "fit": "Say whether a model trains on a machine, with which batches, and how fast.",
@@ -77,8 +79,11 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    with_traceback: Annotated[
+        bool, typer.Option("--traceback", help="Print the traceback of an error that ends the command.")
+    ] = False,
 ) -> None:
-    """Declares the options of the command line as a whole."""
+    """Declares the options of the command line as a whole; `main` reads `--traceback`, wherever it stands."""
 
 
 # Some versions of typer bundle click; others depend on the package.
@@ -88,7 +93,7 @@ _UsageError: type[Exception] = next(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a command and exits: 0, or 2 for bad input with one line on standard error.
+    """Runs a command and exits: 0, or with one line on standard error, 2 for bad input and 1 for any other error.
 
     Args:
       arguments: the command line without the program's name; None uses this process's own. An empty one prints help.
@@ -97,18 +102,24 @@ def main(arguments: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # letters that the terminal cannot encode must not fail
+    has_traceback = "--traceback" in arguments or os.environ.get(TRACEBACK_VARIABLE) == "1"
+    arguments = [argument for argument in arguments if argument != "--traceback"]
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         with _rare_collections():
             app = make_app(command)
         with contextlib.nullcontext() if command in _ON_DEVICE else _rare_collections():
             status = app(arguments or ["--help"], prog_name="jaxferry", standalone_mode=False)
-    except JaxFerryError as error:
-        _fail(str(error))
     except typer.Abort:
         sys.exit(130)
     except _UsageError as error:
         _fail(getattr(error, "format_message", error.__str__)())
+    except Exception as error:  # noqa: BLE001 - told in a line
+        if has_traceback:
+            traceback.print_exception(error)
+        name = "" if isinstance(error, JaxFerryError) or is_internal(error) else f"{type(error).__name__}: "
+        is_input = isinstance(error, JaxFerryError) and not isinstance(error, InternalError | TaskError)
+        _fail(name + described(error), 2 if is_input else 1)
     sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -123,6 +134,6 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _fail(message: str) -> None:
+def _fail(message: str, status: int = 2) -> None:
     print(f"jaxferry: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(status)

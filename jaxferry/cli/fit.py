@@ -30,7 +30,7 @@ from jaxferry.cli.workload import (
     user_code,
 )
 from jaxferry.costs import MACHINES, find_machine
-from jaxferry.errors import InputError
+from jaxferry.errors import InputError, call_users
 from jaxferry.modes import BLOCK
 from jaxferry.optimizer import pinned_advice, pinned_problem
 from jaxferry.records import write_json
@@ -156,7 +156,7 @@ class _Sizes:
 
     def _call(self, size: int | None) -> UserModel:
         given = {"batch_size": size} if size is not None and "batch_size" in self._parameters else {}
-        return read_workload(self._name, self._function(**given, **self._options), _WORKLOAD)
+        return read_workload(self._name, call_users(self._function, **given, **self._options), _WORKLOAD)
 
 
 def _batch_shapes(user: UserModel) -> Any:

@@ -22,7 +22,7 @@ from jaxferry.engine import (
 )
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK, Remat
-from jaxferry.partition import AUTO, partition
+from jaxferry.partition import AUTO, partition, refused_by_jax
 from jaxferry.planner import coded_plan, merges_of_small
 from jaxferry.settings import for_planned_gpu
 from jaxferry.step import (
@@ -190,11 +190,12 @@ def trace(
     merge = functools.partial(merges_of_small, machine=machine) if granularity == BLOCK else None
     settings: dict[str, Any] = {"compute_dtype": compute_dtype, "merge": merge, "granularity": granularity}
     settings |= {"num_devices": devices, "num_processes": processes}
-    parts = for_planned_gpu(lambda: partition(loss_fn, params, (batch,), **settings))
-    if devices > 1 and not parts.graph.batch_size:
-        raise InputError(f"the first axis of the model's batch must be a multiple of {devices} devices")
-    variants = RematVariants(parts, remat)
-    costs = partition_costs(parts, remat, temporaries=True)
-    profile = estimate_profile(costs, machine, None, devices, processes)
-    profile = with_program_facts(profile, variants.base, variants.derivatives, offload_activations)
+    with refused_by_jax(loss_fn, params, (batch,), {}, compute_dtype):
+        parts = for_planned_gpu(lambda: partition(loss_fn, params, (batch,), **settings))
+        if devices > 1 and not parts.graph.batch_size:
+            raise InputError(f"the first axis of the model's batch must be a multiple of {devices} devices")
+        variants = RematVariants(parts, remat)
+        costs = partition_costs(parts, remat, temporaries=True)
+        profile = estimate_profile(costs, machine, None, devices, processes)
+        profile = with_program_facts(profile, variants.base, variants.derivatives, offload_activations)
     return Traced(batch_size, batch, variants, profile, offload_activations)

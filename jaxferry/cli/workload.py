@@ -11,8 +11,6 @@ import math
 import os
 import pathlib
 import sys
-import sysconfig
-import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,8 +19,9 @@ import jax
 import optax
 import typer
 
-from jaxferry.errors import InputError, JaxFerryError
+from jaxferry.errors import InputError, JaxFerryError, call_users, origin_of
 from jaxferry.modes import BLOCK, MODULE
+from jaxferry.partition import result_shapes
 from jaxferry.training import read_compute_dtype
 
 if TYPE_CHECKING:
@@ -93,11 +92,11 @@ class UserModel:
 
     def shapes(self) -> Any:
         """Returns the parameters' shapes."""
-        return jax.eval_shape(self.params, jax.random.key(0)) if callable(self.params) else self.params
+        return result_shapes(self.params, jax.random.key(0)) if callable(self.params) else self.params
 
     def batch_of(self, number: int) -> Any:
         """Returns the batch of a step."""
-        return self.batch(number) if callable(self.batch) else self.batch
+        return call_users(self.batch, number) if callable(self.batch) else self.batch
 
     def check_is_whole(self) -> None:
         """Raises `InputError` if parameters or batch are shapes instead of arrays."""
@@ -114,7 +113,7 @@ class UserModel:
 
 def call_model(name: str) -> UserModel:
     """Calls the function of that name (`find_function`) and checks what it returns."""
-    return read_workload(name, find_function(name)())
+    return read_workload(name, call_users(find_function(name)))
 
 
 def read_workload(name: str, made: Any, option: str = "--model") -> UserModel:
@@ -214,26 +213,15 @@ def _load(name: str, path: pathlib.Path, option: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def user_code(name: str, option: str = "--model") -> Iterator[None]:
-    """Turns errors of the user's own code into one line with their location; this package's errors pass unchanged."""
+    """Turns errors of the user's own code into one line with their place; others pass unchanged."""
     try:
         yield
     except JaxFerryError:
         raise
     except (Exception, SystemExit) as error:
+        origin = origin_of(error)
+        if not origin.is_users:
+            raise
         what = next(iter(str(error).strip().splitlines()), "")
-        location = _location_in_user_code(error)
-        where = f"{location[0]}, line {location[1]}: " if location else ""
+        where = f"{origin.place}: " * bool(origin.place)
         raise InputError(f"{option} {name}: {where}{type(error).__name__}: {what}".removesuffix(": ")) from error
-
-
-def _location_in_user_code(error: BaseException) -> tuple[str, int] | None:
-    """Returns file and line of the innermost frame that is neither installed code nor this package's."""
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        return error.filename, error.lineno or 1
-    installed = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
-    others = (*installed, str(_PACKAGE), "<")
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        # Packages of another environment may be on the path as well.
-        if not frame.filename.startswith(others) and "site-packages" not in pathlib.Path(frame.filename).parts:
-            return frame.filename, frame.lineno or 1
-    return None

@@ -22,11 +22,15 @@ import numpy as np
 
 from jaxferry.engine.norms import LossScale
 from jaxferry.engine.step_run import StepRun
-from jaxferry.errors import JaxFerryError, StateError, TaskError
+from jaxferry.errors import JaxFerryError, StateError, TaskError, described, internal_errors
 from jaxferry.partition import Layer, SharedLayer
 from jaxferry.settings import own_settings
 from jaxferry.step import Kind
 from jaxferry.transport import HostGradient, Placement, Transport
+
+ROLLED_BACK = "the state is that before the step"
+TO_LAST_UPDATE = "the state is that after the last update"
+_BEFORE_ALL_LAYERS = "what depends on the batch alone, before the first layer,"
 
 
 class Owner:
@@ -47,15 +51,17 @@ class Owner:
             )
 
     @contextlib.contextmanager
-    def using(self, entry: str) -> Iterator[None]:
+    def using(self, entry: str, state: Any = None) -> Iterator[None]:
         """Reserves step and states for the calling thread while the block runs, under the engine's settings of JAX.
 
         It never waits for another thread.
 
         Args:
           entry: the name of the entry, for the error in another thread.
+          state: the state that it may change, for the text of an internal error.
 
         Raises:
+          InternalError: for an error of the block that is JaxFerry's own mistake.
           StateError: if another thread is in an entry, or this is a forked child.
           InputError: if a setting of JAX's forbids every program.
         """
@@ -70,11 +76,20 @@ class Owner:
         before = self._user
         try:
             self._user = before or (threading.current_thread().name, entry)
-            with own_settings():
+            with internal_errors(functools.partial(_state_after, state, getattr(state, "step", None))), own_settings():
                 yield
         finally:
             self._user = before
             self._lock.release()
+
+
+def _state_after(state: Any, step: int | None) -> str:
+    """What an entry has left of a state whose step number was `step`, in words."""
+    if step is None:
+        return ""
+    if state.damage is not None:
+        return "the state is damaged"
+    return ROLLED_BACK if state.step == step else f"state.step is {state.step}, the number of the next batch"
 
 
 class _Owned(Protocol):
@@ -92,7 +107,7 @@ def by_one_thread(entry: Callable[Concatenate[_Self, _Given], _Made]) -> Callabl
 
     @functools.wraps(entry)
     def call(self: _Self, *args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
-        with self.owner.using(entry.__qualname__):
+        with self.owner.using(entry.__qualname__, self):
             return entry(self, *args, **kwargs)
 
     return call
@@ -200,11 +215,6 @@ class LateFailure(Exception):
         self.index = index
 
 
-ROLLED_BACK = "the state is that before the step"
-TO_LAST_UPDATE = "the state is that after the last update"
-_BEFORE_ALL_LAYERS = "what depends on the batch alone, before the first layer,"
-
-
 @contextlib.contextmanager
 def task_errors(what: str = _BEFORE_ALL_LAYERS, layer: str = "") -> Iterator[None]:
     """Turns errors of the block into a `TaskError` that says what has failed; no update has begun yet.
@@ -218,7 +228,7 @@ def task_errors(what: str = _BEFORE_ALL_LAYERS, layer: str = "") -> Iterator[Non
     except JaxFerryError:
         raise
     except Exception as error:
-        raise TaskError(f"{what} failed: {error} ({ROLLED_BACK})", layer) from error
+        raise TaskError(f"{what} failed: {described(error)} ({ROLLED_BACK})", layer) from error
 
 
 def task_error(work: StepRun, outcome: str) -> TaskError:
@@ -233,10 +243,10 @@ def task_error(work: StepRun, outcome: str) -> TaskError:
     if isinstance(error, LateFailure) and error.__cause__ is not None:
         index, error = error.index, error.__cause__
     if index is None:
-        return TaskError(f"{_BEFORE_ALL_LAYERS} failed: {error} ({outcome})", "")
+        return TaskError(f"{_BEFORE_ALL_LAYERS} failed: {described(error)} ({outcome})", "")
     task = work.list.tasks[index]
     layer = task.name.removeprefix(f"{task.kind.value} ")
     is_last = task.segment == max(other.segment for other in work.list.tasks)
     # The last segment's forward and backward are one program.
     what = "forward or backward" if task.kind is Kind.FORWARD and is_last else task.kind.value
-    return TaskError(f"the {what} of layer {layer!r} failed: {error} ({outcome})", layer)
+    return TaskError(f"the {what} of layer {layer!r} failed: {described(error)} ({outcome})", layer)

@@ -14,12 +14,12 @@ import jax
 import numpy as np
 
 from jaxferry.engine.executor import await_gradients, execute
-from jaxferry.engine.pending import Accumulated, PendingStep, task_error
+from jaxferry.engine.pending import Accumulated, Counts, PendingStep, task_error
 from jaxferry.engine.prefetch import DeviceCopies, Prefetch
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.step import RunnableStep, StepContext, StepResult
 from jaxferry.engine.step_run import StepRun
-from jaxferry.errors import StateError, TaskError
+from jaxferry.errors import JaxFerryError, StateError, TaskError, described
 from jaxferry.optimizer import host_memory
 from jaxferry.step import Lane
 from jaxferry.transport import Marks, deferred_interrupts
@@ -57,17 +57,23 @@ class StepRunner:
           StateError: if the state is damaged.
         """
         with deferred_interrupts() as interrupts:
-            step = self._begin(state, batch, extra_args)
-            self._prefetch_next(step)
-            step.work.wait(DEVICE_LANES, interrupts.are_raised)
-            result = self._finished(step)
+            step, before = self._begin(state, batch, extra_args), state.counts
+            try:
+                self._prefetch_next(step)
+                step.work.wait(DEVICE_LANES, interrupts.are_raised)
+                result = self._finished(step)
+            except JaxFerryError:
+                raise
+            except Exception as error:
+                outcome = self._fail(step, before, error)
+                raise TaskError(f"the step failed: {described(error)} ({outcome})", "") from error
             if result is not None:
                 self._has_run = True
                 if step.is_last:
                     self._resources.transport.make_ahead({})  # what this step has not taken, no other one will
                 host_memory.reuse_freed_blocks()  # all that training keeps exists now
                 return result
-            self._fail(step)
+            self._fail(step, before)
         raise AssertionError("a step ends with its results, an error, or an interrupt handler's exception")
 
     def compile_updates(self, state: TrainState) -> None:
@@ -149,7 +155,9 @@ class StepRunner:
                 state.accumulated = state.accumulated.offloaded(group, transport)
             except Exception as error:
                 name = state.host.layers[group].name
-                raise TaskError(f"the offload of the sums of layer {name!r} failed: {error}", name) from error
+                raise TaskError(
+                    f"the offload of the sums of layer {name!r} failed: {described(error)}", name
+                ) from error
 
     def _prefetched(self, state: TrainState, runnable: RunnableStep) -> Prefetch | None:
         """The prefetch for this step; frees one that cannot be used."""
@@ -214,19 +222,20 @@ class StepRunner:
             # A device reports errors late; the task that waits for its result fails too.
             work.wait()
             if work.failure is None:
-                outcome = self._fail(step, error)
-                raise TaskError(f"a program of the step failed: {error} ({outcome})", "") from error
+                outcome = self._fail(step, before, error)
+                raise TaskError(f"a program of the step failed: {described(error)} ({outcome})", "") from error
             return None
         step.state.pending = PendingStep(work, step, before)
         if recorder is not None:
             recorder.add(work, step.copies.marks)
         return result
 
-    def _fail(self, step: StepContext, error: BaseException | None = None) -> str:
+    def _fail(self, step: StepContext, before: Counts, error: BaseException | None = None) -> str:
         """Ends a step that has not returned: rolls it back, or marks the state as damaged; returns which, in words.
 
         Args:
           step: the step.
+          before: the state's counts before the step.
           error: what has failed, if it is no task.
 
         Raises:
@@ -240,7 +249,7 @@ class StepRunner:
             work.failure = step.earliest_failure(work.failure)
         step.drop()
         state.drop_kept(self._resources.transport)
-        outcome = state.end_failed(step, work, state.counts, error)
+        outcome = state.end_failed(step, work, before, error)
         if work.failure is not None:
             raise task_error(work, outcome) from work.failure.error
         if state.damage is not None:

@@ -23,7 +23,7 @@ from jaxferry.engine.pending import (
 )
 from jaxferry.engine.prefetch import Prefetch
 from jaxferry.engine.step_run import StepRun
-from jaxferry.errors import StateError
+from jaxferry.errors import StateError, described
 from jaxferry.optimizer import (
     HostArrays,
     HostOptimizer,
@@ -32,12 +32,12 @@ from jaxferry.optimizer import (
     given_leaves,
     host_memory,
     hyperparameters,
-    is_key,
     numpy_bytes,
     on_host,
     stored_whole,
 )
 from jaxferry.partition import Layer, aval_bytes, from_bytes, is_stored_as_bytes, to_bytes
+from jaxferry.processes import is_key
 from jaxferry.transport import DeviceLayer, Placement, Transport, deferred_interrupts
 from jaxferry.units import format_bytes
 
@@ -173,7 +173,8 @@ class TrainState:
         # Elements are packed along the last axis: rows are cut before they are unpacked.
         is_rows = isinstance(index, slice) and len(shown.shape) > 1
         found = from_bytes(self._elements(leaf, index if is_rows else ...), shown.dtype)
-        return found if is_rows or index is ... else np.array(found[index])
+        found = found if is_rows or index is ... else found[index]
+        return found if is_key(found) else np.array(found, copy=None)
 
     def _elements(self, leaf: int, index: Any) -> np.ndarray:
         """A copy of a parameter as it is stored, or of some of its elements."""
@@ -194,7 +195,7 @@ class TrainState:
         """
         self.settle()
         shapes = self.optimizer.state_shapes()
-        needed = {"optimizer state": numpy_bytes(aval for aval in shapes.values() if not is_key(aval))}
+        needed = {"optimizer state": numpy_bytes(shapes.values())}
         host_memory.check(needed, "a copy of the optimizer's state", _FREE_FIRST, self.held_bytes)
         found = self.host.optimizer_state()
         return self.optimizer.whole_state({name: self._copied_whole(found.pop(name)) for name in shapes})
@@ -275,7 +276,11 @@ class TrainState:
 
         def stored(name: Any) -> Any:
             leaf, aval = leaves[name], avals[name]
-            return leaf if shown is None or shown[name] is aval else to_bytes(np.asarray(leaf, shown[name].dtype))
+            return (
+                leaf
+                if shown is None or shown[name] is aval
+                else to_bytes(leaf if is_key(leaf) else np.asarray(leaf, shown[name].dtype))
+            )
 
         if self._placement.ownership.is_all:
             needed = {"given arrays": sum(aval_bytes(avals[name]) for name in leaves)}
@@ -327,7 +332,7 @@ class TrainState:
         if step.is_updating:
             remedy = "restore a checkpoint" if self.checkpoint is None else f"restore {self.checkpoint}"
             outcome = f"the state lies between two steps: {remedy}"
-            cause = "" if error is None else f": {error}"
+            cause = "" if error is None else f": {described(error)}"
             failed = f"a program of the step failed{cause}" if work.failure is None else str(task_error(work, outcome))
             self.damage = failed if work.failure is not None else f"{failed} ({outcome})"
             return outcome

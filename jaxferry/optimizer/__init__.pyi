@@ -26,7 +26,6 @@ from .optimizers import lion as lion
 from .optimizers import sgd as sgd
 from .pieces import Pieces as Pieces
 from .pieces import Stored as Stored
-from .pieces import is_key as is_key
 from .pieces import numpy_bytes as numpy_bytes
 from .pieces import on_host as on_host
 from .pieces import stored_whole as stored_whole

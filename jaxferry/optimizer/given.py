@@ -41,9 +41,9 @@ class LazyParameter:
         return tuple(self.aval.shape)
 
     @property
-    def dtype(self) -> np.dtype:
+    def dtype(self) -> Any:
         """Its dtype: that of its master, unless it is stored as bytes."""
-        return np.dtype(self.aval.dtype)
+        return self.aval.dtype
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         found = self.read(self.leaf, ...)

@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxferry.native import host_sums
 from jaxferry.partition import Layer, Part, Span, bits_of
+from jaxferry.processes import is_key
 from jaxferry.transport import DATA, ORPHANED_COPIES, Placement, Vectors, as_numpy
 
 Where = Part | Span | None
@@ -198,11 +199,6 @@ def on_host(array: Any, placement: Placement, dtype: np.dtype | None = None) -> 
     return filled(source.shape, wanted, placement, lambda made: host_sums.copy(made, source))
 
 
-def is_key(array: Any) -> bool:
-    """Whether an array holds PRNG keys."""
-    return bool(jax.dtypes.issubdtype(getattr(array, "dtype", np.float32), jax.dtypes.prng_key))
-
-
 def filled(
     shape: tuple[int, ...],
     dtype: np.dtype,
@@ -258,7 +254,7 @@ def stored_key(key: Key) -> Key:
 
 def copied(array: Any, where: NamedSharding) -> jax.Array:
     """Returns a copy of an array, or of keys of random numbers, in a memory of this process's devices."""
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array):
         return jax.device_put(array, where, may_alias=False)
     # From NumPy: another client's array would pass through a literal. A CPU may keep the memory that it is given.
     source, devices = np.asarray(array), list[Any](where.device_set)
@@ -272,8 +268,8 @@ def cut(array: Any, part: Part, placement: Placement) -> jax.Array:
 
 
 def numpy_bytes(avals: Iterable[Any]) -> int:
-    """Returns the bytes of arrays of NumPy, of which each element takes a byte or more."""
-    return sum(math.prod(aval.shape) * np.dtype(aval.dtype).itemsize for aval in avals)
+    """Returns the bytes of arrays of NumPy, of which each element takes a byte or more; keys count as none."""
+    return sum(math.prod(aval.shape) * np.dtype(aval.dtype).itemsize for aval in avals if not is_key(aval))
 
 
 def _gathered_rows(

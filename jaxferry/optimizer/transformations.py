@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxferry.errors import InputError
+from jaxferry.errors import InputError, call_users
 from jaxferry.optimizer.update_group import path_names
 from jaxferry.partition import Graph, bytes_of, graph_of, result_shapes
 
@@ -20,7 +20,9 @@ from jaxferry.partition import Graph, bytes_of, graph_of, result_shapes
 def graphs_of(function: Callable[..., Any], *args: Any) -> tuple[Graph, Graph]:
     """Traces a function; returns its graph, and that with calls of jitted functions, which XLA rounds otherwise."""
     leaves, tree = jax.tree.flatten(args)
-    closed, shape = jax.make_jaxpr(lambda x: function(*jax.tree.unflatten(tree, x)), return_shape=True)(leaves)
+    closed, shape = jax.make_jaxpr(lambda x: call_users(function, *jax.tree.unflatten(tree, x)), return_shape=True)(
+        leaves
+    )
     made = [graph_of(closed, len(leaves), jax.tree.structure(shape), keeps_calls) for keeps_calls in (False, True)]
     return made[0], made[1]
 
@@ -39,7 +41,7 @@ def update_of(optimizer: Any) -> Callable[..., Any]:
 
     def update(gradients: Any, params: Any, state: Any, extra_args: Mapping[str, Any]) -> Any:
         try:
-            return optimizer.update(gradients, state, params, **extra_args)
+            return call_users(optimizer.update, gradients, state, params, **extra_args)
         except TypeError as error:
             if "required keyword-only argument" not in str(error):
                 raise

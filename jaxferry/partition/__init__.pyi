@@ -17,7 +17,6 @@ from .graph import graph_of as graph_of
 from .graph import live_equations as live_equations
 from .graph import result_shapes as result_shapes
 from .graph import trace as trace
-from .graph import with_flags as with_flags
 from .graph import zeros_of as zeros_of
 from .groups import Trainable as Trainable
 from .groups import frozen_leaves as frozen_leaves
@@ -37,8 +36,10 @@ from .owners import held_whole as held_whole
 from .owners import shared as shared
 from .packed import BYTES as BYTES
 from .packed import Stack as Stack
+from .packed import dtype_named as dtype_named
 from .packed import from_bytes as from_bytes
 from .packed import is_stored_as_bytes as is_stored_as_bytes
+from .packed import key_kinds as key_kinds
 from .packed import shape_from_stored as shape_from_stored
 from .packed import stored_leaves as stored_leaves
 from .packed import stored_struct as stored_struct
@@ -57,4 +58,6 @@ from .segments import print_table as print_table
 from .tracing import Canonical as Canonical
 from .tracing import bytes_of as bytes_of
 from .tracing import check_byte_order as check_byte_order
+from .tracing import refused_by_jax as refused_by_jax
 from .tracing import traced_jaxpr as traced_jaxpr
+from .users_traces import with_flags as with_flags

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxferry.errors import PartitionError, call_users
 from jaxferry.processes import is_raw_key
-from jaxferry.settings import users_settings
 
 type_of_aval = Any  # jax.core.ShapedArray; its public alias has moved between JAX releases
 
@@ -252,7 +251,7 @@ def trace(
     """
     leaves, params_tree = jax.tree.flatten(params)
     rest, rest_tree = jax.tree.flatten((args, dict(kwargs)))
-    call = _flat_call(lambda: function, params_tree, rest_tree)
+    call = flat_call(lambda: function, params_tree, rest_tree)
     closed, out_shape = jax.make_jaxpr(call, return_shape=True)(leaves, rest)
     return graph_of(closed, len(leaves), jax.tree.structure(out_shape), keep_single)
 
@@ -271,74 +270,22 @@ def zeros_of(graph: Graph) -> list[int]:
     return [number for number, atom in enumerate(graph.outputs) if are_zeros(atom, made_by)]
 
 
-def known_jaxpr(
-    function: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[core.ClosedJaxpr, jax.tree_util.PyTreeDef]:
-    """Traces a function of the user's, as `jax.jit` does: once, as long as the function lives.
-
-    The same function, shapes and settings of JAX give the same jaxpr object. Arguments as for `trace`.
-
-    Returns:
-      The jaxpr, and the tree of the outputs.
-    """
-    leaves, params_tree = jax.tree.flatten(params)
-    rest, rest_tree = jax.tree.flatten((args, dict(kwargs)))
-    # Without shardings: over a mesh with explicit axes these would be part of every type.
-    rest = [_shape_of(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in rest]
-    with users_settings():
-        traced = _known_call(function, params_tree, rest_tree).trace(leaves, rest)
-    return traced.jaxpr, jax.tree.structure(traced.out_info)
-
-
-def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=getattr(array, "weak_type", False))
-
-
 def result_shapes(function: Callable[..., Any], *args: Any) -> Any:
     """As `jax.eval_shape`, whose every call JAX would keep as long as the function lives."""
-    return jax.eval_shape(lambda *args: function(*args), *args)
+    return jax.eval_shape(lambda *args: call_users(function, *args), *args)
 
 
-class _Flagged(functools.partial):
-    """A function of the user's with keyword arguments that are not traced."""
-
-
-def with_flags(function: Callable[..., Any], flags: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function with these static keyword arguments: booleans, strings and None."""
-    return _Flagged(function, **flags) if flags else function
-
-
-_CALLS: weakref.WeakKeyDictionary[Callable[..., Any], dict[Any, Any]] = weakref.WeakKeyDictionary()
-"""For each function: its jitted calls by flags and trees of arguments. JAX keeps the traces with the calls."""
-
-
-def _known_call(function: Callable[..., Any], params_tree: Any, rest_tree: Any) -> Any:
-    """A jitted `call(leaves, rest)` of the function; the same one as long as the function lives, if it can be a key."""
-    owner, flags = function, {}
-    if isinstance(function, _Flagged):
-        owner, flags = function.func, function.keywords
-    try:
-        calls, reference = _CALLS.setdefault(owner, {}), weakref.ref(owner)
-    except TypeError:
-        return jax.jit(_flat_call(lambda: function, params_tree, rest_tree))
-
-    def living() -> Callable[..., Any]:
-        found = reference()
-        assert found is not None, "a function is traced while it lives"
-        return with_flags(found, flags)
-
-    key = (tuple(flags.items()), params_tree, rest_tree)
-    if key not in calls:
-        calls[key] = jax.jit(_flat_call(living, params_tree, rest_tree))
-    return calls[key]
-
-
-def _flat_call(function: Callable[[], Callable[..., Any]], params_tree: Any, rest_tree: Any) -> Callable[..., Any]:
+def flat_call(function: Callable[[], Callable[..., Any]], params_tree: Any, rest_tree: Any) -> Callable[..., Any]:
     """`call(leaves, rest)` for the function that `function` returns, with its arguments flattened."""
 
     def call(leaves: list[Any], rest: list[Any]) -> Any:
         more_args, more_kwargs = jax.tree.unflatten(rest_tree, rest)
-        return function()(jax.tree.unflatten(params_tree, leaves), *more_args, **more_kwargs)
+        made = call_users(function(), jax.tree.unflatten(params_tree, leaves), *more_args, **more_kwargs)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(made):
+            if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)):
+                place = f" at {jax.tree_util.keystr(path)}" if path else ""
+                raise PartitionError(f"the function must return arrays, it returns a {type(leaf).__name__}{place}")
+        return made
 
     return call
 

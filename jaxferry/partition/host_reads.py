@@ -289,9 +289,11 @@ class _Rewrite:
             return None
         reference = references[atom]
         view = apply(equation, reference.view)
+        if view is None:
+            return None
         dtype = np.dtype(self._graph.avals[equation.outputs[0]].dtype)
         is_cast_twice = dtype != reference.dtype != self._layer.leaves[reference.leaf].dtype
-        if view is None or is_cast_twice or dtype not in operations.DTYPES:
+        if is_cast_twice or dtype not in operations.DTYPES:
             return None
         return _Reference(reference.leaf, view, dtype)
 

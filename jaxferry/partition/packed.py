@@ -13,6 +13,10 @@ XLA packs such elements in its buffers. NumPy, XLA's FFI and JAX's own counts of
 addresses know no half bytes. So no vector has such a dtype: each program that reads a parameter unpacks it, which is a
 view of the bytes. Elements are packed along the last axis, the first one in the lowest bits, as XLA packs them. Where
 the length of that axis leaves a byte part empty, each element takes a byte, as int8; the two are told apart by dtype.
+
+Frozen PRNG keys likewise: no vector holds keys, so their bits are stored, and programs wrap them.
+
+    key<fry>[k] --> uint32[k, 2] --loaded, saved ... within a program--> key<fry>[k]
 """
 
 from __future__ import annotations
@@ -110,7 +114,7 @@ def _prefixes(paths: Sequence[Path], stacks: Mapping[int, Stack]) -> dict[int, t
 _UNSIGNED = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8}
 """By the bits of an element."""
 
-BYTES = (np.dtype(np.uint8), np.dtype(np.int8))
+BYTES = (np.dtype(np.uint8), np.dtype(np.int8), np.dtype(np.uint32))
 """The dtypes in which coded parameters are stored."""
 
 _PIECE_BYTES = 2**22
@@ -119,9 +123,26 @@ _UNWRITABLE = ("float8_e4m3",)
 """Dtypes that TensorStore, which writes checkpoints, does not know."""
 
 
+def _is_key(dtype: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+@functools.cache
+def key_kinds() -> dict[str, tuple[Any, str]]:
+    """By the name of their dtype, the dtype of JAX's own PRNG keys and their implementation."""
+    kinds = ("threefry2x32", "rbg", "unsafe_rbg")
+    made = [(jax.eval_shape(functools.partial(jax.random.key, 0, impl=kind)).dtype, kind) for kind in kinds]
+    return {str(dtype): (dtype, kind) for dtype, kind in made}
+
+
+def dtype_named(name: str) -> Any:
+    """The dtype of a parameter by its name, also that of PRNG keys."""
+    return key_kinds()[name][0] if name in key_kinds() else jnp.dtype(name)
+
+
 def is_coded(dtype: Any) -> bool:
-    """Whether frozen parameters of a dtype are stored as bytes: those of fewer than 8 bits, and unwritable ones."""
-    return bits_of(dtype) < 8 or np.dtype(dtype).name in _UNWRITABLE
+    """Whether frozen parameters of a dtype are stored as bytes: keys, fewer than 8 bits an element, unwritable ones."""
+    return _is_key(dtype) or bits_of(dtype) < 8 or np.dtype(dtype).name in _UNWRITABLE
 
 
 def check_storable(dtype: Any, what: str) -> None:
@@ -132,10 +153,15 @@ def check_storable(dtype: Any, what: str) -> None:
       what: which parameter has it, for the error.
 
     Raises:
-      InputError: if it is a PRNG key, no dtype of JAX, or one with which XLA does not compute.
+      InputError: if it is no dtype of JAX, one with which XLA does not compute, or PRNG keys that JAX does not know.
     """
+    if str(dtype) in key_kinds():
+        return
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        raise InputError(f"{what} has dtype {dtype}, PRNG keys: pass keys outside params, for instance in the batch")
+        raise InputError(
+            f"{what} has dtype {dtype}, PRNG keys of an implementation that is not JAX's own: pass them outside "
+            "params, for instance in the batch"
+        )
     if np.dtype(dtype).kind not in "biufcV" or np.dtype(dtype).hasobject:
         raise InputError(f"{what} has dtype {dtype}, which JAX has no arrays of: pass numbers")
     if bits_of(dtype) < 8 and bits_of(dtype) not in _UNSIGNED:
@@ -147,6 +173,8 @@ def check_storable(dtype: Any, what: str) -> None:
 
 def stored_struct(aval: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype in which a frozen parameter is stored: its own, unless they are coded (`is_coded`)."""
+    if _is_key(aval.dtype):
+        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
     if not is_coded(dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -173,8 +201,11 @@ def to_bytes(array: Any, made: np.ndarray | None = None) -> np.ndarray:
       array: the array.
       made: receives the bytes; None for new memory.
     """
-    array = np.asarray(array)
-    if not is_coded(array.dtype):
+    is_key = _is_key(getattr(array, "dtype", np.float32))
+    array = np.asarray(jax.random.key_data(array) if is_key else array)
+    if is_key and made is not None:
+        made[...] = array
+    if is_key or not is_coded(array.dtype):
         return array
     stored = stored_struct(array)
     made = np.empty(stored.shape, stored.dtype) if made is None else made
@@ -200,8 +231,11 @@ def _bytes_of(array: np.ndarray, stored: np.dtype) -> np.ndarray:
     return made
 
 
-def from_bytes(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """The inverse of `to_bytes`, for a parameter of this dtype; a copy if that is coded."""
+def from_bytes(array: np.ndarray, dtype: Any) -> Any:
+    """The inverse of `to_bytes`, for a parameter of this dtype; a copy if that is coded. Keys are on JAX's CPU."""
+    if _is_key(dtype):
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return jax.random.wrap_key_data(jnp.asarray(array), impl=key_kinds()[str(dtype)][1])
     dtype = np.dtype(dtype)
     if not is_coded(dtype) or array.dtype == dtype:
         return array
@@ -236,6 +270,8 @@ def _elements_of_bytes(dtype: np.dtype) -> np.ndarray:
 def shape_from_stored(stored: Any, dtype: Any) -> tuple[int, ...]:
     """The shape of a parameter of this dtype that is stored so."""
     shape = tuple(stored.shape)
+    if _is_key(dtype):
+        return shape[:-1]
     if not is_coded(dtype) or np.dtype(stored.dtype) != np.uint8:
         return shape
     return (*shape[:-1], shape[-1] * (8 // bits_of(dtype)))
@@ -259,7 +295,7 @@ def reading_stored(graph: Graph, stored: Sequence[Stored], frozen: Collection[in
     for leaf in sorted(coded):
         value, part = parameters[leaf], stored[leaf].part
         aval = graph.avals[value]
-        if part is not None and part.axis == len(aval.shape):
+        if part is not None and part.axis == len(aval.shape) and not _is_key(aval.dtype):
             raise InputError(
                 f"parameter {stored[leaf].path!r} of dtype {aval.dtype} is scanned over its last axis, along which its "
                 "elements are packed: stack its layers along another axis, or pass it as int8"
@@ -274,6 +310,8 @@ def reading_stored(graph: Graph, stored: Sequence[Stored], frozen: Collection[in
 
 
 def _unpacked(array: jax.Array, like: Any) -> jax.Array:
+    if _is_key(like.dtype):
+        return jax.random.wrap_key_data(array, impl=key_kinds()[str(like.dtype)][1])
     dtype, bits = like.dtype, bits_of(like.dtype)
     if array.dtype == np.int8:
         if not _is_float(dtype):

@@ -13,11 +13,12 @@ params, args -> shapes -> jaxpr -> graph -> scans over layers unrolled
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxferry.errors import InputError, PartitionError
-from jaxferry.partition.graph import Builder, Equation, Graph, bits_of, graph_of, known_jaxpr, type_of_aval
+from jaxferry.errors import InputError, PartitionError, call_users, is_internal
+from jaxferry.partition.graph import Builder, Equation, Graph, bits_of, graph_of, type_of_aval
 from jaxferry.partition.groups import Path, leaf_paths
 from jaxferry.partition.layout import Layer
 from jaxferry.partition.packed import (
@@ -39,6 +40,8 @@ from jaxferry.partition.packed import (
     stored_struct,
 )
 from jaxferry.partition.scans import find_scans, unroll
+from jaxferry.partition.users_traces import known_jaxpr
+from jaxferry.settings import users_settings
 
 
 def check_byte_order(leaf: Any, name: str) -> None:
@@ -211,6 +214,34 @@ def traced_jaxpr(
     paths = ["/".join(path) for path in leaf_paths(params)]
     abstract, _ = abstract_params(params, paths, dtype, frozen)
     return known_jaxpr(function, abstract, args, kwargs)[0]
+
+
+@contextlib.contextmanager
+def refused_by_jax(
+    loss_fn: Callable[..., Any], params: Any, args: Any, kwargs: Any, dtype: Any, frozen: Collection[int] = ()
+) -> Iterator[None]:
+    """Raises what JAX itself raises for a loss function's gradient in place of an internal error of the body.
+
+    Segments are differentiated after the trace, so an operation without a derivative fails in our functions. Args as
+    for `partition`; `dtype` is its `compute_dtype`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_internal(error):
+            paths = ["/".join(path) for path in leaf_paths(params)]
+            leaves, tree = jax.tree.flatten(abstract_params(params, paths, dtype, frozen)[0])
+            trained = {index: leaf for index, leaf in enumerate(leaves) if index not in frozen}
+            others = {index: leaf for index, leaf in enumerate(leaves) if index in frozen}
+
+            def loss(trained: dict[int, Any], others: dict[int, Any], args: Any, kwargs: Any) -> Any:
+                own = trained | others
+                made = loss_fn(jax.tree.unflatten(tree, [own[index] for index in range(len(own))]), *args, **kwargs)
+                return jax.tree.leaves(made)[0]
+
+            with users_settings():
+                call_users(jax.jit(jax.grad(loss)).lower, trained, others, args, dict(kwargs or {}))
+        raise
 
 
 def copying_parameters(function: Callable[..., Any]) -> Callable[..., Any]:

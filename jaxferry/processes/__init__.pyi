@@ -11,6 +11,7 @@ from .distributed import start as start
 from .global_arrays import empty as empty
 from .global_arrays import from_rows as from_rows
 from .global_arrays import global_shape as global_shape
+from .global_arrays import is_key as is_key
 from .global_arrays import is_raw_key as is_raw_key
 from .global_arrays import joined_rows as joined_rows
 from .global_arrays import merged as merged

@@ -161,8 +161,9 @@ class Compiler:
                     raise
                 return self._compiled_finer(args, kwargs, state, error)
 
-        self._decide_granularity(args, kwargs)
-        prepared, _ = self._prepared.get(structure_of(args, kwargs), make)
+        with self._cutter.refused_by_jax(args, kwargs):
+            self._decide_granularity(args, kwargs)
+            prepared, _ = self._prepared.get(structure_of(args, kwargs), make)
         self._has_decided = True
         return prepared
 
@@ -177,11 +178,12 @@ class Compiler:
 
     def measure(self, args: Any, kwargs: Mapping[str, Any]) -> Profile:
         """Measures what each layer costs on the device."""
-        self._decide_granularity(args, kwargs)
-        self._shared.prefetch.clear()
-        variants, programs = self._variants(self._cut(args, kwargs))
-        self._has_decided = True
-        return self._profiler.measured(variants, programs, self._share(variants.base, args, kwargs))
+        with self._cutter.refused_by_jax(args, kwargs):
+            self._decide_granularity(args, kwargs)
+            self._shared.prefetch.clear()
+            variants, programs = self._variants(self._cut(args, kwargs))
+            self._has_decided = True
+            return self._profiler.measured(variants, programs, self._share(variants.base, args, kwargs))
 
     def evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
         """The evaluator of a function of the parameters."""

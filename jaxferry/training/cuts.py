@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jaxferry.partition import (
     held_whole,
     partition,
     partition_forward,
+    refused_by_jax,
     traced_jaxpr,
     with_flags,
 )
@@ -207,6 +209,15 @@ class Cutter:
         if known is None:
             self.known_layers = cuts[key].parts.layers
         return cuts[key]
+
+    @contextlib.contextmanager
+    def refused_by_jax(self, args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Raises what JAX itself raises for the loss function's gradient in place of an internal error of the body."""
+        arrays, flags = split_flags(kwargs)
+        model = self._model
+        given = (with_flags(self._loss_fn, flags), model.params, args, arrays, model.compute_dtype)
+        with for_platform(self._placement.platform), refused_by_jax(*given, model.optimizer.frozen):
+            yield
 
     def forward(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> ForwardPartition:
         """Any function of the parameters, without derivatives."""

@@ -19,7 +19,6 @@ from jaxferry.optimizer import (
     Stored,
     host_array,
     host_memory,
-    is_key,
     masters_from_arrays,
     stored_whole,
 )
@@ -31,8 +30,10 @@ from jaxferry.partition import (
     frozen_leaves,
     held_whole,
     layers_by_path,
+    result_shapes,
     stored_struct,
 )
+from jaxferry.processes import is_key
 from jaxferry.training.options import Numerics
 from jaxferry.transport import Placement, choose_transport
 
@@ -277,7 +278,7 @@ def host_bytes(
     dtypes = _master_dtypes(layers_by_path(params, compute_dtype))
     leaves, tree = jax.tree.flatten(params)
     masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
-    state = jax.eval_shape(optimizer.init, jax.tree.unflatten(tree, masters))
+    state = result_shapes(optimizer.init, jax.tree.unflatten(tree, masters))
     return _host_bytes(layers, jax.tree.leaves(state), Ownership(), widened, is_cpu=False)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxferry.costs import Contention, Devices, LayerProfile, Profile, Report
 from jaxferry.engine import Programs, with_program_facts
-from jaxferry.errors import InputError
+from jaxferry.errors import InputError, described, is_internal
 from jaxferry.optimizer import HostOptimizer
 from jaxferry.partition import Graph, Partition
 from jaxferry.processes import check_same, is_raw_key, slowest
@@ -196,7 +196,9 @@ def _cut(cutter: Cutter, graph: Graph, args: Any, kwargs: Mapping[str, Any]) -> 
             return cutter.cut(*_share(graph, has_rows, args, kwargs))
         except Exception as error:  # noqa: BLE001 - the user's function, with arrays of other shapes
             errors.append(error)
-    raise InputError(f"the loss function takes no share of its arguments: {errors[0]}") from errors[0]
+    if is_internal(errors[0]):
+        raise errors[0]
+    raise InputError(f"the loss function takes no share of its arguments: {described(errors[0])}") from errors[0]
 
 
 Rule = Callable[[Graph, Any], bool]

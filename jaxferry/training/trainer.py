@@ -133,7 +133,7 @@ class TrainStep:
           StateError: if the state belongs to another step or to the parent of this forked process, or is damaged, or if
             another thread uses this step or one of its states.
         """
-        with self.owner.using("TrainStep.__call__"), PROGRESS.call():
+        with self.owner.using("TrainStep.__call__", state), PROGRESS.call():
             extra_args = taken_extra_args(kwargs, self._options.numerics.extra_args)
             prepared = self._arranged(state, args, kwargs)
             state.fill()
@@ -181,7 +181,7 @@ class TrainStep:
           *args: the step's arguments; arrays or shape structs.
           **kwargs: likewise.
         """
-        with self.owner.using("TrainStep.compile_updates"):
+        with self.owner.using("TrainStep.compile_updates", state):
             self._arranged(state, args, kwargs)
 
     def _of_all(self, args: Any, kwargs: Any) -> Any:
@@ -244,7 +244,7 @@ class TrainStep:
           BudgetError: if it does not fit into `memory_budget`.
           PartitionError: if the function reads no parameter.
         """
-        with self.owner.using("TrainStep.apply"), PROGRESS.call():
+        with self.owner.using("TrainStep.apply", state), PROGRESS.call():
             self._check(state)
             compiler = self.compiler
             evaluator = compiler.evaluator(function, *self._of_all(args, kwargs))
@@ -348,7 +348,7 @@ class TrainStep:
         Warns:
           UserWarning: if `wait=False` waits, since host memory cannot hold a copy of the state.
         """
-        with self.owner.using("TrainStep.save"):
+        with self.owner.using("TrainStep.save", state):
             self._check(state)
             self.wait_for_saves()
             if keep_last is None and keep_best:

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -234,3 +235,26 @@ def test_a_comparison_in_which_nothing_fits_names_the_smallest_feasible_budget(r
     profile.save("p.json")
     error = refused("plan", "p.json", "--compare", "--memory-budget", "1", *more)
     assert f"({smallest_peak_bytes(profile)} bytes)" in error and not Path("new.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "target"),
+    [
+        (f"fit {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.fitting.pinned_bytes"),
+        (f"profile --model {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.traced.estimate_profile"),
+        (f"profile --model {NAME}:arrays", "jaxferry.partition.build.check_outputs"),
+        (f"train --model {NAME}:arrays --steps 1", "jaxferry.engine.runner.DeviceCopies"),
+        (f"train --model {NAME}:arrays --steps 1 --save run", "jaxferry.checkpoint.arrays_of"),
+        (f"bench --model {NAME}:arrays --policy l2l --dry", "jaxferry.planner.planning.as_run"),
+        ("plan p.json --policy memferry", "jaxferry.planner.planning.as_run"),
+    ],
+)
+def test_an_internal_error_is_not_called_an_error_of_the_user_s_file(jaxferry, files, monkeypatch, line, target):
+    monkeypatch.setattr(target, Mock(side_effect=KeyError("lost")))
+    result = jaxferry(*shlex.split(line))
+    [told] = [each for each in result.err.splitlines() if each.startswith("jaxferry: ")]
+    assert result.status == 1 and "internal error of JaxFerry in " in told and "KeyError: 'lost'" in told
+    assert f"{NAME}.py" not in told and "please report it at https://" in told and "Traceback" not in result.err
+    for more in (["--traceback"], []):
+        monkeypatch.setenv("JAXFERRY_TRACEBACK", "0" if more else "1")
+        assert "Traceback (most recent call last)" in jaxferry(*shlex.split(line), *more).err

@@ -1,0 +1,177 @@
+"""An internal error says so, keeps the state, and is never called an error of the user's; theirs name file and line."""
+
+import re
+from pathlib import Path
+from unittest.mock import Mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from jaxferry.engine import executor
+from jaxferry.step import Operation
+
+DEPTH = 3
+X = np.ones((8, 16), np.float32)
+STAGES = {
+    "tracing": "jaxferry.partition.tracing.find_scans",
+    "partition": "jaxferry.partition.build.check_outputs",
+    "costs": "jaxferry.costs.estimate._estimate_layer",
+    "planning": "jaxferry.planner.planning.as_run",
+    "compilation": "jaxferry.engine.lowering.last_readers",
+    "step": "jaxferry.engine.runner.DeviceCopies",
+    "transfer": "jaxferry.transport.placement.spread",
+    "checkpoint": "jaxferry.checkpoint.arrays_of",
+}
+"""A function that each stage calls."""
+
+REPORT = r"please report it at https://github\.com/\S+/issues with its traceback.*--traceback.*JAXFERRY_TRACEBACK=1"
+
+
+def loss_fn(params, x):
+    for name in sorted(params):
+        x = jnp.tanh(x @ params[name])
+    return jnp.mean(x**2)
+
+
+def make(loss=None, optimizer=None, **options):
+    loss = loss or (lambda params, x: loss_fn(params, x))  # steps of one function share its segments
+    options = {"policy": "memferry", "profile": "estimate"} | options
+    step = jaxferry.train_step(loss, optimizer or optax.adam(1e-2), **options)
+    return step, step.init({f"w{i}": np.full((16, 16), 0.1 * (i + 1), np.float32) for i in range(DEPTH)})
+
+
+def run(step, state, folder):
+    step(state, X)
+    state.block_until_ready()
+    step.save(state, folder)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_internal_error_of_each_stage_says_so_and_the_state_trains_on_with_the_same_bits(
+    stage, monkeypatch, tmp_path
+):
+    step, state = make()
+    if stage in ("step", "transfer", "checkpoint"):
+        step.prepare(X)
+    before = state.params
+    with monkeypatch.context() as patched:
+        patched.setattr(STAGES[stage], Mock(side_effect=KeyError("lost")))
+        pattern = rf"internal error of JaxFerry in \S+\.py, line \d+, stage {stage}: KeyError: 'lost'; {REPORT}"
+        with pytest.raises((jaxferry.InternalError, jaxferry.TaskError), match=pattern) as caught:
+            run(step, state, tmp_path / "saved")
+    cause = caught.value.__cause__
+    assert (
+        isinstance(cause, KeyError) and cause.__traceback__ is not None and str(Path(__file__)) not in str(caught.value)
+    )
+    assert state.damage is None
+    if stage != "checkpoint":
+        assert state.step == 0 and "the state is that before the step" in str(caught.value)
+        jax.tree.map(np.testing.assert_array_equal, state.params, before)
+        run(step, state, tmp_path / "saved")
+    other, expected = make()
+    other(expected, X)
+    jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
+
+
+def test_an_internal_error_while_layers_are_updated_says_what_it_has_left_of_the_state(monkeypatch):
+    step, state = make()
+    step(state, X), state.block_until_ready()
+    before = state.params
+    with monkeypatch.context() as patched:
+        patched.setattr("jaxferry.engine.runner.collect_results", Mock(side_effect=KeyError("lost")))
+        with pytest.raises((jaxferry.TaskError, jaxferry.StateError), match=f"internal error.*{REPORT}") as caught:
+            step(state, X)
+    if state.damage is None:
+        assert "the state is that before the step" in str(caught.value)
+        jax.tree.map(np.testing.assert_array_equal, state.params, before)
+    else:
+        assert "the state lies between two steps: restore a checkpoint" in str(caught.value)
+
+
+@pytest.mark.parametrize("operation", [Operation.LOAD, Operation.FORWARD, Operation.OFFLOAD, Operation.UPDATE])
+def test_an_internal_error_in_a_thread_says_so_with_what_it_has_left_of_the_state(operation, monkeypatch):
+    step, state = make()
+    step(state, X), state.block_until_ready()
+    before = state.params
+    failing = Mock(side_effect=AttributeError("no such thing"))
+    with monkeypatch.context() as patched:
+        patched.setitem(executor.OPERATIONS, operation, failing)
+        with pytest.raises(
+            jaxferry.TaskError, match=rf"internal error of JaxFerry .*AttributeError.*{REPORT}"
+        ) as caught:
+            step(state, X), state.block_until_ready()
+    assert "the state is that before the step" in str(caught.value) and state.step == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+
+
+def broken_optimizer(part):
+    given = optax.adam(1e-2)
+
+    def fails(*args):
+        raise KeyError("of the user")
+
+    return given._replace(**{part: fails})
+
+
+def broken_loss(params, x):
+    raise KeyError("of the user")
+
+
+class BrokenLeaf:
+    shape, dtype = (16, 16), np.dtype(np.float32)
+
+    def __array__(self, *args, **kwargs):
+        raise KeyError("of the user")
+
+
+def of_users():
+    step, state = make()
+    return {
+        "loss": lambda: (lambda step, state: step(state, X))(*make(broken_loss)),
+        "apply": lambda: step.apply(state, broken_loss, X),
+        "init of the optimizer": lambda: make(optimizer=broken_optimizer("init")),
+        "update of the optimizer": lambda: make(optimizer=broken_optimizer("update")),
+        "init_fn": lambda: step.init_from(lambda key: broken_loss(key, key), jax.random.key(0)),
+        "trainable": lambda: make(trainable=lambda path: broken_loss(path, path)),
+        "leaf": lambda: step.init({f"w{i}": BrokenLeaf() for i in range(DEPTH)}),
+    }
+
+
+@pytest.mark.parametrize("where", of_users())
+def test_an_error_raised_in_a_function_of_the_users_stays_what_it_is(where):
+    with pytest.raises(KeyError, match="of the user") as caught:
+        of_users()[where]()
+    assert str(caught.traceback[-1].path) == __file__
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: (lambda step, state: step(state, X, X))(*make()), TypeError, "takes 2 positional arguments"),
+        (lambda: make(optimizer=optax.GradientTransformation(lambda: (), None)), TypeError, "takes 0 positional"),
+        (lambda: make(optimizer=optax.masked(optax.adam(1.0), {"w0": True})), ValueError, "pytree structure error"),
+        (lambda: (lambda step, state: step(state, X))(*make(lambda p, x: "loss")), jaxferry.PartitionError, "a str"),
+    ],
+    ids=["arguments of the loss", "arguments of the optimizer", "mask", "result"],
+)
+def test_a_call_that_a_function_of_the_users_does_not_take_is_no_internal_error(call, error, match):
+    with pytest.raises(error, match=match) as caught:
+        call()
+    assert not isinstance(caught.value, jaxferry.InternalError)
+
+
+def test_an_operation_without_a_derivative_is_refused_as_by_jax():
+    def loss(params, x):
+        x = jax.pure_callback(np.asarray, jax.ShapeDtypeStruct((8, 16), jnp.float32), x @ params["w0"])
+        return jnp.mean(x)
+
+    step, state = make(loss)
+    with pytest.raises(ValueError) as expected:
+        jax.grad(loss)(state.params, X)
+    with pytest.raises(ValueError, match=re.escape(str(expected.value))):
+        step(state, X)
+    assert state.step == 0
