@@ -29,7 +29,7 @@ def graphs_of(function: Callable[..., Any], *args: Any) -> tuple[Graph, Graph]:
 
 def extra_arguments(optimizer: optax.GradientTransformation, given: Mapping[str, Any], params: Any) -> dict[str, Any]:
     """Returns shapes of the keyword arguments that an update takes: of the loss, `value`, and of those given."""
-    taken = inspect.signature(optimizer.update).parameters.values()
+    taken = call_users(inspect.signature, optimizer.update).parameters.values()
     takes_all, names = any(each.kind is each.VAR_KEYWORD for each in taken), {each.name for each in taken}
     wide = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
     found = {name: own for name, own in {"value": np.empty((), wide), **given}.items() if takes_all or name in names}
