@@ -15,7 +15,7 @@ from jaxferry.partition import cuts
 from jaxferry.partition.cuts import Dataflow, analyse
 from jaxferry.partition.derivatives import joint_graph
 from jaxferry.partition.graph import Equation, Graph
-from jaxferry.partition.groups import Group, group_leaves, leaf_paths, modules_of
+from jaxferry.partition.groups import Group, group_leaves, module_paths, modules_of
 from jaxferry.partition.layout import Layer, make_layer
 from jaxferry.partition.packed import stored_struct
 from jaxferry.partition.segments import (
@@ -208,7 +208,7 @@ def layers_by_path(params: Any, compute_dtype: Any = None, frozen: Collection[in
     Raises:
       InputError: as in `partition`.
     """
-    parts = leaf_paths(params)
+    parts = module_paths(params)
     paths = ["/".join(path) for path in parts]
     abstract, master_dtypes = abstract_params(params, paths, compute_dtype, frozen)
     avals = [stored_struct(aval) if leaf in frozen else aval for leaf, aval in enumerate(jax.tree.leaves(abstract))]

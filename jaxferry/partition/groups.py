@@ -91,11 +91,16 @@ def leaf_paths(params: Any) -> list[Path]:
     return paths
 
 
+def module_paths(params: Any) -> list[Path]:
+    """Returns `leaf_paths` with keys that name several modules, such as Haiku's "block/linear", cut at each."""
+    return [tuple("/".join(path).split("/")) for path in leaf_paths(params)]
+
+
 def group_leaves(paths: Sequence[Path], tables: Collection[int] = ()) -> tuple[Group, ...]:
     """Groups leaves into layers, in order of their first leaf.
 
     Args:
-      paths: the path of each leaf, as from `leaf_paths`.
+      paths: the path of each leaf, as from `module_paths`.
       tables: indices of lookup tables.
     """
     common = common_modules(paths)
@@ -172,7 +177,8 @@ def _repeated(children: Mapping[str, Mapping[int, Path]]) -> set[str]:
     """Returns children whose names differ only in a number and that hold the same modules, or a list's parameters."""
     families: dict[tuple[str, frozenset[Path]], list[str]] = {}
     for key, leaves in children.items():
-        match = _NUMBERED.fullmatch(key)
+        # Haiku names the modules of a class "block", "block_1", "block_2".
+        match = _NUMBERED.fullmatch(f"{key}_0" if f"{key}_1" in children else key)
         if match and any(len(path) > (1 if match[1] else 0) for path in leaves.values()):
             families.setdefault((match[1], frozenset(leaves.values())), []).append(key)
     return {key for family in families.values() if len(family) > 1 for key in family}

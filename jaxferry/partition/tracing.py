@@ -28,7 +28,7 @@ from jax.extend import core
 
 from jaxferry.errors import InputError, PartitionError, call_users, is_internal
 from jaxferry.partition.graph import Builder, Equation, Graph, bits_of, graph_of, type_of_aval
-from jaxferry.partition.groups import Path, leaf_paths
+from jaxferry.partition.groups import Path, leaf_paths, module_paths
 from jaxferry.partition.layout import Layer
 from jaxferry.partition.packed import (
     Stack,
@@ -194,7 +194,7 @@ def trace(
     Raises:
       InputError: as in `partition`, of the parameters.
     """
-    keys = leaf_paths(params)
+    keys = module_paths(params)
     abstract, dtypes = abstract_params(params, ["/".join(path) for path in keys], dtype, frozen)
     closed, out_tree = known_jaxpr(function, abstract, args, kwargs or {})
     graph, stored, notes = _unroll_scans(graph_of(closed, len(keys), out_tree), keys, layers)

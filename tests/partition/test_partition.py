@@ -1,3 +1,4 @@
+import functools
 import io
 import itertools
 
@@ -297,6 +298,38 @@ def test_groups_are_blocks_and_what_surrounds_them():
     mixture = {"block_0": {"moe": experts, "norm": {"scale": 0}}, "block_1": {"moe": experts, "norm": {"scale": 0}}}
     assert names(mixture) == ["block_0", "block_1"]
     assert names({"Dense_0": {"kernel": 0, "bias": 0}, "Dense_1": {"kernel": 0, "bias": 0}}) == ["Dense_0", "Dense_1"]
+
+
+@pytest.mark.parametrize("blocks", [["block", "block_1", "block_2"], ["block_0", "block_1", "block_2"]], ids=str)
+@pytest.mark.parametrize("granularity", ["block", "module"])
+def test_flat_names_of_modules_are_cut_into_blocks_as_nested_ones(blocks, granularity):
+    """Haiku names a module by its whole path, and numbers the second one of a class first."""
+    modules = ["layer_norm", "attention/query", "attention/linear", "linear", "linear_1"]
+    paths = ["transformer/~/embed", *(f"transformer/{b}/{m}" for b in blocks for m in modules), "transformer/linear"]
+    flat = {path: {"w": np.eye(16, dtype=np.float32), "b": np.zeros(16, np.float32)} for path in paths}
+    nested = {}
+    for path, module in flat.items():
+        *above, last = path.split("/")
+        functools.reduce(lambda node, key: node.setdefault(key, {}), above, nested)[last] = module
+
+    def loss_of(module_of):
+        def loss_fn(params, x):
+            for path in paths:
+                module = module_of(params, path)
+                x = x + jnp.tanh(x @ module["w"] + module["b"])
+            return jnp.mean(x**2)
+
+        return loss_fn
+
+    def of_nested(params, path):
+        return functools.reduce(lambda node, key: node[key], path.split("/"), params)
+
+    x = np.ones((4, 16), np.float32)
+    found = partition(loss_of(lambda params, path: params[path]), flat, (x,), granularity=granularity)
+    expected = partition(loss_of(of_nested), nested, (x,), granularity=granularity)
+    assert [segment.name for segment in found.segments] == [segment.name for segment in expected.segments]
+    assert {layer.name for layer in found.layers} == {layer.name for layer in expected.layers}
+    assert len(found.segments) == 5
 
 
 def test_a_table_is_its_own_layer_wherever_its_module_lies():
