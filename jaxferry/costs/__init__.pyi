@@ -6,6 +6,8 @@ from .counts import touched_bytes as touched_bytes
 from .estimate import UPDATE_BYTES_PER_PARAMETER as UPDATE_BYTES_PER_PARAMETER
 from .estimate import LayerCosts as LayerCosts
 from .estimate import estimate_profile as estimate_profile
+from .estimate import scaled_profile as scaled_profile
+from .estimate import scaling as scaling
 from .estimate import update_on_device_s as update_on_device_s
 from .layer_records import LayerProfile as LayerProfile
 from .layer_records import backward_variant as backward_variant

@@ -11,7 +11,7 @@ The profile is marked as estimated; measured profiles replace it.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxferry.costs.counts import HostRead
@@ -210,6 +210,58 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         temporary_bytes=layer.temporary_bytes,
         shares_program=layer.shares_program,
     )
+
+
+def scaling(known: Sequence[LayerCosts], costs: Sequence[LayerCosts]) -> float:
+    """Returns the operations of some layers over those of the same layers for another batch; 0 for other layers."""
+    if [layer.name for layer in known] != [layer.name for layer in costs]:
+        return 0.0
+    before, now = (sum(_work(layer, way) for layer in layers for way in _WAYS) for layers in (known, costs))
+    return now / before if before else 0.0
+
+
+def scaled_profile(profile: Profile, known: Sequence[LayerCosts], costs: Sequence[LayerCosts]) -> Profile:
+    """Scales a measured profile to another batch: times and temporaries of programs follow their operations.
+
+    By how much programs that read or write host memory take longer stays: that is the link's time.
+
+    Args:
+      profile: the measured profile.
+      known: the costs of its layers.
+      costs: the costs of the same layers for the other batch.
+    """
+    layers = []
+    for layer, before, now in zip(profile.layers, known, costs, strict=True):
+        forward, backward = (_work(now, way) / work if (work := _work(before, way)) else 1.0 for way in _WAYS)
+        more_s, more_back_s = layer.forward_s * (forward - 1), layer.backward_s * (backward - 1)
+        again: dict[str, Any] = {}
+        if layer.can_recompute and now.recomputation is not None:
+            again["recompute_s"] = (layer.recompute_s or 0.0) * backward
+            again["recompute_activation_bytes"] = now.recomputation.activation_bytes
+        scaled = dataclasses.replace(
+            layer,
+            activation_bytes=now.activation_bytes if layer.activation_bytes else 0,
+            forward_s=layer.forward_s + more_s,
+            forward_dha_s=max(layer.forward_dha_s + more_s, layer.forward_read_s),
+            backward_s=layer.backward_s + more_back_s,
+            backward_dha_s=max(layer.backward_dha_s + more_back_s, layer.backward_read_s),
+            backward_go_s=max(layer.backward_go_s + more_back_s, layer.backward_write_s),
+            offload_s=layer.offload_s * (backward if layer.gradient_rows else 1),
+            temporary_bytes={name: round(size * forward) for name, size in layer.temporary_bytes.items()},
+            **again,
+        )
+        layers.append(scaled)
+    facts = {**profile.machine, "scaled_by": scaling(known, costs)}
+    return dataclasses.replace(profile, machine=facts, layers=tuple(layers))
+
+
+_WAYS = ("forward", "backward")
+
+
+def _work(layer: LayerCosts, way: str) -> float:
+    """The operations of a layer's forward or backward; its bytes if it has none, as a lookup."""
+    work: float = getattr(layer, f"{way}_flops") or getattr(layer, f"{way}_bytes")
+    return work
 
 
 def update_on_device_s(num_parameters: int, machine: Machine) -> float:

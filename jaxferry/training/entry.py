@@ -92,6 +92,7 @@ def train_step(
       profile: the profile that the policy plans with, or the path of its JSON file. None measures one on the device for
         policies that need times, and keeps the measurements in the user's cache folder (`JAXFERRY_CACHE_DIR` names
         another, or "off"). `"measure"` measures for any policy; `"estimate"` runs nothing and uses a roofline model.
+        Batches with half to twice the operations of a measured one take its times in proportion.
         With `mesh`, one device runs its share of the batch, and all devices time what they exchange; a loss function
         that names the mesh cannot be measured so.
       remat: what segments keep on the device between forward and backward. `"none"`: everything that their derivatives

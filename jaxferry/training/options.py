@@ -26,7 +26,7 @@ from jaxferry.units import parse_bytes
 MEASURE, ESTIMATE = "measure", "estimate"
 """Keywords accepted instead of a profile; a file with such a name is given as `./measure`."""
 
-CACHED_SHAPES = 16
+CACHED_SHAPES = 64
 """Shapes of batches whose compiled programs a step keeps unless it is told otherwise."""
 
 

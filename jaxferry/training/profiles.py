@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from jaxferry.costs import Profile, progress_bar
+from jaxferry.costs import LayerCosts, Profile, partition_costs, progress_bar, scaled_profile, scaling
 from jaxferry.engine import Programs, RematVariants, summed_groups, widened_groups, with_sum_bytes
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.optimizer import num_bytes_on_each, unit_on_devices
@@ -23,6 +23,9 @@ from jaxferry.training.timers import ACCELERATOR_BYTES, PRODUCTS_BYTES
 from jaxferry.transport import Placement
 from jaxferry.units import format_apart
 
+LEAST_SCALE = 0.5
+"""Batches with so small a share of a measured batch's operations, or so many times as many, are measured anew."""
+
 
 class Profiler:
     """Makes the profiles of one model's steps.
@@ -35,6 +38,7 @@ class Profiler:
 
     def __init__(self, model: Model, planning: Planning, placement: Placement) -> None:
         self._model, self._planning, self._placement = model, planning, placement
+        self._known: list[tuple[Profile, tuple[LayerCosts, ...]]] = []
 
     def planned(
         self, variants: RematVariants, programs: Programs, share: Callable[[], Share], staging_bytes: int
@@ -48,10 +52,8 @@ class Profiler:
           staging_bytes: device memory that the transport keeps.
         """
         given = self._planning.profile
-        if given == MEASURE:
-            given = self._measured(variants, programs, share)
-        elif given is None and needs_times(self._planning.policy):
-            given = self._measured_if_possible(variants, programs, share)
+        if given == MEASURE or (given is None and needs_times(self._planning.policy)):
+            given = self._measured_once(variants, programs, share)
         return self._planning_profile(variants, given if isinstance(given, Profile) else None, staging_bytes)
 
     @property
@@ -109,16 +111,26 @@ class Profiler:
                 found |= {name: -(-on_each * size // total) for name, size in sizes.items()}
         return found
 
-    def _measured_if_possible(
-        self, variants: RematVariants, programs: Programs, share: Callable[[], Share]
-    ) -> Profile | None:
-        """What the layers cost; None, with a warning, if that can only be estimated."""
+    def _measured_once(self, variants: RematVariants, programs: Programs, share: Callable[[], Share]) -> Profile | None:
+        """What the layers cost; None, with a warning, if that can only be estimated.
+
+        Batches with half to twice the operations of a measured one take its times in proportion.
+        """
+        costs = partition_costs(variants.base)
+        for profile, known in self._known:
+            if LEAST_SCALE <= scaling(known, costs) <= 1 / LEAST_SCALE:
+                return scaled_profile(profile, known, costs)
         try:
-            self._check_room(variants.base, programs)
-            return self._measured(variants, programs, share)
+            if self._planning.profile != MEASURE:
+                self._check_room(variants.base, programs)
+            profile = self._measured(variants, programs, share)
         except NotMeasurable as error:
+            if self._planning.profile == MEASURE:
+                raise
             warnings.warn(f"planning with an estimated profile: {error}", stacklevel=8)
             return None
+        self._known.append((profile, costs))
+        return profile
 
     def _check_room(self, parts: Partition, programs: Programs) -> None:
         """Raises NotMeasurable if measurements on an accelerator take more device memory than the budget."""

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 import models
 from example_costs import COSTS, MACHINE
-from jaxferry.costs import MACHINES, UPDATE_BYTES_PER_PARAMETER, HostRead, Profile, estimate_profile, partition_costs
+from jaxferry.costs import (
+    MACHINES,
+    UPDATE_BYTES_PER_PARAMETER,
+    HostRead,
+    LayerCosts,
+    Profile,
+    estimate_profile,
+    partition_costs,
+    scaled_profile,
+)
 from jaxferry.errors import InputError
 from jaxferry.partition import differentiate, partition
 
@@ -255,3 +264,26 @@ def test_recomputation_adds_about_a_forward_and_leaves_what_crosses_segments() -
     # Counts are never too low for any mixture of recomputing layers, so the sum over all of them may be too high.
     everything, nothing = (sum(c.activation_bytes for c in some.values()) for some in (costs, full))
     assert nothing <= sum(kept) < 0.5 * everything
+
+
+@pytest.mark.parametrize("rows", [32, 48, 128])
+def test_a_profile_scaled_to_another_batch_is_that_batch_s_where_operations_take_the_time(rows: int) -> None:
+    """Each time is in proportion to operations then, and so is what is kept but for the parameters."""
+    machine = dataclasses.replace(MACHINES["h200-pcie5"], launch_s=0.0, memory_bytes_per_s=1e30)
+
+    def costs_of(rows: int) -> tuple[LayerCosts, ...]:
+        task = models.gpt(width=64)
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), task.batch)
+        counted = partition_costs(partition(task.loss_fn, task.params, (batch,)), "auto")
+        return tuple(layer for layer in counted if layer.name.startswith("h_"))
+
+    known, own = costs_of(64), costs_of(rows)
+    scaled = scaled_profile(estimate_profile(known, machine), known, own)
+    expected = estimate_profile(own, machine)
+    assert scaled.machine["scaled_by"] == pytest.approx(rows / 64, rel=0.1)
+    for layer, other in zip(scaled.layers, expected.layers, strict=True):
+        for name in ("forward_s", "backward_s", "recompute_s"):
+            assert getattr(layer, name) == pytest.approx(getattr(other, name), rel=1e-4), (layer.name, name)
+        for name in ("activation_bytes", "recompute_activation_bytes", "load_s", "offload_s", "update_s"):
+            assert getattr(layer, name) == getattr(other, name), (layer.name, name)
+        assert layer.forward_dha_s >= layer.forward_s and layer.forward_dha_s >= layer.forward_read_s

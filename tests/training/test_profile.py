@@ -399,6 +399,20 @@ def test_policies_that_plan_without_times_measure_nothing_unless_told_to(tmp_pat
             assert len(count) > 10
 
 
+@pytest.mark.parametrize("profile", [None, "measure"])
+def test_lengths_up_to_half_and_twice_a_measured_one_are_not_measured(tmp_path, monkeypatch, count, profile):
+    setting = {name: {"kernel": np.ones((8, 8), np.float32)} for name in ("a", "b")}
+    with cached_in(tmp_path, monkeypatch):
+        step = jaxferry.train_step(stack, optax.sgd(0.1), policy="exact", profile=profile)
+        step.init(setting)
+        measured = []
+        for rows in (8, 5, 15, 12, 32, 20, 80):
+            step.prepare(np.ones((rows, 8), np.float32))
+            measured.append(bool(count))
+            count.clear()
+    assert measured == [True, False, False, False, True, False, True]
+
+
 @pytest.mark.parametrize("kind", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def test_sums_of_more_bits_are_measured_as_they_run(monkeypatch, kind):
     """One layer runs twice in 16 bits, so the host adds each gradient to an fp32 sum, which the update reads."""
