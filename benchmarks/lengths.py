@@ -31,11 +31,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import benchmark_paths  # noqa: F401 - makes the others importable
 import jax
+import measure
 import numpy as np
 import optax
 
 import jaxferry
-import measure
 from examples.llama import model
 
 EPOCHS, BATCH, MULTIPLE = 2, 2, 32
