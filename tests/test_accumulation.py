@@ -297,6 +297,17 @@ def test_a_micro_batch_of_weight_zero_adds_nothing():
     assert_same_bits(*found)
 
 
+def test_a_weight_that_depends_on_parameters_has_no_gradient():
+    def loss_fn(params, batch):
+        loss = jnp.sum(params["a"]["w"] * batch["x"])
+        return loss, {"n": jnp.sum(params["a"]["w"] ** 2) * batch["n"]}
+
+    params = {"a": {"w": np.full(2, 3, np.float32)}}
+    batches = [{"x": np.array(x, np.float32), "n": np.float32(n)} for x, n in (((1, 2), 1), ((5, 6), 3))]
+    step = jaxferry.train_step(loss_fn, optax.sgd(1.0), accumulate=2, weight="n")
+    np.testing.assert_allclose(train(step, params, batches)[0].params["a"]["w"], [3 - 4, 3 - 5], rtol=1e-6)
+
+
 @pytest.mark.parametrize("check", [None, False])
 def test_weights_that_sum_to_zero_are_told_and_the_state_is_that_of_the_last_update(check):
     options = {"accumulate": 2, "weight": "num_tokens"}
