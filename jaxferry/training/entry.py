@@ -77,7 +77,8 @@ def train_step(
         otherwise they are added up in host memory.
       weight: name of the entry of the loss function's `aux` that weighs its micro-batch, a scalar such as the number of
         valid tokens. With `accumulate`, the update then applies the gradient of the weighted mean of the losses,
-        `sum(weight * loss) / sum(weight)`; clipping and `grad_norm` are of that gradient. None weighs all alike.
+        `sum(weight * loss) / sum(weight)`; clipping and `grad_norm` are of that gradient. The weight itself
+        has no gradient. None weighs all alike.
       extra_args: the optimizer's own extra arguments beside the loss, by name, with a value for steps that pass none:
         numbers, arrays or trees of them. A step takes others of these shapes by `extra_args=`. An optimizer that reads
         the loss (`value=`, as `optax.contrib.reduce_on_plateau` does) is given that of the step, with `accumulate` the
