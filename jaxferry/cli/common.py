@@ -13,7 +13,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from jaxferry.costs import JAX_SHARE, Lines, default_budget_bytes, shown
+from jaxferry.costs import JAX_SHARE, JAX_SHARE_VARIABLE, Lines, default_budget_bytes, shown
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.step import Plan
 from jaxferry.units import format_bytes, parse_bytes
@@ -134,7 +134,7 @@ def read_budget_on(machine: Mapping[str, Any], size: str | None) -> Budget:
         return Budget(None)
     share = "" if "memory_limit_bytes" in machine else f"{JAX_SHARE:.0%} of "
     where = f"{share}the device memory of {machine.get('name', 'the machine')}"
-    why = " (JAX's own limit, XLA_PYTHON_CLIENT_MEM_FRACTION)" if share else ""
+    why = f" (JAX's own limit, {JAX_SHARE_VARIABLE})" if share else ""
     return Budget(num_bytes, f"memory budget {format_bytes(num_bytes)}: {where}{why}; --memory-budget overrides it")
 
 

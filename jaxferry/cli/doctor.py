@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import resource
 from typing import Annotated, Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import typer
 
 from jaxferry.cli.common import AsJson, print_result, progress
+from jaxferry.costs import JAX_SHARE, JAX_SHARE_VARIABLE
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native import Build, build_library, cpus, ffi_version, read_lines, run_self_test, shortest_s, status
 from jaxferry.optimizer import PINNED_VARIABLE, host_memory
@@ -102,6 +104,7 @@ def examine(link_bytes: int) -> dict[str, Any]:
         "link": _measure_link(devices[0], link_bytes),
         "self_test": _self_test(devices[0], link_bytes),
         "pinned_limit": {"bytes": pinned.num_bytes, "source": pinned.source},
+        "locked_limit_bytes": _locked_limit_bytes(),
         "cpus": _cpus(),
         "host_memory": [dataclasses.asdict(limit) for limit in host_memory.limits()],
     }
@@ -119,6 +122,12 @@ def _ffi_version() -> str | None:
         return "{}.{}".format(*ffi_version())
     except NativeError:
         return None
+
+
+def _locked_limit_bytes() -> int | None:
+    """The most that the process may lock in memory, ulimit -l; None without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _describe(device: jax.Device) -> dict[str, Any]:
@@ -206,7 +215,7 @@ def _blas_pools() -> list[dict[str, Any]]:
 
 def _lines(found: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version or '(not installed)'}" for name, version in found["versions"].items())
-    link, limit = found["link"], found["pinned_limit"]
+    link, limit, locked = found["link"], found["pinned_limit"], found["locked_limit_bytes"]
     return [
         f"versions   {versions}; XLA FFI {found['ffi_version'] or '(no headers)'}",
         *(f"device {device['id']}   {_device_line(device)}" for device in found["devices"]),
@@ -214,14 +223,16 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"link       load {_speed(link['load_bytes_per_s'])}, store {_speed(link['store_bytes_per_s'])}"
         f" (device_put of {format_bytes(link['bytes'])}, device 0)",
         *(f"self-test  {line}" for line in _self_test_lines(found["self_test"])),
-        f"pinned     up to {format_bytes(limit['bytes'])} on a GPU ({limit['source']}; set {PINNED_VARIABLE})",
+        f"pinned     up to {format_bytes(limit['bytes'])} on a GPU ({limit['source']}; set {PINNED_VARIABLE}); "
+        f"ulimit -l {'unlimited' if locked is None else format_bytes(locked)}",
         *(f"cpus       {line}" for line in _cpu_lines(found["cpus"])),
         *(f"host       {format_bytes(each['num_bytes'])} left: {each['source']}" for each in found["host_memory"]),
     ]
 
 
 def _device_line(device: dict[str, Any]) -> str:
-    memory = "" if device["memory_bytes"] is None else f", {format_bytes(device['memory_bytes'])}"
+    share = f"JAX's share, {JAX_SHARE:.0%} unless {JAX_SHARE_VARIABLE} is set"
+    memory = "" if device["memory_bytes"] is None else f", {format_bytes(device['memory_bytes'])} ({share})"
     return f"{device['platform']} {device['kind']}{memory}; memory kinds {', '.join(device['memory_kinds'])}"
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxferry.training import TrainStep
 
 
-EXAMPLES = ("gpt2", "llama", "bert", "roberta", "transformer_xl", "vit", "resnet")
+EXAMPLES = ("gpt2", "llama", "bert", "roberta", "transformer_xl", "vit", "resnet", "pi0")
 """Examples whose models have names by size, such as `gpt2:6.7b`."""
 
 FORMS = "module:function, file.py:function, or an example's name and size such as gpt2:6.7b"

@@ -13,6 +13,7 @@ from .layer_records import LayerProfile as LayerProfile
 from .layer_records import backward_variant as backward_variant
 from .layer_records import forward_variant as forward_variant
 from .machines import JAX_SHARE as JAX_SHARE
+from .machines import JAX_SHARE_VARIABLE as JAX_SHARE_VARIABLE
 from .machines import MACHINES as MACHINES
 from .machines import Machine as Machine
 from .machines import default_budget_bytes as default_budget_bytes

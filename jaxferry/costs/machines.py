@@ -74,7 +74,7 @@ _MAY_BE_UNKNOWN = (
 )
 _MAY_BE_ZERO = ("launch_s", "link_latency_s", "issue_s")
 
-JAX_SHARE = 0.75
+JAX_SHARE, JAX_SHARE_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """The share of device memory that a JAX process takes unless `XLA_PYTHON_CLIENT_MEM_FRACTION` states another one (JAX's
 documentation, GPU memory allocation). The rest is for the CUDA context and libraries' own workspaces."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from jaxferry.costs import JAX_SHARE, JAX_SHARE_VARIABLE
 from jaxferry.engine.memory import Peak, Transfers, footprints
 from jaxferry.errors import BudgetError
 from jaxferry.modes import Mode, Remat, UpdatePlace
@@ -147,7 +148,8 @@ def _too_small(layers: Sequence[Layer], budget_bytes: int, smallest: Peak, num_r
         f"memory_budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: the smallest possible is "
         f"{format_bytes(smallest.total)} ({smallest.total} bytes){how}, of which parameters take at most "
         f"{format_bytes(smallest.parameters)} (the largest group, {largest.name!r}, has "
-        f"{format_bytes(largest.num_bytes)}); {remedy} needs less for activations, gradients and temporaries",
+        f"{format_bytes(largest.num_bytes)}); {remedy} needs less for activations, gradients and temporaries; "
+        f"of a card, JAX takes the share {JAX_SHARE_VARIABLE}, by default {JAX_SHARE}",
         smallest.total,
     )
 

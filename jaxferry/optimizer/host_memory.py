@@ -136,8 +136,11 @@ def check(
     )
 
 
-def pinned_limit() -> Limit:
-    """XLA's limit of pinned host memory on GPUs.
+def pinned_limit(root: pathlib.Path = _ROOT) -> Limit:
+    """XLA's limit of pinned host memory on GPUs; under WSL2, Windows has another one, which it does not state.
+
+    Args:
+      root: as for `limits`.
 
     Raises:
       InputError: if the environment's limit is not a whole number.
@@ -146,7 +149,9 @@ def pinned_limit() -> Limit:
     if text is not None and not text.strip().isdecimal():
         raise InputError(f"{PINNED_VARIABLE} must be a whole number of GiB, got {text!r}")
     num_gb = _DEFAULT_PINNED_GB if text is None else int(text)
-    return Limit(num_gb << 30, "default" if text is None else PINNED_VARIABLE)
+    is_wsl = "microsoft" in "".join(read_lines(root / "proc/version")).lower()
+    windows = "; under WSL2, Windows may pin less" if is_wsl else ""
+    return Limit(num_gb << 30, f"{'default' if text is None else PINNED_VARIABLE}{windows}")
 
 
 def pinned_bytes(needed: Mapping[str, int], streamed_bytes: int = 0) -> int:

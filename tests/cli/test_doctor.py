@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import resource
 
 import jax
 import pytest
@@ -39,6 +40,8 @@ def test_the_document_says_what_there_is_and_the_report_has_a_line_for_each(exam
     assert device["platform"] == jax.devices()[0].platform
     assert {"device", "pinned_host"} <= set(device["memory_kinds"])
     assert found["pinned_limit"] == {"bytes": 64 * 2**30, "source": "default"}
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    assert found["locked_limit_bytes"] == (None if soft == resource.RLIM_INFINITY else soft)
     cpu, cuda = found["libraries"]
     assert (cpu["platform"], cuda["platform"], cpu["is_available"]) == ("cpu", "CUDA", True)
     assert cpu["path"].endswith("libjaxferry_cpu.so") and cpu["message"] and cuda["message"]

@@ -260,6 +260,22 @@ def test_what_is_pinned_is_the_compute_copy_gradients_saved_activations_and_what
     assert "XLA pins up to 64.0 GiB (default): set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=65 or more" in problem
 
 
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ("Linux version 5.15.153.1-microsoft-standard-WSL2 (root@x) (gcc 11)\n", True),
+        ("Linux version 6.8.0-41-generic (buildd@x)\n", False),
+        (None, False),
+    ],
+)
+def test_the_limit_of_pinned_memory_says_that_windows_has_another_under_wsl2(version, says, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "96")
+    write(tmp_path, {} if version is None else {"proc/version": version})
+    limit = host_memory.pinned_limit(tmp_path)
+    assert limit.num_bytes == 96 * GIB
+    assert ("under WSL2" in limit.source) == says and "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB" in limit.source
+
+
 def test_the_pool_of_pinned_memory_doubles_up_to_its_limit(monkeypatch):
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "40")
     assert host_memory.pinned_pool_bytes(3 * 2**21) == 3 * 2**21
