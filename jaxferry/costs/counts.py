@@ -118,7 +118,7 @@ def _host_reads(jaxpr: core.Jaxpr, sources: dict[int, float]) -> list[HostRead]:
             for atom, result in [(eqn.invars[p], eqn.outvars[p]) for p in read]:
                 before, after = atom_bytes(atom), atom_bytes(result)
                 sources[id(result)] = sources[id(atom)] * (before / after if after else 1.0)
-        elif name in ("gather", "dynamic_slice", "slice"):
+        elif name in ("gather", "dynamic_slice", "slice") and read == [0]:
             found.append(HostRead(sources[id(eqn.invars[read[0]])] * atom_bytes(eqn.outvars[0])))
         elif inner_jaxprs(eqn) and name != "while":
             found += _host_reads_inside(eqn, sources, read)
@@ -238,7 +238,7 @@ def _conv_flops(eqn: core.JaxprEqn) -> float:
     """Counts each result as a sum over the kernel's window and its group's input channels."""
     kernel, spec = eqn.invars[1], eqn.params["dimension_numbers"]
     out_channels = _shape(kernel)[spec.rhs_spec[0]]
-    return 2.0 * _size(eqn.outvars[0]) * _size(kernel) / out_channels
+    return 2.0 * _size(eqn.outvars[0]) * _size(kernel) / max(1, out_channels)
 
 
 def _attention_flops(eqn: core.JaxprEqn) -> float:
@@ -319,7 +319,7 @@ _REDUCTIONS = frozenset(
         "select_and_gather_add",
     }
 )
-_SCATTERS = frozenset({"scatter_add", "scatter-add", "scatter_mul", "scatter_min", "scatter_max"})
+_SCATTERS = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
 _REDUCERS = _REDUCTIONS | _SCATTERS | {"scatter", "sort", "custom_lin"}
 """Operations whose nested program combines two elements; it counts as part of the operation."""
 ATTENTION = frozenset(f"dot_product_attention_{kind}{way}_wrapper" for kind in ("", "fp8_") for way in ("fwd", "bwd"))

@@ -118,7 +118,10 @@ class _Memory:
         for eqn in jaxpr.eqns:
             operands = [known[atom] if _is_variable(atom) else _ARGUMENT for atom in eqn.invars]
             inner = inner_jaxprs(eqn)
-            if inner and eqn.primitive.name not in _LOOPS and len(inner[0].invars) == len(operands):
+            is_call = (
+                bool(inner) and len(inner[0].invars) == len(operands) and len(inner[0].outvars) == len(eqn.outvars)
+            )
+            if is_call and eqn.primitive.name not in _LOOPS:
                 made = self.run(inner[0], operands)
             elif inner or is_heavy(eqn):
                 if eqn.primitive.name in _READ_FROM_MEMORY:
