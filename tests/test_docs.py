@@ -16,6 +16,9 @@ import yaml
 from safetensors.numpy import save_file
 
 import jaxferry
+from examples.common.text import train_byte_bpe
+from examples.llama import model as llama
+from examples.llama import weights
 from jaxferry.checkpoint.pretrained import Source
 from jaxferry.cli import COMMANDS, make_app
 
@@ -65,6 +68,12 @@ def test_the_snippets_of_a_page_run_one_after_another(page, tmp_path, monkeypatc
         (tmp_path / "checkpoint").mkdir()
         tensors = {f"{name}/kernel": np.asarray(layer["kernel"]) for name, layer in namespace["params"].items()}
         save_file(tensors, tmp_path / "checkpoint" / "model.safetensors")
+    if page.name == "chat.md":
+        namespace["size"] = "tiny"
+        config = llama.SIZES["tiny"]
+        (tmp_path / "checkpoint").mkdir()
+        tokenizer = train_byte_bpe([page.read_text()], config.vocab_size)
+        weights.save(config, llama.make_init(config)(jax.random.key(0)), tmp_path / "checkpoint", tokenizer)
     for number, block in enumerate(blocks(page, "python")):
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(block, f"{page.name}, snippet {number + 1}", "exec"), namespace)

@@ -1,4 +1,4 @@
-"""Llama in Flax NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU, optional LoRA adapters.
+"""Llama and Qwen2 in Flax NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU, optional LoRA adapters.
 
 B: batch, T: positions, C: channels, H: heads, K: key and value heads, D: channels per head, S: cache length. The model
 does not depend on JaxFerry or on where its parameters live. Every block makes its own rotations and mask, so that all
@@ -36,8 +36,9 @@ class RopeScaling:
 class Config:
     """The shape of a Llama.
 
-    `lora_rank` is the rank of all linear layers' adapters; 0 for no adapters. `attention` is the implementation without
-    caches, "xla" or "cudnn"; None for the device's own.
+    `has_bias` is whether queries, keys and values have biases, as in Qwen2. `lora_rank` is the rank of all linear
+    layers' adapters; 0 for no adapters. `attention` is the implementation without caches, "xla" or "cudnn"; None for
+    the device's own.
     """
 
     num_layers: int
@@ -50,6 +51,7 @@ class Config:
     rope_base: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     is_tied: bool = False
+    has_bias: bool = False
     epsilon: float = 1e-5
     lora_rank: int = 0
     lora_alpha: float = 16.0
@@ -70,17 +72,32 @@ SIZES = {
         rope_scaling=RopeScaling(factor=32.0, low=1.0, high=4.0, length=8192),
         is_tied=True,
     ),
+    "3.2-3b": Config(
+        28,
+        24,
+        8,
+        3072,
+        8192,
+        max_length=131_072,
+        vocab_size=128_256,
+        rope_base=500_000.0,
+        rope_scaling=RopeScaling(factor=32.0, low=1.0, high=4.0, length=8192),
+        is_tied=True,
+    ),
     "2-7b": Config(32, 32, 32, 4096, 11_008, max_length=4096, vocab_size=32_000),
     "2-13b": Config(40, 40, 40, 5120, 13_824, max_length=4096, vocab_size=32_000),
     "3-8b": Config(32, 32, 8, 4096, 14_336, max_length=8192, vocab_size=128_256, rope_base=500_000.0),
+    "qwen2.5-0.5b": Config(24, 14, 2, 896, 4864, 32_768, 151_936, 1e6, is_tied=True, has_bias=True, epsilon=1e-6),
+    "qwen2.5-1.5b": Config(28, 12, 2, 1536, 8960, 32_768, 151_936, 1e6, is_tied=True, has_bias=True, epsilon=1e-6),
 }
 
 
 class Linear(nnx.Module):
     """Maps x [..., inner] to [..., outer]; with a rank, adds the product with two thin matrices."""
 
-    def __init__(self, inner, outer, config, rngs):
+    def __init__(self, inner, outer, config, rngs, has_bias=False):
         self.kernel = nnx.Param(INIT(rngs.params(), (inner, outer)))
+        self.bias = nnx.Param(jnp.zeros(outer)) if has_bias else None
         self.rank, self.scale = config.lora_rank, config.lora_alpha / max(1, config.lora_rank)
         if self.rank:
             # The second matrix starts as zeros, so that the adapter initially adds nothing.
@@ -89,6 +106,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x):
         y = x @ self.kernel[...]
+        y = y if self.bias is None else y + self.bias[...]
         return y + (x @ self.lora_a[...]) @ self.lora_b[...] * self.scale if self.rank else y
 
 
@@ -98,9 +116,9 @@ class Attention(nnx.Module):
     def __init__(self, config, rngs):
         self.config, self.width = config, config.channels // config.num_heads
         kv = config.num_kv_heads * self.width
-        self.q = Linear(config.channels, config.channels, config, rngs)
-        self.k = Linear(config.channels, kv, config, rngs)
-        self.v = Linear(config.channels, kv, config, rngs)
+        self.q = Linear(config.channels, config.channels, config, rngs, config.has_bias)
+        self.k = Linear(config.channels, kv, config, rngs, config.has_bias)
+        self.v = Linear(config.channels, kv, config, rngs, config.has_bias)
         self.o = Linear(config.channels, config.channels, config, rngs)
 
     def __call__(self, x, cache, position):

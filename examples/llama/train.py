@@ -21,7 +21,7 @@ from examples.llama import weights as published
 from jaxferry.processes import is_first
 
 # The published ones of pretraining, except for the tiny model.
-LEARNING_RATES = {"tiny": 1e-3, "3.2-1b": 3e-4, "2-7b": 3e-4, "2-13b": 3e-4, "3-8b": 3e-4}
+LEARNING_RATES = dict.fromkeys(model.SIZES, 3e-4) | {"tiny": 1e-3}
 WARMUP_STEPS = 20
 PROMPT_TOKENS = 16
 

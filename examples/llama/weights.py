@@ -56,8 +56,8 @@ def save(config, params, folder, tokenizer):
     """
     pretrained.save_safetensors(folder, merged(config, params), source_of)
     facts = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
+        "model_type": "qwen2" if config.has_bias else "llama",
+        "architectures": ["Qwen2ForCausalLM" if config.has_bias else "LlamaForCausalLM"],
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -137,4 +137,5 @@ def source_of(path):
     if modules == ["head"]:
         return pretrained.Source("lm_head.weight", is_transposed=True)
     names = [MODULES.get(module, module) for module in modules]
-    return pretrained.Source(".".join(["model", *names, "weight"]), is_transposed=leaf == "kernel")
+    kind = "bias" if leaf == "bias" else "weight"
+    return pretrained.Source(".".join(["model", *names, kind]), is_transposed=leaf == "kernel")

@@ -3,7 +3,7 @@
 from examples.common.workloads import next_tokens
 from examples.llama import model
 
-SHORT = {"1b": "3.2-1b", "7b": "2-7b", "8b": "3-8b", "13b": "2-13b"}
+SHORT = {"1b": "3.2-1b", "3b": "3.2-3b", "7b": "2-7b", "8b": "3-8b", "13b": "2-13b"}
 SIZES = model.SIZES | {short: model.SIZES[size] for short, size in SHORT.items()}
 LENGTH = 2048
 

@@ -32,7 +32,8 @@ SCALED = dataclasses.replace(
     SMALL, is_tied=True, rope_base=500.0, rope_scaling=model.RopeScaling(factor=8.0, low=1.0, high=4.0, length=16)
 )
 ADAPTED = dataclasses.replace(SMALL, lora_rank=3, lora_alpha=6.0)
-CONFIGS = [SMALL, SCALED, ADAPTED]
+BIASED = dataclasses.replace(SMALL, is_tied=True, has_bias=True, epsilon=1e-6, lora_rank=3)  # as Qwen2 is
+CONFIGS = [SMALL, SCALED, ADAPTED, BIASED]
 
 
 def make_params(config):
@@ -70,6 +71,8 @@ def published(config, params):
         tensors[above + "input_layernorm.weight"] = layer["attn_norm"]["scale"]
         tensors[above + "post_attention_layernorm.weight"] = layer["mlp_norm"]["scale"]
         tensors |= {f"{above}self_attn.{name}_proj.weight": linear(layer["attn"][name]) for name in "qkvo"}
+        if config.has_bias:
+            tensors |= {f"{above}self_attn.{name}_proj.bias": layer["attn"][name]["bias"] for name in "qkv"}
         tensors |= {f"{above}mlp.{name}_proj.weight": linear(layer["mlp"][name]) for name in ("gate", "up", "down")}
     return {name: np.asarray(array) for name, array in tensors.items()}
 
@@ -106,7 +109,10 @@ def numpy_logits(config, tensors, tokens):
     x = w["model.embed_tokens.weight"][tokens]
     for layer in (f"model.layers.{i}." for i in range(config.num_layers)):
         y = norm(x, layer + "input_layernorm.weight")
-        q, k, v = (y @ w[f"{layer}self_attn.{name}_proj.weight"].T for name in "qkv")
+        q, k, v = (
+            y @ w[f"{layer}self_attn.{name}_proj.weight"].T + w.get(f"{layer}self_attn.{name}_proj.bias", 0.0)
+            for name in "qkv"
+        )
         mixed = np.zeros_like(q)
         for head, t in itertools.product(range(config.num_heads), range(len(tokens))):
             own, shared = (slice(h * width, (h + 1) * width) for h in (head, head // group))
@@ -125,7 +131,7 @@ def logits_of(config, params, tokens):
     return nnx.merge(model.make_graph(config), params)(tokens)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted", "biased"])
 def test_logits_are_those_of_a_numpy_llama(config, tokens):
     params = make_params(config)
     tensors = published(config, params)
@@ -133,7 +139,7 @@ def test_logits_are_those_of_a_numpy_llama(config, tokens):
     np.testing.assert_allclose(logits_of(config, params, tokens), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted", "biased"])
 def test_activations_have_the_parameters_dtype_and_the_table_a_gradient_of_rows(config, tokens):
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params(config))
     assert jax.eval_shape(lambda p: logits_of(config, p, tokens), params).dtype == jnp.bfloat16
@@ -147,7 +153,15 @@ def test_activations_have_the_parameters_dtype_and_the_table_a_gradient_of_rows(
 # The parameter counts of the published checkpoints.
 @pytest.mark.parametrize(
     ("size", "expected"),
-    [("3.2-1b", 1_235_814_400), ("2-7b", 6_738_415_616), ("2-13b", 13_015_864_320), ("3-8b", 8_030_261_248)],
+    [
+        ("3.2-1b", 1_235_814_400),
+        ("3.2-3b", 3_212_749_824),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("2-7b", 6_738_415_616),
+        ("2-13b", 13_015_864_320),
+        ("3-8b", 8_030_261_248),
+    ],
 )
 def test_sizes_are_the_published_ones(size, expected):
     assert count_parameters(model.make_init(model.SIZES[size])) == expected
@@ -158,7 +172,7 @@ def make_batches(step):
     return {"tokens": rng.integers(SMALL.vocab_size, size=(3, 13), dtype=np.int32)}
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted", "biased"])
 def test_losses_agree_with_a_plain_optax_loop(config):
     optimizer = train.make_optimizer(1e-3, config.lora_rank)
     assert_same_losses(model.make_loss(config), optimizer, make_params(config), make_batches)
@@ -180,7 +194,7 @@ def test_fresh_adapters_change_nothing_and_only_they_are_trained(tokens):
     assert train.count_trained(model.make_init(ADAPTED), 3) == sum(leaf.size for leaf in jax.tree.leaves(before))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted", "biased"])
 def test_all_blocks_share_one_program(config, tokens):
     config = dataclasses.replace(config, num_layers=3)
     params = make_params(config)
@@ -217,7 +231,9 @@ def save_shards(tensors, folder):
     (folder / pretrained.INDEX_FILE).write_text(json.dumps({"weight_map": placed}))
 
 
-@pytest.mark.parametrize("config", [SMALL, SCALED], ids=["plain", "scaled and tied"])
+@pytest.mark.parametrize(
+    "config", [SMALL, SCALED, dataclasses.replace(BIASED, lora_rank=0)], ids=["plain", "scaled and tied", "biased"]
+)
 def test_published_weights_become_the_model_that_they_are(config, tokens, tmp_path):
     params = make_params(config)
     tensors = published(config, params) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
@@ -242,7 +258,7 @@ def test_published_weights_are_given_fresh_adapters(params, tokens, tmp_path):
     assert_same_bits(adapters, fresh)
 
 
-@pytest.mark.parametrize("config", [SCALED, ADAPTED], ids=["scaled and tied", "adapted"])
+@pytest.mark.parametrize("config", CONFIGS[1:], ids=["scaled and tied", "adapted", "biased"])
 def test_written_weights_are_the_model_with_its_adapters(config, tokens, text, tmp_path):
     params = jax.tree.map(lambda leaf: leaf + np.float32(0.01), make_params(config))  # adapters start as zeros
     weights.save(config, params, tmp_path / "new", common_text.train_byte_bpe([text.read_text()], 300))
