@@ -14,8 +14,8 @@ the same steps in turns, each in a process of its own, so other work on the mach
     python benchmarks/lengths.py [--lengths 32] [--only ROW ...]
 
 Expected: `default` takes at most what `plain` takes, since equal layers share programs. `auto` takes little more: it
-measures once for each doubling of the length. Found: 0.69 and 1.00 times the seconds of `plain`, and half of its
-memory; `default again` takes half of `plain again`.
+measures once for each doubling of the length. Found: 0.81 and 1.10 times the seconds of `plain`, and half of its
+memory (0.69 and 1.00 in another run on the busy machine); `default again` takes half of `plain again`.
 """
 
 import argparse
