@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -272,7 +273,8 @@ class StepContext:
             return self._earlier_weight + 1
         atom = self.program.partition.aux[0]
         own: Any = self.values[atom] if isinstance(atom, int) else atom.val
-        return self._earlier_weight + float(np.asarray(own))
+        weight = float(np.asarray(own))
+        return self._earlier_weight + (weight if weight >= 0 else math.nan)
 
     @functools.cached_property
     def loss(self) -> Any:

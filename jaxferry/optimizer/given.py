@@ -108,7 +108,10 @@ def taken_extra_args(kwargs: dict[str, Any], known: Mapping[str, Any] | None) ->
     """
     if known is None:
         return {}
-    given = {**known, **kwargs.pop("extra_args", {})}
+    own = kwargs.pop("extra_args", {})
+    if not isinstance(own, Mapping) or not all(isinstance(name, str) for name in own):
+        raise InputError(f"extra_args must map names to numbers, arrays or trees of them, got {own!r}")
+    given = {**known, **own}
     leaves = zip(given_leaves("extra_args", given, known), jax.tree.leaves(known), strict=True)
     return jax.tree.unflatten(jax.tree.structure(known), [np.array(leaf, own.dtype) for leaf, own in leaves])
 

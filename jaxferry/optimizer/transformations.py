@@ -47,7 +47,8 @@ def update_of(optimizer: Any) -> Callable[..., Any]:
                 raise
             raise InputError(
                 f"the optimizer needs more than gradients, state, parameters and the loss (value=): {error}; name "
-                "arrays in extra_args=, or use another optimizer"
+                "arrays in extra_args=, or use another optimizer: one that calls the loss function again, as line "
+                "searches (optax.lbfgs) do, cannot be trained with"
             ) from error
 
     return update
@@ -85,13 +86,14 @@ def traced(optimizer: Any, params: Any, extra_args: Mapping[str, Any]) -> Traced
     state = _result(init)
     update = graphs_of(update_of(optimizer), params, params, state, extra_args)
     _, after = _result(update)
-    if _named(state) == _named(after):
+    if _form(state) == _form(after):
         return Traced(optimizer, state, init, update)
     _, again = result_shapes(update_of(optimizer), params, params, after, extra_args)
-    if _named(after) != _named(again):
+    if _form(after) != _form(again):
         raise InputError(
-            f"the optimizer's {_differing(after, again)} has another structure, shape or dtype after each update, and "
-            "training needs a state that keeps those which it has after the first: leave that transformation out"
+            f"the optimizer's {_differing(after, again)} has another structure, shape or dtype after the second update "
+            "than after the first, and training needs a state that keeps those of the first: leave that "
+            "transformation out"
         )
     return traced(Settled(optimizer, params, state, after, extra_args), params, extra_args)
 
@@ -151,7 +153,7 @@ class Settled:
 
     def stored(self, own: Any) -> SettlingState:
         """Returns a state of the transformation's own, initial or not, in one structure."""
-        if _named(own) != _named(self._first):
+        if _form(own) != _form(self._first):
             zeros = {name: jnp.zeros(*aval) for name, aval in self._alone.items()}
             return SettlingState(np.int32(1), own, zeros)
         known = dict(zip(path_names(own), jax.tree.leaves(own), strict=True))
@@ -191,11 +193,16 @@ def _named(state: Any) -> dict[str, tuple[Any, Any]]:
     return {name: (np.shape(leaf), jax.dtypes.result_type(leaf)) for name, leaf in leaves}
 
 
+def _form(state: Any) -> tuple[Any, dict[str, tuple[Any, Any]]]:
+    """Returns the structure, with shape and dtype of each leaf."""
+    return jax.tree.structure(state), _named(state)
+
+
 def _differing(one: Any, other: Any) -> str:
     """Returns the name of the innermost state that differs from the other one."""
     if type(one) is type(other) and isinstance(one, tuple) and len(one) == len(other):
         for own, its in zip(one, other, strict=True):
-            if isinstance(own, tuple) and _named(own) != _named(its):
+            if isinstance(own, tuple) and _form(own) != _form(its):
                 return _differing(own, its)
     return type(one).__name__
 

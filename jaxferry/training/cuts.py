@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import numbers
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -55,11 +56,16 @@ def weighted(loss_fn: Callable[..., Any], name: str) -> Callable[..., Any]:
         made = loss_fn(*args, **kwargs)
         entries = made[1] if isinstance(made, tuple) and len(made) == 2 else None
         weight = entries.get(name) if isinstance(entries, Mapping) else getattr(entries, name, None)
-        if weight is None or jnp.shape(weight) != ():
-            found = "no such entry" if weight is None else f"shape {jnp.shape(weight)}"
-            raise InputError(f"weight must name a scalar in the aux of loss_fn's (loss, aux), got {name!r}: {found}")
+        dtype = getattr(weight, "dtype", None)
+        is_array = dtype is not None and (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
+        if not (jnp.shape(weight) == () if is_array else isinstance(weight, numbers.Real)):
+            found = "no such entry" if weight is None else str(jax.typeof(weight)) if dtype else type(weight).__name__
+            raise InputError(
+                f"weight must name a real scalar in the aux of loss_fn's (loss, aux), got {name!r}: {found}"
+            )
         weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
-        return jnp.asarray(made[0]) * weight, (weight, made)
+        loss = made[0] * weight if hasattr(made[0], "dtype") or isinstance(made[0], numbers.Number) else made[0]
+        return loss, (weight, made)
 
     return weighted_loss
 

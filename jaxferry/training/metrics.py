@@ -22,7 +22,7 @@ def metrics_of(number: int, parts: Partition, result: StepResult, numerics: Nume
       NonFiniteError: if the loss or a gradient is not finite, unless such steps are skipped.
     """
     aux = None if parts.aux_tree is None else jax.tree.unflatten(parts.aux_tree, result.aux)
-    if numerics.is_weighted and aux is not None:
+    if numerics.is_weighted:
         _, (loss, aux) = aux
         result = dataclasses.replace(result, loss=loss)
     is_lost = not result.is_finite and not numerics.skip_nonfinite

@@ -69,6 +69,11 @@ def average_norm(updates, mean):
     return jax.tree.map(lambda leaf: leaf * mean, updates), mean
 
 
+def halve_first(updates, state):
+    """Changes the structure of its state alone, which has no leaf."""
+    return jax.tree.map(lambda leaf: leaf if state else leaf / 2, updates), {"later": ()}
+
+
 CHANGING = {
     "monitored": optax.chain(
         optax.adam(1e-2, eps=1e-3),
@@ -76,6 +81,7 @@ CHANGING = {
     ),
     "counts in updates": optax.chain(optax.sgd(0.1, momentum=0.9), changing(Counted({}), count_later)),
     "last updates": optax.chain(changing(None, add_last), optax.sgd(0.1)),
+    "first of updates": optax.chain(changing({}, halve_first), optax.sgd(0.1)),
     "dtype of updates": optax.chain(changing(jnp.int32(1), average_norm), optax.sgd(0.1)),
 }
 
@@ -329,6 +335,8 @@ def test_the_user_may_hand_on_another_value_than_the_loss():
     ("given", "message"),
     [
         ({"temperatur": 1.0}, r"extra_args must be a tree like its current value: .*'temperatur'.* is new"),
+        ({1: 2.0}, r"extra_args must map names to numbers, arrays or trees of them, got \{1: 2.0\}"),
+        (None, "extra_args must map names to numbers, arrays or trees of them, got None"),
         ({"temperature": np.ones(2)}, r"extra_args, leaf \['temperature'\], must have shape \(\), got \(2,\)"),
     ],
 )
@@ -364,10 +372,9 @@ def test_a_state_whose_structure_the_first_update_changes_is_shown_saved_and_ass
         params = optax.apply_updates(params, updates)
 
 
-def test_a_state_that_changes_its_structure_in_every_update_is_refused_by_name():
-    growing = changing(
-        Counted({}), lambda u, state: (u, Counted({**state.counts, f"n{len(state.counts)}": jnp.ones(())}))
-    )
+@pytest.mark.parametrize("added", [(), jnp.ones(())], ids=["without leaves", "with leaves"])
+def test_a_state_that_changes_its_structure_in_every_update_is_refused_by_name(added):
+    growing = changing(Counted({}), lambda u, state: (u, Counted({**state.counts, f"n{len(state.counts)}": added})))
     step = jaxferry.train_step(TASK.loss_fn, optax.chain(optax.adam(1e-2), growing))
     with pytest.raises(
         jaxferry.InputError, match="the optimizer's Counted has another structure, shape or dtype after"

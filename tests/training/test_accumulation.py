@@ -308,6 +308,15 @@ def test_a_weight_that_depends_on_parameters_has_no_gradient():
     np.testing.assert_allclose(train(step, params, batches)[0].params["a"]["w"], [3 - 4, 3 - 5], rtol=1e-6)
 
 
+def test_a_negative_weight_is_told_and_changes_nothing():
+    step = jaxferry.train_step(lambda p, n: (jnp.sum(p["a"]), {"n": n}), optax.sgd(1.0), accumulate=2, weight="n")
+    state = step.init({"a": np.ones(3, np.float32)})
+    state, _ = step(state, np.float32(-1))
+    with pytest.raises(jaxferry.NonFiniteError, match="the weights of the micro-batches up to step 1 sum to nan"):
+        step(state, np.float32(3))
+    assert state.params["a"].tolist() == [1.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("check", [None, False])
 def test_weights_that_sum_to_zero_are_told_and_the_state_is_that_of_the_last_update(check):
     options = {"accumulate": 2, "weight": "num_tokens"}
@@ -331,7 +340,10 @@ def test_weights_that_sum_to_zero_are_told_and_the_state_is_that_of_the_last_upd
     [
         (lambda p, x: jnp.sum(p["a"] * x), "got 'n': no such entry"),
         (lambda p, x: (jnp.sum(p["a"] * x), {"m": 1}), "got 'n': no such entry"),
-        (lambda p, x: (jnp.sum(p["a"] * x), {"n": x}), r"got 'n': shape \(3,\)"),
+        (lambda p, x: (jnp.sum(p["a"] * x), {"n": x}), r"got 'n': float32\[3\]"),
+        (lambda p, x: (jnp.sum(p["a"] * x), {"n": "4"}), "got 'n': str"),
+        (lambda p, x: (jnp.sum(p["a"] * x), {"n": 1j * x[0]}), r"got 'n': complex64\[\]"),
+        (lambda p, x: (jnp.sum(p["a"] * x), {"n": jax.random.key(0)}), r"got 'n': key<fry>\[\]"),
     ],
 )
 def test_a_weight_that_the_loss_function_does_not_return_is_refused(loss_fn, message):
