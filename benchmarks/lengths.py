@@ -1,4 +1,4 @@
-"""Measures what many batch lengths cost: each is traced and compiled once, and layers are measured once for similar lengths.
+"""Measures what many lengths of batches cost: each is traced and compiled once, similar ones are measured once.
 
 A small Llama trains for two epochs on batches of 32 lengths, each epoch in a random order of its own. All rows take
 the same steps in turns, each in a process of its own, so other work on the machine affects them alike:
@@ -14,8 +14,9 @@ the same steps in turns, each in a process of its own, so other work on the mach
     python benchmarks/lengths.py [--lengths 32] [--only ROW ...]
 
 Expected: `default` takes at most what `plain` takes, since equal layers share programs. `auto` measures besides, once
-for each doubling of the length. `16 kept` compiles again in each epoch. Found: 0.81 and 1.10 times the seconds of `plain`, and half of its
-memory (0.69 and 1.00 in another run on the busy machine); `default again` takes half of `plain again`.
+for each doubling of the length. `16 kept` compiles again in each epoch. Found: `default` 0.81 and `auto` 1.10 times the
+seconds of `plain`, and half of its memory (0.69 and 1.00 in another run on the busy machine); `default again` takes
+half of `plain again`.
 """
 
 import argparse

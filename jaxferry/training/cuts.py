@@ -55,7 +55,7 @@ def weighted(loss_fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     def weighted_loss(*args: Any, **kwargs: Any) -> Any:
         made = loss_fn(*args, **kwargs)
         entries = made[1] if isinstance(made, tuple) and len(made) == 2 else None
-        weight = entries.get(name) if isinstance(entries, Mapping) else getattr(entries, name, None)
+        weight: Any = entries.get(name) if isinstance(entries, Mapping) else getattr(entries, name, None)
         dtype = getattr(weight, "dtype", None)
         is_array = dtype is not None and (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
         if not (jnp.shape(weight) == () if is_array else isinstance(weight, numbers.Real)):

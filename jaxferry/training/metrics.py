@@ -21,7 +21,7 @@ def metrics_of(number: int, parts: Partition, result: StepResult, numerics: Nume
     Raises:
       NonFiniteError: if the loss or a gradient is not finite, unless such steps are skipped.
     """
-    aux = None if parts.aux_tree is None else jax.tree.unflatten(parts.aux_tree, result.aux)
+    aux: Any = None if parts.aux_tree is None else jax.tree.unflatten(parts.aux_tree, result.aux)
     if numerics.is_weighted:
         _, (loss, aux) = aux
         result = dataclasses.replace(result, loss=loss)
