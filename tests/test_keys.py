@@ -98,7 +98,7 @@ def test_a_lazy_leaf_of_keys_is_what_jax_takes_for_keys_and_numpy_refuses_it_in_
         for keys in (leaf, jnp.asarray(leaf), leaf[...]):
             assert keys.dtype == given.dtype and keys.shape == given.shape
             np.testing.assert_array_equal(jax.random.key_data(keys), expected)
-        with pytest.raises(TypeError, match="PRNGKey dtype cannot be converted to a NumPy array. Use jax.random.key_d"):
+        with pytest.raises(TypeError, match="PRNGKey dtype cannot be converted to a NumPy array"):
             np.asarray(leaf)
 
 
