@@ -39,6 +39,7 @@ _STAGES = {
     "partition.tracing": "tracing",
     **dict.fromkeys(("partition", "training.cuts"), "partition"),
     **dict.fromkeys(("costs", "training"), "costs"),
+    **dict.fromkeys(("training.entry", "training.options"), "arguments"),
     **dict.fromkeys(("planner", "step", "weights", "training.choice"), "planning"),
     **dict.fromkeys((f"engine.{name}" for name in ("lowering", "memory", "lifetimes", "budget")), "compilation"),
     **dict.fromkeys((f"engine.program{name}" for name in ("s", "_functions", "_facts")), "compilation"),

@@ -108,6 +108,27 @@ def test_an_internal_error_in_a_thread_says_so_with_what_it_has_left_of_the_stat
     jax.tree.map(np.testing.assert_array_equal, state.params, before)
 
 
+def test_an_internal_error_outside_of_steps_says_so_too(monkeypatch, tmp_path):
+    step, state = make()
+    step.save(state, tmp_path / "saved")
+
+    def save_beside():
+        step.save(state, tmp_path / "saved", wait=False)
+        step.wait_for_saves()
+
+    for function, stage, call in (
+        ("checkpoint.arrays_of", "checkpoint", save_beside),
+        ("checkpoint.leaves.indices", "checkpoint", lambda: step.restore(tmp_path / "saved")),
+        ("training.entry.read_options", "arguments", make),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"jaxferry.{function}", Mock(side_effect=KeyError("lost")))
+            with pytest.raises(jaxferry.InternalError, match=rf"stage {stage}: KeyError: 'lost'; {REPORT}"):
+                call()
+    step.wait_for_saves()  # raises an error once
+    assert step.restore(tmp_path / "saved").step == 0
+
+
 def broken_optimizer(part):
     given = optax.adam(1e-2)
 

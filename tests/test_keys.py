@@ -90,6 +90,18 @@ def test_keys_are_saved_restored_assigned_copied_and_read_as_data(kind, tmp_path
     assert losses(step, lazy) == losses(step, step.init(other))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lazy_leaf_of_keys_is_what_jax_takes_for_keys_and_numpy_refuses_it_in_a_sentence(kind):
+    _, state = make(kind)
+    for name, given in make_params(kind)["rng"].items():
+        leaf, expected = state.lazy_params["rng"][name], jax.random.key_data(given)
+        for keys in (leaf, jnp.asarray(leaf), leaf[...]):
+            assert keys.dtype == given.dtype and keys.shape == given.shape
+            np.testing.assert_array_equal(jax.random.key_data(keys), expected)
+        with pytest.raises(TypeError, match="PRNGKey dtype cannot be converted to a NumPy array"):
+            np.asarray(leaf)
+
+
 def test_keys_of_another_implementation_do_not_restore(tmp_path):
     step, state = make("rbg")
     step.save(state, tmp_path / "saved")

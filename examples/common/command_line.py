@@ -1,13 +1,13 @@
 """Options, argument checks and exit status shared by all examples' command lines."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import jax
 import typer
 
-from jaxferry.errors import InputError, JaxFerryError
+from jaxferry import cli
+from jaxferry.errors import InputError
 from jaxferry.processes import distributed as distributed_jax
 from jaxferry.processes import mesh_of
 
@@ -85,14 +85,5 @@ def read_dtype(name):
 
 
 def run(app, args=None):
-    """Runs a command line; returns its exit status: the command's own, 2 for bad input, 130 for an interrupt."""
-    try:
-        return app(args, standalone_mode=False)
-    except typer.TyperException as error:
-        message, status = error.format_message(), error.exit_code
-    except (JaxFerryError, OSError) as error:
-        message, status = str(error), 2
-    except (KeyboardInterrupt, typer.Abort):
-        message, status = "interrupted", 130
-    print(f"error: {message}", file=sys.stderr)
-    return status
+    """Runs a command line and returns its exit status, by the rules of `jaxferry`'s own."""
+    return cli.run(lambda arguments: app(arguments, standalone_mode=False), args, "error")

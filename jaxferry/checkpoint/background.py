@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from jaxferry.errors import described, internal_errors
 from jaxferry.settings import ThreadPool
 from jaxferry.transport import deferred_interrupts
 
@@ -46,13 +47,14 @@ class BackgroundSaves:
         """Waits for the save in progress, if any.
 
         Raises:
-          CheckpointError: if it failed; later calls do not raise it again.
+          CheckpointError: if it failed; later calls do not raise it again. InternalError if the mistake is JaxFerry's.
         """
         self.settle()
         last, self._last = self._last, None
         if last is not None:
             _unreported.discard(last)
-            last.result()
+            with internal_errors():
+                last.result()
 
 
 def finish() -> None:
@@ -62,7 +64,7 @@ def finish() -> None:
         for save in list(_unreported):
             error = save.exception()
             if error is not None:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {described(error)}", file=sys.stderr)
 
 
 # A forked child has none of its parent's threads, and would wait for them at its end.

@@ -19,7 +19,7 @@ import tensorstore
 from jaxferry.checkpoint.about import About, Digest, Leaf, Piece
 from jaxferry.checkpoint.arrays import folder_of, indices, names_of
 from jaxferry.checkpoint.saves import reason
-from jaxferry.errors import CheckpointError
+from jaxferry.errors import CheckpointError, is_internal
 from jaxferry.partition import Span
 
 PIECE_BYTES = 16 * 2**20
@@ -85,7 +85,7 @@ class StoredLeaf:
                     self._put_apart(made, span, first, found)
                 else:
                     span.put(made, first, found)
-        except (CheckpointError, OSError, ValueError, TypeError, MemoryError) as error:
+        except (CheckpointError, OSError, ValueError, MemoryError) as error:
             raise cannot_read(self.path, error) from error
 
     @property
@@ -157,6 +157,9 @@ class StoredLeaf:
             for index in indices(shape, chunk, num_elements):
                 yield np.asarray(stored[index].read().result())
         except Exception as error:
+            # TensorStore raises these for what it cannot read.
+            if not isinstance(error, ValueError | RuntimeError) and is_internal(error):
+                raise
             raise CheckpointError(f"{what} in {_files_of(folder, [name])}: {reason(error)}") from error
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxferry.errors import InputError
 from jaxferry.partition import leaf_paths
+from jaxferry.processes import is_key
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5_000_000_000
@@ -160,7 +161,7 @@ def arrange(
     """
     leaves, tree = jax.tree.flatten(params)
     paths = leaf_paths(params)
-    sources = [_as_source(source_of(path)) for path in paths]
+    sources = [_source(source_of, path) for path in paths]
     wanted = {source.name for source in sources if source is not None}
     skip = [re.compile(pattern) for pattern in ignored]
     missing = sorted(wanted - tensors.keys())
@@ -263,10 +264,12 @@ def _named_leaves(
 ) -> list[_NamedLeaf]:
     found: dict[str, _NamedLeaf] = {}
     for path, leaf in zip(leaf_paths(params), jax.tree.leaves(params), strict=True):
-        source = _as_source(source_of(path))
+        source = _source(source_of, path)
         if source is None:
             continue
         where = "/".join(path)
+        if is_key(leaf):
+            raise InputError(f"{where} holds PRNG keys, which cannot be written: let source_of return None for it")
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
         own = np.dtype(leaf.dtype if dtype is None or not is_float else dtype)
         if source.name in found:
@@ -309,7 +312,10 @@ def _parts(leaves: Iterable[_NamedLeaf], max_bytes: int) -> list[list[_NamedLeaf
     return parts
 
 
-def _as_source(source: Source | str | None) -> Source | None:
+def _source(source_of: Callable[[tuple[str, ...]], Source | str | None], path: tuple[str, ...]) -> Source | None:
+    source = source_of(path)
+    if not isinstance(source, Source | str | None):
+        raise InputError(f"source_of must return a Source, a tensor's name or None, got {source!r} for {path}")
     return Source(source) if isinstance(source, str) else source
 
 

@@ -3,8 +3,8 @@
 Each command is a function of its name in one of this room's modules. Only the module of the command that runs is
 imported: planning starts without JAX, and a list of the commands without NumPy.
 
-`main` runs a command and exits. `COMMANDS` names the commands. Programs of one's own use `compare` (bench), `recording`
-and `report` (recorded steps and their page) and `workload` (models by name).
+`main` runs a command and exits. `COMMANDS` names the commands. Programs of one's own use `run` (errors, status),
+`compare` (bench), `recording` and `report` (recorded steps and their page) and `workload` (models by name).
 """
 
 import contextlib
@@ -14,8 +14,8 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
 
 import typer
 
@@ -93,34 +93,54 @@ _UsageError: type[Exception] = next(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a command and exits: 0, or with one line on standard error, 2 for bad input and 1 for any other error.
+    """Runs a command and exits, as `run` says.
 
     Args:
       arguments: the command line without the program's name; None uses this process's own. An empty one prints help.
+    """
+
+    def call(arguments: list[str]) -> Any:
+        command = next((argument for argument in arguments if not argument.startswith("-")), None)
+        with _rare_collections():
+            app = make_app(command)
+        with contextlib.nullcontext() if command in _ON_DEVICE else _rare_collections():
+            return app(arguments or ["--help"], prog_name="jaxferry", standalone_mode=False)
+
+    sys.exit(run(call, arguments, "jaxferry"))
+
+
+def run(call: Callable[[list[str]], Any], arguments: list[str] | None, program: str) -> int:
+    """Runs a command line and returns its exit status; an error is one line on standard error.
+
+    The status is the command's own, 130 for an interrupt, 2 for what is refused, such as wrong input, and 1 for any
+    other error. `--traceback`, or `JAXFERRY_TRACEBACK=1`, prints the error's traceback too.
+
+    Args:
+      call: runs the command for its arguments, without `--traceback`.
+      arguments: as for `main`.
+      program: the beginning of the line.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # letters that the terminal cannot encode must not fail
     has_traceback = "--traceback" in arguments or os.environ.get(TRACEBACK_VARIABLE) == "1"
-    arguments = [argument for argument in arguments if argument != "--traceback"]
-    command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        with _rare_collections():
-            app = make_app(command)
-        with contextlib.nullcontext() if command in _ON_DEVICE else _rare_collections():
-            status = app(arguments or ["--help"], prog_name="jaxferry", standalone_mode=False)
-    except typer.Abort:
-        sys.exit(130)
+        status = call([argument for argument in arguments if argument != "--traceback"])
+        return status if isinstance(status, int) else 0
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
     except _UsageError as error:
-        _fail(getattr(error, "format_message", error.__str__)())
+        message, status = getattr(error, "format_message", error.__str__)(), 2
     except Exception as error:  # noqa: BLE001 - told in a line
         if has_traceback:
             traceback.print_exception(error)
+        is_file = isinstance(error, OSError) and error.filename is not None
+        is_refused = isinstance(error, JaxFerryError) and not isinstance(error, InternalError | TaskError)
         name = "" if isinstance(error, JaxFerryError) or is_internal(error) else f"{type(error).__name__}: "
-        is_input = isinstance(error, JaxFerryError) and not isinstance(error, InternalError | TaskError)
-        _fail(name + described(error), 2 if is_input else 1)
-    sys.exit(status if isinstance(status, int) else 0)
+        message, status = name + described(error), 2 if is_refused or is_file else 1
+    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+    return status
 
 
 @contextlib.contextmanager
@@ -132,8 +152,3 @@ def _rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-def _fail(message: str, status: int = 2) -> None:
-    print(f"jaxferry: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(status)

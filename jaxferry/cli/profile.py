@@ -146,7 +146,9 @@ def measure_model(
     }
     with user_code(model):
         known = call_model(model)
-        made = train_step(known.loss_fn, update, **options).measure(known.shapes(), known.batch_of(0))
+    step = train_step(known.loss_fn, update, **options)
+    with user_code(model):
+        made = step.measure(known.shapes(), known.batch_of(0))
     return dataclasses.replace(made, machine={**made.machine, "model": model, "optimizer": optimizer})
 
 

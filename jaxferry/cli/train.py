@@ -145,8 +145,9 @@ def train(
     with user_code(model):
         user = call_model(model)
         user.check_is_whole()
-        num_recorded = 0 if trace is None and record is None else _RECORDED_STEPS
-        step = _step_of(user, values, record_steps=num_recorded, mesh=mesh)
+    num_recorded = 0 if trace is None and record is None else _RECORDED_STEPS
+    step = _step_of(user, values, record_steps=num_recorded, mesh=mesh)
+    with user_code(model):
         state = user.new_state(step, seed) if resume is None else step.restore(resume, user.shapes())
         run = _Run(user, step, state, console, saves)
     # JAX tells all processes of a job to end after the same step.

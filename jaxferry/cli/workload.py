@@ -19,7 +19,7 @@ import jax
 import optax
 import typer
 
-from jaxferry.errors import InputError, JaxFerryError, call_users, origin_of
+from jaxferry.errors import InputError, JaxFerryError, PartitionError, call_users, origin_of
 from jaxferry.modes import BLOCK, MODULE
 from jaxferry.partition import result_shapes
 from jaxferry.training import read_compute_dtype
@@ -213,11 +213,14 @@ def _load(name: str, path: pathlib.Path, option: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def user_code(name: str, option: str = "--model") -> Iterator[None]:
-    """Turns errors of the user's own code into one line with their place; others pass unchanged."""
+    """Turns errors of the user's own code into one line with their place; refusals of what it returns name it."""
     try:
         yield
-    except JaxFerryError:
-        raise
+    except JaxFerryError as error:
+        is_of_function = type(error) in (InputError, PartitionError) and not str(error).startswith("--")
+        if not is_of_function or name in str(error):
+            raise
+        raise type(error)(f"{option} {name}: {error}") from error
     except (Exception, SystemExit) as error:
         origin = origin_of(error)
         if not origin.is_users:

@@ -29,6 +29,7 @@ def fit(
     may_recompute: Sequence[int],
     layers: Sequence[Layer],
     updates: Sequence[Sequence[int]] = (),
+    is_devices: bool = False,
 ) -> Plan:
     """Switches as few segments as possible to RELOAD. If that is not enough, as few as possible also recompute.
 
@@ -41,6 +42,7 @@ def fit(
       may_recompute: segments that may recompute, in the order in which they are chosen.
       layers: the parameter groups, for the error.
       updates: the segments of each update, in the order in which updates move to the host.
+      is_devices: whether the budget is the device's own limit, which JAX sets.
 
     Raises:
       BudgetError: if no such plan fits; it names the smallest budget.
@@ -51,7 +53,7 @@ def fit(
         fewer = _with_fewer_updates(plan, budget_bytes, peak_of, updates)
         if fewer is not None:
             return fewer
-        return fit(plan.updated_on_host(), budget_bytes, peak_of, may_recompute, layers)
+        return fit(plan.updated_on_host(), budget_bytes, peak_of, may_recompute, layers, is_devices=is_devices)
     plan = _with_less_room(plan, peak_of(plan).total - budget_bytes, budget_bytes, peak_of)
     if peak_of(plan).fits(budget_bytes):
         return plan
@@ -64,7 +66,7 @@ def fit(
             return _fewest_reloads(tried, fallback, budget_bytes, peak_of)
         peaks.append(min(map(peak_of, fallbacks), key=lambda peak: peak.counted))
     smallest = min(peaks, key=lambda peak: peak.counted)
-    raise _too_small(layers, budget_bytes, smallest, sum(recomputing[peaks.index(smallest)].recomputes))
+    raise _too_small(layers, budget_bytes, smallest, sum(recomputing[peaks.index(smallest)].recomputes), is_devices)
 
 
 def _with_fewer_updates(
@@ -140,16 +142,18 @@ def _with_layers(plan: Plan, changed: dict[int, LayerPlan]) -> Plan:
     return dataclasses.replace(plan, layers=layers, loads=loads)
 
 
-def _too_small(layers: Sequence[Layer], budget_bytes: int, smallest: Peak, num_recomputing: int) -> BudgetError:
+def _too_small(
+    layers: Sequence[Layer], budget_bytes: int, smallest: Peak, num_recomputing: int, is_devices: bool
+) -> BudgetError:
     largest = max(layers, key=lambda layer: layer.num_bytes)
     how = f", with {num_recomputing} segments that recompute their activations" if num_recomputing else ""
     remedy = "a smaller batch" if how else "a smaller batch or remat='auto'"
+    share = f"; of a card, JAX takes the share {JAX_SHARE_VARIABLE}, by default {JAX_SHARE}" if is_devices else ""
     return BudgetError(
         f"memory_budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: the smallest possible is "
         f"{format_bytes(smallest.total)} ({smallest.total} bytes){how}, of which parameters take at most "
         f"{format_bytes(smallest.parameters)} (the largest group, {largest.name!r}, has "
-        f"{format_bytes(largest.num_bytes)}); {remedy} needs less for activations, gradients and temporaries; "
-        f"of a card, JAX takes the share {JAX_SHARE_VARIABLE}, by default {JAX_SHARE}",
+        f"{format_bytes(largest.num_bytes)}); {remedy} needs less for activations, gradients and temporaries{share}",
         smallest.total,
     )
 

@@ -152,10 +152,13 @@ class TrainState:
 
         Each leaf has `shape` and `dtype`, and reads the parameter that the state has then. So a model can be exported,
         or `init` another state, where host memory has no room for a copy of all parameters. Where several processes
-        train, all must read each leaf at the same time, in the same order.
+        train, all must read each leaf at the same time, in the same order. PRNG keys, which NumPy cannot hold, are
+        JAX's own arrays, read at once: with them, all processes ask for the tree together.
         """
         pairs = enumerate(zip(self._shown, self.optimizer.avals, strict=True))
-        return jax.tree.unflatten(self._tree, [LazyParameter(self.read_parameter, leaf, *own) for leaf, own in pairs])
+        read = self.read_parameter
+        leaves = [read(leaf) if is_key(own[0]) else LazyParameter(read, leaf, *own) for leaf, own in pairs]
+        return jax.tree.unflatten(self._tree, leaves)
 
     @by_one_thread
     def read_parameter(self, leaf: int, index: Any = ..., *, as_bytes: bool = False) -> np.ndarray:

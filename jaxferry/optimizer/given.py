@@ -88,9 +88,11 @@ def given_leaves(what: str, given: Any, expected: Any) -> list[Any]:
     leaves, wanted = jax.tree.leaves(given), jax.tree.leaves(expected)
     tree: Any = jax.tree.structure(given)
     if tree != jax.tree.structure(expected):
-        names, known = set(path_names(given)), set(path_names(expected))
-        found = [f"it lacks {name}" for name in sorted(known - names)] + [f"{n} is new" for n in sorted(names - known)]
-        raise InputError(f"{what} must be a tree like its current value: {'; '.join(found[:3]) or 'nodes differ'}")
+        names, known = ({name or "a bare leaf" for name in path_names(each)} for each in (given, expected))
+        found = [f"it lacks {name}" for name in sorted(known - names)] + [
+            f"{n or 'a leaf'} is new" for n in sorted(names - known)
+        ]
+        raise InputError(f"{what} must be a tree like its current value: {'; '.join(found) or 'nodes differ'}")
     for name, leaf, known_leaf in zip(path_names(expected), leaves, wanted, strict=True):
         _check_leaf(f"{what}, leaf {name},", leaf, known_leaf)
     return leaves

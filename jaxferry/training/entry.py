@@ -15,7 +15,7 @@ import jax
 import optax
 
 from jaxferry.costs import Profile
-from jaxferry.errors import InputError
+from jaxferry.errors import InputError, internal_errors
 from jaxferry.modes import BLOCK
 from jaxferry.partition import Trainable
 from jaxferry.step import Plan
@@ -26,6 +26,7 @@ from jaxferry.transport import make_placement
 __all__ = ["TrainStep", "train_step"]
 
 
+@internal_errors()
 def train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,

@@ -285,6 +285,7 @@ class StepCompiler:
             self._variants.largest_first,
             parts.layers,
             self._updates(),
+            self._planning.takes_device_budget,
         )
         return program_of(fitted)
 

@@ -204,6 +204,16 @@ def test_tensors_are_written_in_another_dtype(tmp_path):
         ({"a": np.ones(2), "b": np.ones(2)}, lambda path: "same", "b and another parameter have the same tensor, same"),
         ({"a": np.ones(2)}, lambda path: pretrained.Source("a", True), r"a of shape \(2,\) is not a matrix"),
         ({"a": np.ones(2, np.complex64)}, lambda path: "a", "a is of complex64, which cannot be written; give dtype="),
+        (
+            {"a": jax.random.key(0)},
+            lambda path: "a",
+            "a holds PRNG keys, which cannot be written: let source_of return",
+        ),
+        (
+            {"a": np.ones(2)},
+            lambda path: 3,
+            r"source_of must return a Source, a tensor's name or None, got 3 for \('a',",
+        ),
     ],
 )
 def test_what_cannot_be_written_is_refused_and_leaves_no_file(params, name_of, message, tmp_path):

@@ -20,6 +20,9 @@ def number(): return 3
 def wrong(): return 1 / 0
 def sized(size): return size
 value = 3
+def text(): return *scalar()[:2], lambda number: "abc"
+def integer(): return scalar()[0], lambda key: 3, jnp.ones(())
+def vector(): return (lambda p, x: p['w'] * x), {'w': jnp.ones(2)}, jnp.ones(2)
 """
 PROFILE = '{"format": "jaxferry.profile/1", "layers": %s}'
 BENCH = '{"format": "jaxferry.bench/1", %s}'
@@ -92,6 +95,10 @@ LINES = [
     ("fit gpt2:tiny --machine a100-pcie4 --granularity auto", "--granularity must be block or module, got 'auto'"),
     ("fit vit:tiny --machine a100-pcie4 --seq 4", "--seq needs a workload whose function has a parameter `length`"),
     ("fit gpt2:tiny --machine a100-pcie4 --batch 1 --memory-budget 1KiB -o plan.json", "there is no plan to write"),
+    ("train --model mine.py:text", "--model mine.py:text: argument 1 after the state must be an array"),
+    ("train --model mine.py:integer", "--model mine.py:integer: parameter 'params' has dtype int32"),
+    ("train --model mine.py:vector", "--model mine.py:vector: loss_fn must return a real floating-point scalar"),
+    ("profile --model mine.py:vector --machine h100-pcie5", "--model mine.py:vector: loss_fn must return"),
     ("fit mine.py:scalar --machine a100-pcie4", "without an axis of samples"),
     ("fit mine.py:number --machine a100-pcie4", r"WORKLOAD mine.py:number must return \(loss_fn, .*, got int"),
     ("fit mine.py:wrong --machine a100-pcie4", "mine.py, line 5: ZeroDivisionError"),

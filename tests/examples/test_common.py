@@ -11,7 +11,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 import jaxferry
-from examples.common import text
+from examples.common import command_line, text
 from examples.common.batches import shuffled
 from examples.common.training import Run, read_carried
 from faults import first_save_fails
@@ -23,6 +23,30 @@ def loss_fn(params, batch):
     error = jnp.square(params["w"] - batch["x"]).mean()
     past = {"count": batch["past"]["count"] + 1, "sum": batch["past"]["sum"] + batch["x"]}
     return error, {"past": past, "largest": jnp.abs(params["w"]).max()}
+
+
+@pytest.mark.parametrize("asks", [["--traceback"], []])
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (InputError("--size must be one"), 2, "error: --size must be one"),
+        (FileNotFoundError(2, "no file", "a.txt"), 2, "error: FileNotFoundError: [Errno 2] no file: 'a.txt'"),
+        (OSError("no luck"), 1, "error: OSError: no luck"),
+        (jaxferry.TaskError("a load\nfailed", "h_0"), 1, "error: a load failed"),
+        (jaxferry.InternalError("of JaxFerry"), 1, "error: of JaxFerry"),
+    ],
+)
+def test_an_example_ends_as_the_command_line_does(error, status, line, asks, capsys, monkeypatch):
+    app = command_line.make_app()
+
+    @app.command()
+    def train():
+        raise error
+
+    monkeypatch.setenv("JAXFERRY_TRACEBACK", "0")
+    assert command_line.run(app, asks) == status
+    told = capsys.readouterr().err
+    assert told.splitlines()[-1].startswith(line) and ("Traceback (most recent call last)" in told) == bool(asks)
 
 
 FIRST = {"past": {"count": np.int32(0), "sum": np.zeros(4, np.float32)}}

@@ -130,6 +130,7 @@ def swapped(array):
     ("assign", "message"),
     [
         (lambda s: setattr(s, "params", {"first": {"w": 0}}), "state.params must be a tree like .* lacks"),
+        (lambda s: setattr(s, "params", "abc"), "state.params must be a tree like .* lacks .*; a bare leaf is new"),
         (lambda s: setattr(s, "params", {**params_of(), "scale": {"frozen": FROZEN[:2]}}), r"shape \(4,\), got \(2,\)"),
         (lambda s: setattr(s, "params", {**params_of(), "scale": {"frozen": 1j * FROZEN}}), "float32 can hold, got c"),
         (

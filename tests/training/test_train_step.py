@@ -11,6 +11,7 @@ import pytest
 import jaxferry
 import models
 from jaxferry.modes import Mode
+from jaxferry.transport import Placement
 from planned import assert_same_bits, plan_of, step_of, train
 from tolerances import LOSS_RTOL, PARAMS_RTOL
 
@@ -209,12 +210,19 @@ def test_arguments_outside_their_range_are_refused(argument, value, message):
         jaxferry.train_step(lambda p, b: p, optax.sgd(0.1), **{argument: value})
 
 
+def test_a_device_that_is_too_small_names_the_variable_that_limits_it(gpt, monkeypatch):
+    monkeypatch.setattr(Placement, "memory_facts", lambda self: {"memory_limit_bytes": 1000})
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
+    with pytest.raises(jaxferry.BudgetError, match="of a card, JAX takes the share XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        step(step.init(gpt.params), gpt.batch)
+
+
 def test_a_budget_that_is_too_small_names_the_smallest_possible(gpt):
     step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), memory_budget=1000)
     with pytest.raises(jaxferry.BudgetError, match="the smallest possible is") as caught:
         step(step.init(gpt.params), gpt.batch)
     smallest = caught.value.smallest_bytes
-    assert str(smallest) in str(caught.value)
+    assert str(smallest) in str(caught.value) and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in str(caught.value)
     fits = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), memory_budget=smallest)
     fits(fits.init(gpt.params), gpt.batch)
     short = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), memory_budget=smallest - 1)
