@@ -42,7 +42,7 @@ def stacked(parts, axis):
 
 def earlier(folder):
     """Unpacks checkpoints that were written before saves were numbered: `processes` (two), `series/00000001`."""
-    data = pathlib.Path(__file__).parents[1] / "checkpoints" / "written_before_numbered_saves.tar.xz"
+    data = pathlib.Path(__file__).parents[1] / "checkpoint" / "written_before_numbered_saves.tar.xz"
     with tarfile.open(data) as opened:
         opened.extractall(folder / "earlier", filter="data")
     return folder / "earlier"
