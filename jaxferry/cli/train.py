@@ -55,7 +55,7 @@ _RECORDED_STEPS = 8
 
 _KEPT = (
     *("optimizer", "learning_rate", "policy", "plan", "profile", "memory_budget", "reserve_factor", "clip_norm"),
-    *("accumulate", "compute_dtype", "remat", "offload_activations", "granularity", "devices"),
+    *("accumulate", "weight", "compute_dtype", "remat", "offload_activations", "granularity", "devices"),
 )
 """Options that a resumed run has from the saved one, unless they are given again."""
 
@@ -85,6 +85,9 @@ def train(
     reserve_factor: ReserveFactor = None,
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this global norm.")] = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches per update; their gradients are averaged.")] = 1,
+    weight: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Entry of the loss function's aux that weighs its micro-batch.")
+    ] = None,
     compute_dtype: ComputeDtype = None,
     remat: Remat = "none",
     offload_activations: OffloadActivations = False,

@@ -37,6 +37,21 @@ def test_it_trains_as_a_loop_of_ones_own_does(jaxferry, user_model):
     assert document["modes"] == {"GFGB": len(params)}
 
 
+def test_micro_batches_weigh_what_the_loss_function_says(jaxferry, user_model, tmp_path):
+    line = ("--model", user_model("weighed"), "--optimizer", "sgd", "--learning-rate", 0.5, "--json")
+    result = jaxferry("train", *line, "--steps", 2, "--accumulate", 2, "--weight", "num", "--save", tmp_path / "run")
+    assert result.status == 0, result.err
+    resumed = jaxferry("train", *line, "--steps", 3, "--resume", tmp_path / "run")
+    assert "--accumulate 2 --weight num" in resumed.err
+    user = call_model(user_model("weighed"))
+    params = user.params(jax.random.key(0))
+    of_batch = jax.value_and_grad(lambda params, number: user.loss_fn(params, user.batch(number))[0])
+    (first, one), (second, two) = of_batch(params, 0), of_batch(params, 1)
+    updated = jax.tree.map(lambda master, a, b: master - 0.5 * (a + 2 * b) / 3, params, one, two)
+    losses = [loss for each in (result, resumed) for loss in json.loads(each.out)["losses"]]
+    np.testing.assert_allclose(losses, [first, second, of_batch(updated, 2)[0]], rtol=1e-5)
+
+
 def test_a_resumed_run_goes_on_where_it_ended(jaxferry, user_model, tmp_path):
     model = user_model("functions")
     whole = jaxferry("train", "--model", model, "--steps", 6, "--json")

@@ -31,6 +31,15 @@ def functions():
     return loss_fn, init, batch
 
 
+def weighed():
+    """Each batch weighs more than the one before."""
+
+    def loss(params, batch):
+        return loss_fn(params, batch), {"num": batch["num"]}
+
+    return loss, init, lambda number: {**batch(number), "num": jnp.float32(1 + number)}
+
+
 def shapes():
     return loss_fn, jax.eval_shape(init, jax.random.key(0)), batch(0)
 
