@@ -46,6 +46,11 @@ def in_cond(x, w):
     return jax.lax.cond(x[0, 0] > 0, lambda x: jax.sharding.reshard(x, PartitionSpec(None, None)), lambda x: 2 * x, x)
 
 
+def of_gradient(x, w):
+    inner = lambda x: jnp.sum(jnp.sin(jax.sharding.reshard(x @ w, ROWS)) * jax.sharding.reshard(2.0, PartitionSpec()))  # noqa: E731
+    return x + jax.grad(inner)(x)
+
+
 @jax.custom_vjp
 def doubled(x):
     return 2 * x
@@ -56,6 +61,8 @@ doubled.defvjp(lambda x: (doubled(x), x.shape), lambda _, g: (2 * g,))
 LAYERS = {
     "constraint": lambda x, w: jax.lax.with_sharding_constraint(x, PartitionSpec(None, None)),
     "reshard": lambda x, w: jax.sharding.reshard(x, ROWS),
+    "reshard of a number": lambda x, w: jax.sharding.reshard(x, ROWS) * jax.sharding.reshard(2.0, PartitionSpec()),
+    "reshard in a gradient": of_gradient,
     "constraint after reshard": lambda x, w: jax.lax.with_sharding_constraint(jax.sharding.reshard(x, ROWS), ROWS),
     "out_sharding": lambda x, w: jnp.einsum("ab,bc->ac", x, w, out_sharding=PartitionSpec(None, None)),
     "scan": in_scan,

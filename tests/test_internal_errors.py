@@ -129,6 +129,31 @@ def test_an_internal_error_outside_of_steps_says_so_too(monkeypatch, tmp_path):
     assert step.restore(tmp_path / "saved").step == 0
 
 
+BETWEEN_TASKS = [
+    *(f"ready_tasks.ReadyTasks.{name}" for name in ("_end_for", "arrive", "has_started", "take")),
+    *("step_run.Monitor.wake", "step_run.StepRun._next_task", "lanes._do_tasks"),
+]
+
+
+@pytest.mark.parametrize("name", BETWEEN_TASKS)
+def test_an_internal_error_of_a_thread_between_two_tasks_fails_the_step_which_nobody_waits_for_forever(
+    name, monkeypatch
+):
+    step, state = make()
+    step(state, X), state.block_until_ready()
+    before = state.params
+    with monkeypatch.context() as patched:
+        patched.setattr(f"jaxferry.engine.{name}", Mock(side_effect=ZeroDivisionError("by nothing")))
+        with pytest.raises(jaxferry.TaskError, match=rf"internal error.*ZeroDivisionError: by nothing.*{REPORT}"):
+            step(state, X)
+    assert state.damage is None and state.step == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+    other, expected = make()
+    for trained, of in ((step, state), (other, expected), (other, expected)):
+        trained(of, X)
+    jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
+
+
 def broken_optimizer(part):
     given = optax.adam(1e-2)
 

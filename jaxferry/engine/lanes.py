@@ -15,6 +15,7 @@ run between those of the next one, or alone once somebody waits for all of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from jaxferry.engine.ready_tasks import TaskList
@@ -27,49 +28,48 @@ ONE_EACH = [(lane,) for lane in Lane]
 
 
 def _do_tasks(of: StepRun, lanes: Sequence[Lane]) -> None:
-    """Does the tasks of these lanes; the body of a thread."""
+    """Does the tasks of these lanes."""
     run, ended, lock = of, None, of._monitor.lock
-    try:
-        while True:
-            # The end of one task and the choice of the next take the lock once.
-            with lock:
+    while True:
+        # The end of one task and the choice of the next take the lock once.
+        with lock:
+            try:
                 if ended is not None:
                     run._end(ended)
+            except BaseException as error:
+                run._fail(ended, error)
+                raise
+            finally:
                 if run is not of:
                     run._leave()
-                found = of._next_task(lanes)
-            if found is None:
-                return
-            run, index = found
-            ended = index if run._do(index) else None
-    finally:
-        of._leave()
+            found = of._next_task(lanes)
+        if found is None:
+            return
+        run, index = found
+        ended = index if run._do(index) else None
 
 
 def _do_ahead(of: StepRun) -> None:
-    """Does the first loads of a run before it is submitted; the body of a thread."""
+    """Does the first loads of a run before it is submitted."""
     _do_all(of, of._next_ahead)
 
 
 def _do_late(of: StepRun, lanes: Sequence[Lane]) -> None:
-    """Does the late tasks of a run that no next one has done; the body of a thread."""
+    """Does the late tasks of a run that no next one has done."""
     _do_all(of, lambda: of._next_late(lanes))
 
 
 def _do_all(of: StepRun, next_task: Callable[[], int | None]) -> None:
     """Does tasks of one run until none is left."""
     ended, lock = None, of._monitor.lock
-    try:
-        while True:
-            with lock:
-                if ended is not None:
-                    of._end(ended)
-                index = next_task()
-            if index is None:
-                return
-            ended = index if of._do(index) else None
-    finally:
-        of._leave()
+    while True:
+        with lock:
+            if ended is not None:
+                of._end(ended)
+            index = next_task()
+        if index is None:
+            return
+        ended = index if of._do(index) else None
 
 
 class Lanes:
@@ -115,11 +115,11 @@ class Lanes:
             run = StepRun(tasks, action, previous, self._monitor, self._run_late)
             run._is_open = False
             run._ready.prefetch(loads)
-            run._num_threads += 1
             self._monitor.wake([Lane.H2D])
+            run._num_threads += 1
         number = next(i for i, lanes in enumerate(self._lanes) if Lane.H2D in lanes)
         try:
-            self._threads[number].submit(_do_ahead, run)
+            self._threads[number].submit(run._take_part, functools.partial(_do_ahead, run))
         except RuntimeError:  # the process is ending
             run._leave()
         return run
@@ -140,7 +140,7 @@ class Lanes:
             run._num_threads += len(self._lanes)
         for number, (thread, lanes) in enumerate(zip(self._threads, self._lanes, strict=True)):
             try:
-                thread.submit(body, run, lanes)
+                thread.submit(run._take_part, functools.partial(body, run, lanes))
             except RuntimeError as error:
                 with self._monitor.lock:
                     run.is_stopped = True

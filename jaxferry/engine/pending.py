@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxferry.engine.norms import LossScale
 from jaxferry.engine.step_run import StepRun
-from jaxferry.errors import JaxFerryError, StateError, TaskError, described, internal_errors
+from jaxferry.errors import JaxFerryError, StateError, TaskError, described, internal_errors, is_internal
 from jaxferry.partition import Layer, SharedLayer
 from jaxferry.settings import own_settings
 from jaxferry.step import Kind
@@ -243,7 +243,8 @@ def task_error(work: StepRun, outcome: str) -> TaskError:
     if isinstance(error, LateFailure) and error.__cause__ is not None:
         index, error = error.index, error.__cause__
     if index is None:
-        return TaskError(f"{_BEFORE_ALL_LAYERS} failed: {described(error)} ({outcome})", "")
+        what = "the step" if is_internal(error) else _BEFORE_ALL_LAYERS
+        return TaskError(f"{what} failed: {described(error)} ({outcome})", "")
     task = work.list.tasks[index]
     layer = task.name.removeprefix(f"{task.kind.value} ")
     is_last = task.segment == max(other.segment for other in work.list.tasks)

@@ -27,7 +27,7 @@ class Failure:
     """A task that failed.
 
     Attributes:
-      index: the task; None for what runs before all tasks.
+      index: the task; None for what runs before all tasks, or between them.
       error: the exception that its action raised.
     """
 
@@ -70,9 +70,10 @@ class Monitor:
                 condition.notify()
 
     def wake_all(self) -> None:
-        """Wakes everybody."""
-        self.wake(ALL_LANES)
-        self.outside.notify_all()
+        """Wakes everybody, also if `wake` has failed."""
+        self._asleep.clear()
+        for condition in {*self._of_lane.values(), self.outside}:
+            condition.notify_all()
 
 
 class StepRun:
@@ -224,17 +225,19 @@ class StepRun:
         """Runs a part of this run on another thread."""
         with self._monitor.lock:
             self._num_threads += 1
-
-        def run() -> None:
-            try:
-                part()
-            finally:
-                self._leave()
-
         try:
-            thread.submit(run)
+            thread.submit(self._take_part, part)
         except RuntimeError:  # the process is ending
-            run()
+            self._take_part(part)
+
+    def _take_part(self, part: Callable[[], object]) -> None:
+        """Runs a thread's part of this run; the body of the thread. What is raised between tasks fails the run."""
+        try:
+            part()
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._fail(None, error)
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         """Records that a thread has finished its part."""
@@ -305,7 +308,7 @@ class StepRun:
             later._num_threads += 1
         return index
 
-    def _fail(self, index: int, error: BaseException) -> None:
+    def _fail(self, index: int | None, error: BaseException) -> None:
         with self._monitor.lock:
             self.failure = self.failure or Failure(index, error)
             run: StepRun | None = self._successor

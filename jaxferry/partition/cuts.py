@@ -140,13 +140,14 @@ def _reorder(flow: Dataflow, batch: set[int], group_of_leaf: Mapping[int, int]) 
             meets[key] = min(place[id(equation)], meets.get(key, float("inf")))
     position: dict[int, float] = {}
     for equation in flow.main:
-        if batch.isdisjoint(equation.outputs) and len(groups[id(equation)]) == 1:
+        if batch.isdisjoint(equation.outputs) and not equation.is_ordered and len(groups[id(equation)]) == 1:
             (group,) = groups[id(equation)]
             target = meets.get((group, True), meets[group, False])
             made = max((position[value] for value in equation.reads if value in position), default=0.0)
             place[id(equation)] = min(place[id(equation)], max(target, made))
         position |= dict.fromkeys(equation.outputs, place[id(equation)])
-    depends = {id(e): not flow.active.isdisjoint(e.outputs) for e in flow.main}
+    # A callback may have no outputs, so its operands count: it follows the equations that make them.
+    depends = {id(e): not flow.active.isdisjoint((*e.reads, *e.outputs)) for e in flow.main}
     return tuple(sorted(flow.main, key=lambda equation: (place[id(equation)], depends[id(equation)])))
 
 

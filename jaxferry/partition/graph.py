@@ -40,6 +40,7 @@ class Equation:
       outputs: numbers of the values that it defines.
       context: the trace context of the equation; its manager is active when the equation is bound again.
       has_effects: whether it must run even if its outputs are unused.
+      is_ordered: whether it must run in program order with others like it, as a callback with `ordered=True`.
     """
 
     primitive: core.Primitive
@@ -48,6 +49,7 @@ class Equation:
     outputs: tuple[int, ...]
     context: Any
     has_effects: bool
+    is_ordered: bool = False
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -220,8 +222,9 @@ class Builder:
                 results: Sequence[Atom] = self.inline(inner, inputs)
             else:
                 results = tuple(self.value(v.aval) for v in eqn.outvars)
+                is_ordered = any("Ordered" in type(effect).__name__ for effect in eqn.effects)
                 self.equations.append(
-                    Equation(eqn.primitive, eqn.params, inputs, results, eqn.ctx, bool(eqn.effects))  # type: ignore[arg-type]
+                    Equation(eqn.primitive, eqn.params, inputs, results, eqn.ctx, bool(eqn.effects), is_ordered)  # type: ignore[arg-type]
                 )
             names |= dict(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]

@@ -83,7 +83,9 @@ def _without_shardings(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
         values |= {n: array if is_key(array) else np.asarray(array) for n, array in graph.constants.items()}
         for equation in graph.equations:
             if equation.primitive.name in _PLACING:
-                values |= {n: values[atom] for n, atom in zip(equation.outputs, equation.reads, strict=True)}
+                for number, atom in zip(equation.outputs, equation.inputs, strict=True):
+                    dtype = graph.aval_of(atom).dtype
+                    values[number] = values[atom] if isinstance(atom, int) else np.asarray(atom.val, dtype)
                 continue
             context = types.SimpleNamespace(manager=_leaving_mesh(equation.context))
             if equation.primitive.name in _BOUND:

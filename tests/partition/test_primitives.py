@@ -262,6 +262,41 @@ def test_equations_with_several_results_or_none_train_to_plain_jax_s_losses(name
     np.testing.assert_allclose(losses(loss_fn, plan=plan), expected, rtol=2e-5)
 
 
+PRINTED = {
+    "an element": lambda p: p["b"]["w"][0, 0],
+    "all layers' norm": lambda p: jnp.sqrt(sum(jnp.sum(each["w"] ** 2) for each in p.values())),
+    "a stopped sum": lambda p: lax.stop_gradient(p["b"]["w"]).sum(),
+    "a callback's result": lambda p: jax.pure_callback(
+        lambda v: 2 * np.asarray(v), jax.ShapeDtypeStruct((), jnp.float32), lax.stop_gradient(p["b"]["w"][0, 0])
+    ),
+    "a layer": lambda p: p["a"]["w"],
+}
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+@pytest.mark.parametrize("name", PRINTED)
+def test_callbacks_see_what_is_made_of_parameters_as_in_plain_jax(name, is_ordered):
+    seen, in_branch, plain = [], [], loss_of(lambda y, w: (w,))
+    see, see_in_branch = (lambda v, to=to: to.append(float(np.sum(v))) for to in (seen, in_branch))
+
+    def loss_fn(params, x):
+        jax.debug.callback(see, PRINTED[name](params), ordered=is_ordered)
+        lax.cond(x[0, 0] < 0, lambda v: jax.debug.callback(see_in_branch, v), lambda v: None, params["c"]["w"][0, 0])
+        loss = plain(params, x)
+        for printed in (params["c"]["w"], PRINTED[name](params)):
+            jax.debug.callback(see, printed, ordered=is_ordered)
+        return loss
+
+    found = []
+    for run in (plain_losses, losses):
+        trained = run(loss_fn)
+        jax.effects_barrier()
+        found.append((list(seen) if is_ordered else sorted(seen), sorted(in_branch), trained))
+        seen.clear(), in_branch.clear()
+    for own, expected in zip(found[1], found[0], strict=True):
+        np.testing.assert_allclose(own, expected, rtol=2e-5)
+
+
 @pytest.mark.parametrize("name", ["optimization_barrier", "scan without results", "sort", "custom_jvp_call"])
 def test_an_optimizer_of_such_equations_updates_as_plain_optax(name):
     def of_leaf(g):
