@@ -63,6 +63,7 @@ LAYERS = {
     "reshard": lambda x, w: jax.sharding.reshard(x, ROWS),
     "reshard of a number": lambda x, w: jax.sharding.reshard(x, ROWS) * jax.sharding.reshard(2.0, PartitionSpec()),
     "reshard in a gradient": of_gradient,
+    "reading the mesh": lambda x, w: x * (2 if "data" in jax.sharding.get_abstract_mesh().axis_names else 1),
     "constraint after reshard": lambda x, w: jax.lax.with_sharding_constraint(jax.sharding.reshard(x, ROWS), ROWS),
     "out_sharding": lambda x, w: jnp.einsum("ab,bc->ac", x, w, out_sharding=PartitionSpec(None, None)),
     "scan": in_scan,

@@ -214,6 +214,44 @@ def test_a_call_that_a_function_of_the_users_does_not_take_is_no_internal_error(
     assert not isinstance(caught.value, jaxferry.InternalError)
 
 
+RETURNED = [
+    (lambda g, s: g, r"must return \(updates, state\), it returned a dict"),
+    (lambda g, s: None, r"must return \(updates, state\), it returned None"),
+    (lambda g, s: (g, s, s), r"must return \(updates, state\), it returned a tuple of 3"),
+    (lambda g, s: ("abc", s), "must return updates of arrays, it returned a str"),
+    (lambda g, s: (None, s), r"must have the tree of the gradients: they lack \['w0'\]"),
+    (lambda g, s: ({"w1": g["w1"], "w2": g["w2"]}, s), r"they lack \['w0'\]"),
+    (lambda g, s: ({**g, "w3": g["w0"]}, s), r"they add \['w3'\]"),
+    (lambda g, s: (g, "abc"), "must return a state of arrays, it returned a str"),
+]
+
+
+def of_wrong_kind():
+    step, state = make()
+    key = jax.random.key(0)
+    init_only = optax.GradientTransformation(lambda params: "abc", optax.sgd(1.0).update)
+    return {
+        "init must return a tree of arrays, it returned a str": lambda: make(optimizer=init_only),
+        "function must be a function of .*, got 3": lambda: step.apply(state, 3, X),
+        "init_fn must be a function of a PRNG key, got 3": lambda: step.init_from(3, key),
+        "init_fn must return a tree of arrays, it returns a str": lambda: step.init_from(lambda key: "abc", key),
+        "rng must be a PRNG key or a tree of arrays, got a str": lambda: step.init_from(lambda key: {"a": X}, "abc"),
+    }
+
+
+@pytest.mark.parametrize(("update", "match"), RETURNED)
+def test_what_an_optimizer_s_update_returns_is_refused_by_what_it_is(update, match):
+    optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), lambda g, s, params=None: update(g, s))
+    with pytest.raises(jaxferry.InputError, match=match):
+        make(optimizer=optimizer)
+
+
+@pytest.mark.parametrize("match", of_wrong_kind())
+def test_what_is_no_function_or_makes_no_array_is_refused_by_its_name(match):
+    with pytest.raises(jaxferry.InputError, match=match):
+        of_wrong_kind()[match]()
+
+
 def test_an_operation_without_a_derivative_is_refused_as_by_jax():
     def loss(params, x):
         x = jax.pure_callback(np.asarray, jax.ShapeDtypeStruct((8, 16), jnp.float32), x @ params["w0"])

@@ -140,6 +140,8 @@ class _Sizes:
         if not counts:
             raise InputError(f"{_WORKLOAD} {name} returns a batch without an axis of samples: give arrays of rows")
         self._own_size = max(counts, key=lambda size: counts[size])
+        if not self._own_size:
+            raise InputError(f"{_WORKLOAD} {name} returns a batch of 0 rows: give arrays of one row or more")
         self.batch_size = self._own_size if batch_size is None else batch_size
 
     def of(self, size: int) -> tuple[UserModel, Any]:

@@ -10,6 +10,7 @@ from .host_memory import pinned_advice as pinned_advice
 from .host_memory import pinned_bytes as pinned_bytes
 from .host_memory import pinned_problem as pinned_problem
 from .initialise import host_array as host_array
+from .initialise import initial_shapes as initial_shapes
 from .initialise import masters_from_arrays as masters_from_arrays
 from .initialise import masters_layer_by_layer as masters_layer_by_layer
 from .on_devices import is_shared as is_shared

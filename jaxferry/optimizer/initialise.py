@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxferry.errors import InputError, call_users
 from jaxferry.native import host_sums
 from jaxferry.optimizer.pieces import Stored, filled
 from jaxferry.partition import (
@@ -19,6 +20,8 @@ from jaxferry.partition import (
     evaluate,
     is_stored_as_bytes,
     live_equations,
+    no_arrays,
+    result_shapes,
     stored_struct,
     to_bytes,
     trace,
@@ -81,6 +84,26 @@ def _read_blocks(stored: Any, made: np.ndarray, span: Span | None) -> None:
         last = -(-span.stop // row)
         for first in range(span.start // row, last, step):
             span.put(made, first * row, np.asarray(stored.rows(first, min(first + step, last))))
+
+
+def initial_shapes(init_fn: Callable[[Any], Any], rng: Any) -> Any:
+    """Returns the shapes of the parameters that `init_fn(rng)` makes.
+
+    Raises:
+      InputError: if this is no function, or something is no array.
+    """
+    if not callable(init_fn):
+        raise InputError(f"init_fn must be a function of a PRNG key, got {init_fn!r}")
+    if found := no_arrays(rng):
+        raise InputError(f"rng must be a PRNG key or a tree of arrays, got {found}")
+
+    def checked(rng: Any) -> Any:
+        made = call_users(init_fn, rng)
+        if found := no_arrays(made):
+            raise InputError(f"init_fn must return a tree of arrays, it returns {found}")
+        return made
+
+    return result_shapes(checked, rng)
 
 
 def masters_layer_by_layer(

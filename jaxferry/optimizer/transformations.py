@@ -14,7 +14,7 @@ import optax
 
 from jaxferry.errors import InputError, call_users
 from jaxferry.optimizer.update_group import path_names
-from jaxferry.partition import Graph, bytes_of, graph_of, result_shapes
+from jaxferry.partition import Graph, bytes_of, graph_of, no_arrays, result_shapes
 
 
 def graphs_of(function: Callable[..., Any], *args: Any) -> tuple[Graph, Graph]:
@@ -41,7 +41,7 @@ def update_of(optimizer: Any) -> Callable[..., Any]:
 
     def update(gradients: Any, params: Any, state: Any, extra_args: Mapping[str, Any]) -> Any:
         try:
-            return call_users(optimizer.update, gradients, state, params, **extra_args)
+            made = call_users(optimizer.update, gradients, state, params, **extra_args)
         except TypeError as error:
             if "required keyword-only argument" not in str(error):
                 raise
@@ -50,8 +50,40 @@ def update_of(optimizer: Any) -> Callable[..., Any]:
                 "arrays in extra_args=, or use another optimizer: one that calls the loss function again, as line "
                 "searches (optax.lbfgs) do, cannot be trained with"
             ) from error
+        _check_update(made, gradients)
+        return made
 
     return update
+
+
+def init_of(optimizer: Any) -> Callable[..., Any]:
+    """Returns `optimizer.init`, whose state must be arrays."""
+
+    def init(params: Any) -> Any:
+        made = call_users(optimizer.init, params)
+        if found := no_arrays(made):
+            raise InputError(f"the optimizer's init must return a tree of arrays, it returned {found}")
+        return made
+
+    return init
+
+
+def _check_update(made: Any, gradients: Any) -> None:
+    """Raises InputError unless an update has returned arrays: one for each gradient, and a state."""
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        found = "None" if made is None else f"a {type(made).__name__}"
+        found += f" of {len(made)}" if isinstance(made, tuple | list) else ""
+        raise InputError(f"the optimizer's update must return (updates, state), it returned {found}")
+    for what, tree in zip(("updates", "a state"), made, strict=True):
+        if found := no_arrays(tree):
+            raise InputError(f"the optimizer's update must return {what} of arrays, it returned {found}")
+    own, wanted = path_names(made[0]), path_names(gradients)
+    if own != wanted:
+        lacking, added = ([name for name in one if name not in other] for one, other in ((wanted, own), (own, wanted)))
+        found = "; ".join(f"{what} {names[0]}" for what, names in (("lack", lacking), ("add", added)) if names)
+        raise InputError(
+            f"the optimizer's updates must have the tree of the gradients: they {found or 'have another order'}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +114,7 @@ def traced(optimizer: Any, params: Any, extra_args: Mapping[str, Any]) -> Traced
     Raises:
       InputError: if the update needs others, or changes the structure of the state each time.
     """
-    init = graphs_of(optimizer.init, params)
+    init = graphs_of(init_of(optimizer), params)
     state = _result(init)
     update = graphs_of(update_of(optimizer), params, params, state, extra_args)
     _, after = _result(update)

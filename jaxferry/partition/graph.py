@@ -284,13 +284,19 @@ def flat_call(function: Callable[[], Callable[..., Any]], params_tree: Any, rest
     def call(leaves: list[Any], rest: list[Any]) -> Any:
         more_args, more_kwargs = jax.tree.unflatten(rest_tree, rest)
         made = call_users(function(), jax.tree.unflatten(params_tree, leaves), *more_args, **more_kwargs)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(made):
-            if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)):
-                place = f" at {jax.tree_util.keystr(path)}" if path else ""
-                raise PartitionError(f"the function must return arrays, it returns a {type(leaf).__name__}{place}")
+        if found := no_arrays(made):
+            raise PartitionError(f"the function must return arrays, it returns {found}")
         return made
 
     return call
+
+
+def no_arrays(tree: Any) -> str:
+    """Describes the first leaf of a tree that is neither an array nor a number; empty if there is none."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)):
+            return f"a {type(leaf).__name__}" + (f" at {jax.tree_util.keystr(path)}" if path else "")
+    return ""
 
 
 def graph_of(

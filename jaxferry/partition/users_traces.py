@@ -45,14 +45,17 @@ def known_jaxpr(
         if AxisType.Explicit not in mesh.axis_types:
             traced = trace_under(_NO_MESH)
             return traced.jaxpr, jax.tree.structure(traced.out_info)
-        # Explicit axes are a part of all types: only a function that names them is traced with them.
-        with contextlib.suppress(Exception), outside_mesh():
-            traced = trace_under(_NO_MESH)
-            return traced.jaxpr, jax.tree.structure(traced.out_info)
-        traced = trace_under(mesh)
-    if traced.jaxpr not in _OUTSIDE_MESH:
-        _OUTSIDE_MESH[traced.jaxpr] = _without_shardings(traced.jaxpr)
-    return _OUTSIDE_MESH[traced.jaxpr], jax.tree.structure(traced.out_info)
+        # Explicit axes are a part of all types. What cannot be traced with them, or not be taken out, may do without.
+        try:
+            traced = trace_under(mesh)
+            if traced.jaxpr not in _OUTSIDE_MESH:
+                _OUTSIDE_MESH[traced.jaxpr] = _without_shardings(traced.jaxpr)
+            return _OUTSIDE_MESH[traced.jaxpr], jax.tree.structure(traced.out_info)
+        except Exception:
+            with contextlib.suppress(Exception), outside_mesh():
+                traced = trace_under(_NO_MESH)
+                return traced.jaxpr, jax.tree.structure(traced.out_info)
+            raise
 
 
 def _shape_of(array: Any, mesh: Any = None) -> jax.ShapeDtypeStruct:

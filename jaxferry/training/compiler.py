@@ -187,6 +187,8 @@ class Compiler:
 
     def evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
         """The evaluator of a function of the parameters."""
+        if not callable(function):
+            raise InputError(f"function must be a function of (params, ...), got {function!r}")
 
         def make() -> tuple[Evaluator, Cut | None]:
             check_may_trace("a function for arguments of new shapes")

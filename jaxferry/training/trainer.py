@@ -16,8 +16,7 @@ from jaxferry import checkpoint
 from jaxferry.costs import Profile
 from jaxferry.engine import Owner, TrainState
 from jaxferry.errors import InputError, JaxFerryError, StateError
-from jaxferry.optimizer import masters_layer_by_layer, taken_extra_args
-from jaxferry.partition import result_shapes
+from jaxferry.optimizer import initial_shapes, masters_layer_by_layer, taken_extra_args
 from jaxferry.processes import PROGRESS, check_same_values, global_shape, messages_of
 from jaxferry.settings import own_settings
 from jaxferry.step import Run
@@ -99,7 +98,7 @@ class TrainStep:
           HostMemoryError: if host memory cannot hold the model; nothing is allocated then.
         """
         with self.owner.using("TrainStep.init_from"):
-            compiler = self._adopt(result_shapes(init_fn, rng))
+            compiler = self._adopt(initial_shapes(init_fn, rng))
             compiler.model.check_host_memory()
             if self._placement.num_processes > 1:
                 check_same_values("their PRNG keys", jax.tree.leaves(rng))

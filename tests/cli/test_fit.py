@@ -91,6 +91,13 @@ def test_arrays_of_a_batch_change_their_leading_axis(jaxferry, user_model, tmp_p
     assert by_axis["rows"][0]["tokens_per_s"] is None
 
 
+def test_a_batch_without_rows_is_refused(refused, user_model, tmp_path):
+    name = user_model("functions").split(":")[0]
+    with (tmp_path / f"{name}.py").open("a") as file:
+        file.write("\n\ndef empty():\n    return loss_fn, init, jax.tree.map(lambda leaf: leaf[:0], batch(0))\n")
+    assert "returns a batch of 0 rows: give arrays of one row or more" in refused("fit", f"{name}:empty", *A100)
+
+
 def test_it_plans_layers_of_modules(jaxferry, user_model, tmp_path):
     options, name = ("--granularity", "module"), user_model("modules")
     own = fit(jaxferry, name, *A100, *options, "--batch", 2)["rows"][0]

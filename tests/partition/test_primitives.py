@@ -1,5 +1,7 @@
 """Equations of every primitive that a rule names, with any number of results, also unused ones: counted and trained."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 
 import jaxferry
 from jaxferry.costs import counts, partition_costs, segment_costs
@@ -273,25 +276,32 @@ PRINTED = {
 }
 
 
-@pytest.mark.parametrize("is_ordered", [True, False])
+WAYS = {
+    "debug": jax.debug.callback,
+    "debug, ordered": functools.partial(jax.debug.callback, ordered=True),
+    "io, ordered": lambda see, v: io_callback(see, None, lax.stop_gradient(v), ordered=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", PRINTED)
-def test_callbacks_see_what_is_made_of_parameters_as_in_plain_jax(name, is_ordered):
+def test_callbacks_see_what_is_made_of_parameters_as_in_plain_jax(name, way):
     seen, in_branch, plain = [], [], loss_of(lambda y, w: (w,))
     see, see_in_branch = (lambda v, to=to: to.append(float(np.sum(v))) for to in (seen, in_branch))
 
     def loss_fn(params, x):
-        jax.debug.callback(see, PRINTED[name](params), ordered=is_ordered)
+        WAYS[way](see, PRINTED[name](params))
         lax.cond(x[0, 0] < 0, lambda v: jax.debug.callback(see_in_branch, v), lambda v: None, params["c"]["w"][0, 0])
         loss = plain(params, x)
         for printed in (params["c"]["w"], PRINTED[name](params)):
-            jax.debug.callback(see, printed, ordered=is_ordered)
+            WAYS[way](see, printed)
         return loss
 
     found = []
     for run in (plain_losses, losses):
         trained = run(loss_fn)
         jax.effects_barrier()
-        found.append((list(seen) if is_ordered else sorted(seen), sorted(in_branch), trained))
+        found.append((list(seen) if "ordered" in way else sorted(seen), sorted(in_branch), trained))
         seen.clear(), in_branch.clear()
     for own, expected in zip(found[1], found[0], strict=True):
         np.testing.assert_allclose(own, expected, rtol=2e-5)
