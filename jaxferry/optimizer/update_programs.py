@@ -94,7 +94,7 @@ class CompiledUpdate:
 
 
 class _InitialState:
-    """Makes initial states: zeros, the most of them, are written by all threads, and a program makes the others.
+    """Makes initial states: zeros, the most of them, are written by all threads, and a program makes others, if any.
 
     Args:
       init: returns the leaves of the state of masters.
@@ -113,11 +113,11 @@ class _InitialState:
         def others(masters: Any) -> list[jax.Array]:
             return [leaf for i, leaf in enumerate(init(masters)) if i not in self._zeros]
 
-        self._others = jax.jit(others, out_shardings=placement.host)
+        self._others = jax.jit(others, out_shardings=placement.host) if len(self._zeros) < len(avals) else None
 
     def __call__(self, masters: Sequence[jax.Array]) -> list[jax.Array]:
         """The leaves of the state."""
-        made = self._others(masters)
+        made = [] if self._others is None else self._others(masters)
         for number, aval in sorted(self._zeros.items()):
             made.insert(number, filled(aval.shape, aval.dtype, self._placement, host_sums.clear))
         return list(made)
