@@ -89,9 +89,8 @@ def given_leaves(what: str, given: Any, expected: Any) -> list[Any]:
     tree: Any = jax.tree.structure(given)
     if tree != jax.tree.structure(expected):
         names, known = ({name or "a bare leaf" for name in path_names(each)} for each in (given, expected))
-        found = [f"it lacks {name}" for name in sorted(known - names)] + [
-            f"{n or 'a leaf'} is new" for n in sorted(names - known)
-        ]
+        found = [f"it lacks {name}" for name in sorted(known - names)[:3]]
+        found += [f"{name} is new" for name in sorted(names - known)[:3]]
         raise InputError(f"{what} must be a tree like its current value: {'; '.join(found) or 'nodes differ'}")
     for name, leaf, known_leaf in zip(path_names(expected), leaves, wanted, strict=True):
         _check_leaf(f"{what}, leaf {name},", leaf, known_leaf)

@@ -35,6 +35,7 @@ from jaxferry.errors import InputError
 from jaxferry.partition.graph import Builder, Graph, bits_of
 from jaxferry.partition.groups import ITERATION, Path, common_modules
 from jaxferry.partition.layout import Layer, Part
+from jaxferry.processes import is_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,11 +202,13 @@ def to_bytes(array: Any, made: np.ndarray | None = None) -> np.ndarray:
       array: the array.
       made: receives the bytes; None for new memory.
     """
-    is_key = _is_key(getattr(array, "dtype", np.float32))
-    array = np.asarray(jax.random.key_data(array) if is_key else array)
-    if is_key and made is not None:
-        made[...] = array
-    if is_key or not is_coded(array.dtype):
+    if is_key(array):
+        bits = np.asarray(jax.random.key_data(array))
+        if made is not None:
+            made[...] = bits
+        return bits
+    array = np.asarray(array)
+    if not is_coded(array.dtype):
         return array
     stored = stored_struct(array)
     made = np.empty(stored.shape, stored.dtype) if made is None else made

@@ -41,6 +41,7 @@ from jaxferry.partition.packed import (
 )
 from jaxferry.partition.scans import find_scans, unroll
 from jaxferry.partition.users_traces import known_jaxpr
+from jaxferry.processes import is_key
 from jaxferry.settings import users_settings
 
 
@@ -60,8 +61,7 @@ def check_byte_order(leaf: Any, name: str) -> None:
 
 def bytes_of(array: Any) -> bytes:
     """Returns the bytes of a constant; for PRNG keys, those of their key data."""
-    is_key = hasattr(array, "dtype") and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(array) if is_key else array).tobytes()
+    return np.asarray(jax.random.key_data(array) if is_key(array) else array).tobytes()
 
 
 class Canonical:

@@ -46,8 +46,8 @@ class Numerics:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether micro-batches have weights of their own; without accumulation a weight divides out."""
-        return self.weight is not None and self.accumulate > 1
+        """Whether micro-batches have weights of their own."""
+        return self.weight is not None
 
     @property
     def rules(self) -> Rules:
@@ -144,7 +144,7 @@ def read_options(
         skip_nonfinite=_read_flag(skip_nonfinite, "skip_nonfinite"),
         check_gradients=None if check_gradients is None else _read_flag(check_gradients, "check_gradients"),
         accumulate=_read_count(accumulate, 1, "accumulate must be a number of micro-batches"),
-        weight=_read_weight(weight),
+        weight=_read_weight(weight, accumulate),
         extra_args=_read_extra_args(extra_args),
         loss_scale=_read_loss_scale(loss_scale, dtype, accumulate),
         trainable=trainable,
@@ -181,10 +181,10 @@ def _read_clip_norm(value: Any) -> float | None:
     return value
 
 
-def _read_weight(value: Any) -> str | None:
+def _read_weight(value: Any, accumulate: int) -> str | None:
     if value is not None and not (isinstance(value, str) and value):
         raise InputError(f"weight must be the name of an entry of the loss function's aux, or None, got {value!r}")
-    return value
+    return value if accumulate > 1 else None  # of one batch, a weight divides out
 
 
 def _read_extra_args(value: Any) -> dict[str, Any] | None:

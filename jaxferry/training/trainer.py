@@ -45,7 +45,7 @@ class TrainStep:
         planning = options.planning.on(self._placement.memory_facts().get("memory_limit_bytes"))
         options = dataclasses.replace(options, planning=planning)
         self._optax, self._options, weight = optimizer, options, options.numerics.weight
-        self._loss_fn = weighted(loss_fn, weight) if weight and options.numerics.accumulate > 1 else loss_fn
+        self._loss_fn = loss_fn if weight is None else weighted(loss_fn, weight)
         with own_settings():
             choose_transport(transport, self._placement)
             self._shared = Shared(self._placement, options.record_steps)
