@@ -22,7 +22,7 @@ from typing import Any, TypeVar, overload
 import jax
 
 from jaxferry.checkpoint.about import FILE, FORMAT, IN_PIECES, WITHOUT_DIGESTS, About, read_about
-from jaxferry.checkpoint.arrays import arrays_of, write_arrays, write_own
+from jaxferry.checkpoint.arrays import arrays_of, reason, write_arrays, write_own
 from jaxferry.checkpoint.background import BackgroundSaves
 from jaxferry.checkpoint.content import (
     Checkpoint,
@@ -46,7 +46,6 @@ from jaxferry.checkpoint.saves import (
     next_time_s,
     path_in,
     prune,
-    reason,
 )
 from jaxferry.errors import CheckpointError, InputError, JaxFerryError, is_internal
 from jaxferry.processes import Messages, is_key
@@ -148,8 +147,7 @@ def _errors_about(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        # Orbax and TensorStore raise these for what the file system has refused.
-        if not isinstance(error, ValueError | RuntimeError) and is_internal(error):
+        if is_internal(error):
             raise
         is_short = isinstance(error, MemoryError) or "start new thread" in str(error)
         remedy = "free host memory, or raise ulimit -v and -u" if is_short else "make room, or choose another path"
@@ -226,7 +224,7 @@ def _content(folder: pathlib.Path, path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is not a JaxFerry checkpoint{of_saves}")
     try:
         about = read_about(folder)
-    except (CheckpointError, InputError, OSError, ValueError, TypeError, MemoryError) as error:
+    except (CheckpointError, InputError, OSError, MemoryError) as error:
         raise cannot_read(path, error) from error
     leaves = stored_leaves(about, folder, path)
     for name, kind in about.optimizer_keys.items():

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import pathlib
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -259,7 +260,7 @@ def _are_paths(value: Any, names: Iterable[str]) -> bool:
 def _is_dtype(value: Any) -> bool:
     try:
         dtype = jax.numpy.dtype(value) if isinstance(value, str) else None
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):
         return False
     return dtype is not None and dtype.name == value and is_numeric(dtype)
 
@@ -273,7 +274,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _check(is_right: bool, key: str, what: str, value: Any) -> None:

@@ -45,6 +45,8 @@ def masters_from_arrays(
       placement: where the masters go.
       spans: of each leaf the elements that this process holds, None for all; none for all of all.
     """
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise InputError("a state lives in host memory: it cannot be made under jax.jit or another transformation")
     return {
         i: host_array(leaf, placement, dtype, span)
         for i, (leaf, dtype, span) in enumerate(zip(leaves, dtypes, spans or [None] * len(leaves), strict=True))

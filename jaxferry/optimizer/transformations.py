@@ -14,7 +14,7 @@ import optax
 
 from jaxferry.errors import InputError, call_users
 from jaxferry.optimizer.update_group import path_names
-from jaxferry.partition import Graph, bytes_of, graph_of, no_arrays, result_shapes
+from jaxferry.partition import Graph, bytes_of, graph_of, no_arrays, refuse_leaks, result_shapes
 
 
 def graphs_of(function: Callable[..., Any], *args: Any) -> tuple[Graph, Graph]:
@@ -23,6 +23,7 @@ def graphs_of(function: Callable[..., Any], *args: Any) -> tuple[Graph, Graph]:
     closed, shape = jax.make_jaxpr(lambda x: call_users(function, *jax.tree.unflatten(tree, x)), return_shape=True)(
         leaves
     )
+    refuse_leaks(closed, len(leaves))
     made = [graph_of(closed, len(leaves), jax.tree.structure(shape), keeps_calls) for keeps_calls in (False, True)]
     return made[0], made[1]
 

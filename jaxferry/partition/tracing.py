@@ -40,7 +40,7 @@ from jaxferry.partition.packed import (
     stored_struct,
 )
 from jaxferry.partition.scans import find_scans, unroll
-from jaxferry.partition.users_traces import known_jaxpr
+from jaxferry.partition.users_traces import check_meshes, known_jaxpr
 from jaxferry.processes import is_key
 from jaxferry.settings import users_settings
 
@@ -201,6 +201,7 @@ def trace(
     frozen = frozenset(index for index, leaf in enumerate(stored) if leaf.source in frozen)
     graph = reading_stored(graph, stored, frozen)
     graph = dataclasses.replace(graph, num_devices=num_devices, num_processes=num_processes)
+    check_meshes(graph)
     return Traced(graph, stored, [dtypes[leaf.source] for leaf in stored], frozen, notes)
 
 

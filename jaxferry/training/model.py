@@ -19,6 +19,7 @@ from jaxferry.optimizer import (
     Stored,
     host_array,
     host_memory,
+    init_of,
     masters_from_arrays,
     stored_whole,
 )
@@ -278,7 +279,7 @@ def host_bytes(
     dtypes = _master_dtypes(layers_by_path(params, compute_dtype))
     leaves, tree = jax.tree.flatten(params)
     masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
-    state = result_shapes(optimizer.init, jax.tree.unflatten(tree, masters))
+    state = result_shapes(init_of(optimizer), jax.tree.unflatten(tree, masters))
     return _host_bytes(layers, jax.tree.leaves(state), Ownership(), widened, is_cpu=False)
 
 

@@ -8,6 +8,7 @@ native library's own queues).
 
 from __future__ import annotations
 
+import abc
 import collections
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -31,7 +32,7 @@ _OF_LOADS = frozenset({"unpack", "load", "load onto", "load vacant", "load unuse
 """Programs that move parameters; all others move gradients."""
 
 
-class Transport:
+class Transport(abc.ABC):
     """Moves layers and their gradients; the base class of all transports.
 
     Gradients have the dtypes of `Layer.trained`. Sums may have those of its `wide`: the host adds what arrives in fewer
@@ -84,7 +85,7 @@ class Transport:
             self.held.add(-size)
             raise
 
-    def vacate(self, held: DeviceLayer) -> None:
+    def vacate(self, held: DeviceLayer) -> None:  # noqa: B027 - nothing to do by default
         """Notes that all programs that read a device copy have been issued, for the load that will replace it.
 
         That load waits for these programs, and not for others. If a program reads the copy after all, it waits for all
@@ -128,7 +129,7 @@ class Transport:
         """Whether the host of an accelerator adds all that `store` adds to a stored gradient."""
         return False
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - nothing to do by default
         """Frees device memory that is kept for later loads."""
 
     def hold(self, copies: Sequence[CopyInFlight]) -> None:
@@ -136,9 +137,10 @@ class Transport:
         for copy in copies:
             copy.hold()
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - nothing to do by default
         """Waits for copies of gradients that nobody wants any more, and frees what is kept for them."""
 
+    @abc.abstractmethod
     def store(
         self,
         layer: int,
@@ -164,7 +166,6 @@ class Transport:
           into: vectors in pinned memory to overwrite, which are donated; None for the transport's own. The result's
             `vectors` replace them, in the same memory or in other.
         """
-        raise NotImplementedError
 
     def is_summed_on_host(self, gradient: HostGradient) -> bool:
         """Whether the device cannot add to a stored gradient, since it is summed where the optimizer reads it."""
@@ -275,7 +276,7 @@ class Transport:
         """The vectors that a step's gradient of a layer takes: for each, whether they are those of sums."""
         return (False,) if not widens else (True,) if is_summed else (False, True)
 
-    def compile(
+    def compile(  # noqa: B027 - nothing to do by default
         self, loads: Mapping[int, int], reserved: Collection[int], stored: Collection[int], marks: bool
     ) -> None:
         """Compiles what a step runs to move layers, so that its first run need not.
@@ -286,15 +287,6 @@ class Transport:
           stored: those whose gradients it stores.
           marks: whether copies record when they start and end.
         """
-
-    def queued(self, vectors: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> HostGradient:
-        """Wraps the gradient whose copy into `destinations` a program has queued: see `ProgramKey.stores`.
-
-        Args:
-          vectors: where it goes.
-          arrays: what is copied.
-        """
-        raise NotImplementedError
 
     def written(self, vectors: Sequence[jax.Array]) -> HostGradient:
         """Wraps the gradient that a program has written into `destinations`."""
@@ -345,8 +337,9 @@ class Transport:
         shapes = tuple((vector.shape, vector.dtype) for vector in like)
         return self._spare.setdefault((layer, is_pinned or self._placement.is_cpu, shapes), [])
 
+    @abc.abstractmethod
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
-        raise NotImplementedError
+        """Starts the copy of a layer of this size for `load`, which counts it."""
 
     def _drop(self, held: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
         delete_all(held.arrays)

@@ -199,7 +199,12 @@ class Ferry(Transport):
         return self.queued(_marked(store, (arrays, into), mark), arrays)
 
     def queued(self, vectors: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> HostGradient:
-        """See `Transport.queued`."""
+        """Wraps the gradient whose copy into `destinations` a program has queued: see `ProgramKey.stores`.
+
+        Args:
+          vectors: where it goes.
+          arrays: what is copied.
+        """
         copy = StoredCopy(self._native, tuple(vectors), arrays, self._landed, self.in_flight)
         stored = HostGradient(copy.arrays, self._placement.is_cpu, copy)
         copy.gradient = weakref.ref(stored)
