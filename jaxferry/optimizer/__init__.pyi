@@ -21,10 +21,6 @@ from .on_devices import where_on_devices as where_on_devices
 from .optimizer import HostOptimizer as HostOptimizer
 from .optimizers import FusedTransformation as FusedTransformation
 from .optimizers import HostRule as HostRule
-from .optimizers import adam as adam
-from .optimizers import adamw as adamw
-from .optimizers import lion as lion
-from .optimizers import sgd as sgd
 from .pieces import Pieces as Pieces
 from .pieces import Stored as Stored
 from .pieces import numpy_bytes as numpy_bytes
