@@ -5,7 +5,7 @@
     NAME/save_7/arrays-1/ ...    the elements that other processes own
 
 A save is a numbered folder that one rename publishes (`saves`). `content` compares a checkpoint with a model and an
-optimizer, `background` saves while training continues, `pretrained` reads and writes safetensors files.
+optimizer, `pretrained` reads and writes safetensors files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import jax
 
 from jaxferry.checkpoint.about import FILE, FORMAT, IN_PIECES, WITHOUT_DIGESTS, About, read_about
 from jaxferry.checkpoint.arrays import arrays_of, reason, write_arrays, write_own
-from jaxferry.checkpoint.background import BackgroundSaves
 from jaxferry.checkpoint.content import (
     Checkpoint,
     check_coded,
@@ -52,7 +51,6 @@ from jaxferry.processes import Messages, is_key
 from jaxferry.transport import deferred_interrupts
 
 __all__ = [
-    "BackgroundSaves",
     "Checkpoint",
     "Keep",
     "SavedCheckpoint",

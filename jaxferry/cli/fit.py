@@ -13,7 +13,7 @@ from rich.table import Table
 
 from jaxferry.cli.common import AsJson, make_table, plan_counts, plan_table, print_result, progress, read_budget_on
 from jaxferry.cli.fitting import BatchForecast, Fit, find_fit
-from jaxferry.cli.traced import Traced, trace
+from jaxferry.cli.profile import Traced, trace
 from jaxferry.cli.workload import (
     FORMS,
     ComputeDtype,

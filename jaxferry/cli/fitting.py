@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.cli.traced import Traced
+from jaxferry.cli.profile import Traced
 from jaxferry.modes import MODULE
 from jaxferry.optimizer import pinned_bytes
 from jaxferry.planner import (

@@ -1,10 +1,6 @@
 from .arrays import HostArrays as HostArrays
 from .fused import FusedUpdate as FusedUpdate
 from .fused import fused_rule as fused_rule
-from .given import LazyParameter as LazyParameter
-from .given import given_leaves as given_leaves
-from .given import hyperparameters as hyperparameters
-from .given import taken_extra_args as taken_extra_args
 from .host_memory import PINNED_VARIABLE as PINNED_VARIABLE
 from .host_memory import pinned_advice as pinned_advice
 from .host_memory import pinned_bytes as pinned_bytes
@@ -19,6 +15,10 @@ from .on_devices import subgroups_of as subgroups_of
 from .on_devices import unit_on_devices as unit_on_devices
 from .on_devices import where_on_devices as where_on_devices
 from .optimizer import HostOptimizer as HostOptimizer
+from .optimizer import LazyParameter as LazyParameter
+from .optimizer import given_leaves as given_leaves
+from .optimizer import hyperparameters as hyperparameters
+from .optimizer import taken_extra_args as taken_extra_args
 from .optimizers import FusedTransformation as FusedTransformation
 from .optimizers import HostRule as HostRule
 from .pieces import Pieces as Pieces

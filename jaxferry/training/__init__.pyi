@@ -31,6 +31,8 @@ from .profile_cache import surroundings as surroundings
 from .samples import made_on_device as made_on_device
 from .samples import sample as sample
 from .samples import sample_gradient as sample_gradient
+from .saving import BackgroundSaves as BackgroundSaves
+from .saving import finish as finish
 from .step import Prepared as Prepared
 from .step import StepCompiler as StepCompiler
 from .timers import SUSTAINED_S as SUSTAINED_S

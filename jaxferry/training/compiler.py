@@ -34,8 +34,7 @@ from jaxferry.training.choice import best_granularity
 from jaxferry.training.cuts import Cut, Cutter, structure_of
 from jaxferry.training.model import Model
 from jaxferry.training.options import Options
-from jaxferry.training.profiles import Profiler
-from jaxferry.training.shares import Share, share_of_one
+from jaxferry.training.profiles import Profiler, Share, share_of_one
 from jaxferry.training.step import Prepared, StepCompiler
 from jaxferry.transport import Placement, Transport, make_transport, writes_in_place
 

@@ -25,7 +25,7 @@ from jaxferry.training.cuts import split_flags, weighted
 from jaxferry.training.metrics import metrics_of
 from jaxferry.training.model import Model, abstract
 from jaxferry.training.options import Options
-from jaxferry.training.saving import content, copied_content, restored
+from jaxferry.training.saving import BackgroundSaves, content, copied_content, restored
 from jaxferry.training.step import Prepared
 from jaxferry.transport import Placement, choose_transport
 
@@ -51,7 +51,7 @@ class TrainStep:
             self._shared = Shared(self._placement, options.record_steps)
         self._compiler: Compiler | None = None
         self._newest: weakref.ref[TrainState] | None = None
-        self._saves = checkpoint.BackgroundSaves()
+        self._saves = BackgroundSaves()
 
     def init(self, params: Any) -> TrainState:
         """Copies parameters into host memory and initialises the optimizer's state there, layer by layer.

@@ -1,12 +1,12 @@
 from .bounds import bound as bound
 from .bounds import transfer_bound_s as transfer_bound_s
-from .export import export_plan as export_plan
-from .export import instance_from_profile as instance_from_profile
 from .instance import Choice as Choice
 from .instance import Event as Event
 from .instance import Instance as Instance
 from .instance import Outcome as Outcome
 from .instance import Schedule as Schedule
+from .instance import export_plan as export_plan
+from .instance import instance_from_profile as instance_from_profile
 from .instance import read_instance as read_instance
 from .policies import POLICIES as POLICIES
 from .policies import check_policy as check_policy
