@@ -162,11 +162,7 @@ def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
 
 
 def check_metric(metric: float | None) -> float | None:
-    """Returns a metric as a number; None for one that is not finite.
-
-    Raises:
-      InputError: if it is not a number.
-    """
+    """Returns a metric as a number; None for one that is not finite; raises InputError if it is not a number."""
     try:
         number = None if metric is None else float(metric)
     except (TypeError, ValueError) as error:

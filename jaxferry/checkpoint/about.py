@@ -83,14 +83,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """The content of the file.
-
-    Attributes:
-      content: the checkpoint, with a `Leaf` for each array.
-      optimizer_keys: the implementations of those leaves of `optimizer` that are PRNG keys, by path.
-      saved_at_s: when it was saved, in seconds since 1970; 0 in format 1.
-      format: the file's format.
-    """
+    """The content of the file."""
 
     content: Checkpoint
     optimizer_keys: Mapping[str, str]

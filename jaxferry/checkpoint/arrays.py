@@ -56,11 +56,6 @@ def _in_numpy(leaf: Any) -> Stored:
 def write_arrays(leaves: Leaves, save: pathlib.Path, messages: Messages | None = None) -> dict[str, dict[str, Leaf]]:
     """Writes the arrays of a save, and lets the other processes write theirs.
 
-    Args:
-      leaves: the arrays; of several processes, what the first one has.
-      save: the folder of the save.
-      messages: to and from the other processes.
-
     Returns:
       A `Leaf` for each array.
 
@@ -134,12 +129,7 @@ def folder_of(process: int) -> str:
 
 
 def names_of(number: int, length: int | None) -> list[str]:
-    """Returns the names of a leaf's arrays.
-
-    Args:
-      number: the leaf's number.
-      length: the number of its parts; None for a leaf stored whole.
-    """
+    """Returns the names of a leaf's arrays."""
     return [str(number)] if length is None else [f"{number}.{part}" for part in range(length)]
 
 
@@ -272,12 +262,7 @@ def _by_chunks() -> Any:
 
 
 def chunk_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Returns the shape of an array's chunks: equal ones, each of elements that follow each other in C order.
-
-    Args:
-      shape: shape of the array, which has elements.
-      itemsize: bytes of an element.
-    """
+    """Returns the shape of an array's chunks: equal ones, each of elements that follow each other in C order."""
     left, chunk = max(1, CHUNK_BYTES // itemsize), []
     for length in reversed(shape):
         # Files hold the last chunk of an axis in full as well.

@@ -141,12 +141,6 @@ def check_coded(
 ) -> None:
     """Checks that the same parameters are stored as bytes in the checkpoint and here, with the same dtypes.
 
-    Args:
-      saved: the stored parameters by path.
-      dtypes: their own dtypes.
-      expected: the model's parameters, by path.
-      masters: the model's stored parameters.
-
     Raises:
       CheckpointError: if one differs.
     """
@@ -173,11 +167,6 @@ def check_transformations(saved: Collection[str], expected: Collection[str], par
 
     Paths tell the transformations: "[0].mu['w']" means that the first transformation of a chain keeps a field `mu` for
     each parameter. Optax's state classes tell which transformation has these fields.
-
-    Args:
-      saved: paths of the leaves of the checkpoint's state.
-      expected: paths of the leaves of the optimizer's state.
-      params: paths of the parameters.
 
     Raises:
       CheckpointError: if the transformations differ; it names both.

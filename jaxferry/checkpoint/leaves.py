@@ -31,16 +31,7 @@ _PLACED = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:
-    """An array of a checkpoint, not read yet.
-
-    Attributes:
-      about: its path, shape, dtype and digests.
-      part: "params", "optimizer" or "extra".
-      number: its number there.
-      folder: the folder of the save.
-      path: the checkpoint as the user names it, for errors.
-      context: TensorStore's, which the leaves of a checkpoint share.
-    """
+    """An array of a checkpoint, not read yet."""
 
     about: Leaf
     part: str
@@ -166,12 +157,7 @@ class StoredLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class StoredKey:
-    """Keys of random numbers in a checkpoint, not read yet.
-
-    Attributes:
-      data: their bits.
-      kind: JAX's name of their implementation.
-    """
+    """Keys of random numbers in a checkpoint, not read yet."""
 
     data: StoredLeaf
     kind: str
@@ -201,13 +187,7 @@ class StoredKey:
 
 
 def stored_leaves(about: About, folder: pathlib.Path, path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """Returns a `StoredLeaf` for each leaf of `params`, `optimizer` and `extra`, by path.
-
-    Args:
-      about: what the save holds.
-      folder: its folder.
-      path: the checkpoint as the user names it, for errors.
-    """
+    """Returns a `StoredLeaf` for each leaf of `params`, `optimizer` and `extra`, by path."""
     context = tensorstore.Context()
     return {
         part: {

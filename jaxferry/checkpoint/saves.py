@@ -90,11 +90,7 @@ def _numbers(target: pathlib.Path) -> list[int]:
 
 
 def check_replaceable(target: pathlib.Path) -> None:
-    """Checks that a checkpoint or nothing is at a path.
-
-    Raises:
-      CheckpointError: if anything else is there.
-    """
+    """Checks that a checkpoint or nothing is at a path; raises CheckpointError if anything else is there."""
     while os.path.lexists(target):
         newest, what = newest_save(target), "is not a JaxFerry checkpoint"
         try:

@@ -81,10 +81,6 @@ def build_native(
 def examine(link_bytes: int) -> dict[str, Any]:
     """Returns what the command prints, as JSON.
 
-    Args:
-      link_bytes: bytes to transfer when measuring the link between the first device and its pinned host memory, and
-        in each check of the self-test there.
-
     Raises:
       InputError: if JAX has no device, for example because JAX_PLATFORMS names a platform that the machine lacks; if
         the environment's limit of pinned memory is not a number.

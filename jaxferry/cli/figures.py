@@ -65,11 +65,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def plot_format(path: str | os.PathLike[str]) -> str:
-    """Returns the format that the name of a figure's file implies.
-
-    Raises:
-      InputError: if the format is not supported.
-    """
+    """Returns the format that the name of a figure's file implies; raises InputError if the format is not supported."""
     ending = pathlib.PurePath(path).suffix.lower().removeprefix(".")
     if ending not in _FORMATS:
         raise InputError(f"a plot's name must end in {', '.join('.' + x for x in _FORMATS)}, got {os.fspath(path)!r}")
@@ -101,12 +97,7 @@ def to_svg(figure: Any) -> str:
 
 
 def lanes_figure(charts: Mapping[str, Mapping[str, Sequence[Span]]], end_s: float) -> Any:
-    """Draws a chart of lanes over the time from 0 to `end_s` for each title, below each other.
-
-    Args:
-      charts: by title, the bars of each lane; an empty title is not shown.
-      end_s: the end of the time that is shown, in seconds.
-    """
+    """Draws a chart of lanes over the time from 0 to `end_s` for each title, below each other."""
     figure = new_figure(9.6, sum(0.35 + 0.27 * len(lanes) + 0.2 * bool(title) for title, lanes in charts.items()) + 0.4)
     heights = [len(lanes) for lanes in charts.values()]
     axes = figure.subplots(len(charts), sharex=True, squeeze=False, height_ratios=heights)[:, 0]

@@ -246,13 +246,7 @@ def _prediction_lines(plan: Plan, needed_bytes: int) -> list[str]:
 
 
 def host_memory_lines(machine: Mapping[str, Any], copies_bytes: int = 0, saved_bytes: int = 0) -> list[str]:
-    """Returns the host memory that training needs, if the profile's machine states it.
-
-    Args:
-      machine: the facts of the machine.
-      copies_bytes: what each of several processes needs in addition under a plan; see `planning.copies_bytes`.
-      saved_bytes: activations that wait there for their backward; see `Profile.saved_bytes`.
-    """
+    """Returns the host memory that training needs, if the profile's machine states it."""
     parts = machine.get("host_bytes")
     if not isinstance(parts, Mapping) or not all(isinstance(size, int) for size in parts.values()):
         return []

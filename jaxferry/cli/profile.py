@@ -76,15 +76,7 @@ _BATCH_BYTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A model for batches of one size.
-
-    Attributes:
-      batch_size: the size.
-      batch: shapes of the batch.
-      variants: the segments.
-      profile: their estimated costs.
-      offload_activations: whether values that cross segments wait in host memory for their backward.
-    """
+    """A model for batches of one size."""
 
     batch_size: int
     batch: Any
@@ -194,25 +186,7 @@ def trace(
     devices: int = 1,
     processes: int = 1,
 ) -> Traced:
-    """Traces a loss function and estimates its profile.
-
-    Args:
-      batch_size: samples of the batch.
-      loss_fn: `loss_fn(params, batch)`.
-      params: shapes of the parameters.
-      batch: shapes of the batch.
-      machine: the machine.
-      compute_dtype: dtype of the parameters on the device; None for their own.
-      granularity: how fine layers are: `"block"` or `"module"`.
-      offload_activations: whether values that cross segments wait in host memory for their backward; all segments then
-        recompute.
-      remat: which segments recompute; `"auto"` leaves that to plans.
-      devices: the devices of all processes, which share the batch.
-      processes: the processes, a machine for each.
-
-    Raises:
-      InputError: if several devices cannot share the batch.
-    """
+    """Traces a loss function and estimates its profile; raises InputError if several devices cannot share the batch."""
     remat = Remat.FULL.value if offload_activations else remat
     merge = functools.partial(merges_of_small, machine=machine) if granularity == BLOCK else None
     settings: dict[str, Any] = {"compute_dtype": compute_dtype, "merge": merge, "granularity": granularity}
@@ -303,11 +277,7 @@ def estimate_model(
     processes: int = 1,
     granularity: str = BLOCK,
 ) -> Profile:
-    """Estimates the profile of the model `module:function` on a built-in machine or one described in a file.
-
-    Raises:
-      InputError: if the function or the machine is unknown, or the function returns something else.
-    """
+    """Estimates the profile of the model `module:function` on a built-in machine or one described in a file."""
     figures, dtype = find_machine(machine), read_dtype(compute_dtype)
     sharing: dict[str, Any] = {"remat": remat, "devices": devices, "processes": processes}
     with user_code(model):
@@ -330,11 +300,7 @@ def measure_model(
     granularity: str = BLOCK,
     devices: int = 1,
 ) -> Profile:
-    """Measures the profile of the model `module:function` on JAX's first device, or on a mesh of its first devices.
-
-    Raises:
-      InputError: if the function, optimizer or transport is unknown, or the function returns something else.
-    """
+    """Measures the profile of the model `module:function` on JAX's first device, or on a mesh of its first devices."""
     update = make_optimizer(optimizer)  # times do not depend on the learning rate
     options: dict[str, Any] = {
         "compute_dtype": read_dtype(compute_dtype),

@@ -191,14 +191,7 @@ def _step_of(user: UserModel, values: Mapping[str, Any], **more: Any) -> TrainSt
 
 @dataclasses.dataclass(frozen=True)
 class _Saves:
-    """Where and when to save.
-
-    Attributes:
-      path: the checkpoint, or the folder of several; None saves nothing.
-      every: number of steps from one save to the next; 0 saves only at the end.
-      keep_last: how many checkpoints to keep in `path`; None if it is a checkpoint itself.
-      options: the run's options, kept beside the saved state.
-    """
+    """Saves nothing without `path`, only at the end without `every`, one checkpoint without `keep_last`."""
 
     path: Path | None
     every: int
@@ -316,12 +309,7 @@ class _Run:
 
 
 def save_options(folder: Path, options: Mapping[str, Any]) -> None:
-    """Writes options that are not at their defaults into a saved state's folder.
-
-    Args:
-      folder: the saved state.
-      options: JSON values and paths, by the names of the command's arguments.
-    """
+    """Writes options that are not at their defaults into a saved state's folder."""
     # The run may be resumed in another folder, so files are named by absolute paths.
     files = [name for name in ("plan", "profile") if options.get(name) not in (None, MEASURE, ESTIMATE)]
     named = {**options, **{name: str(Path(options[name]).absolute()) for name in files}}
@@ -332,11 +320,6 @@ def save_options(folder: Path, options: Mapping[str, Any]) -> None:
 
 def resumed_options(folder: Path, known: Collection[str], given: Collection[str]) -> dict[str, Any]:
     """Returns the saved run's options that this command line does not give.
-
-    Args:
-      folder: the saved state; without a file of options (a state that a program saved) there are none.
-      known: names of the options that are kept.
-      given: names of the options on this command line.
 
     Raises:
       InputError: if the file is damaged.

@@ -78,11 +78,7 @@ class Donating:
         return self._jitted.trace(*args)
 
     def __call__(self, *args: Any) -> Any:
-        """Calls the function.
-
-        Raises:
-          NativeError: as `check_donated`; nothing has run then.
-        """
+        """Calls the function; raises NativeError as `check_donated` does, before anything has run."""
         kind = len(args), len(args[0])
         if kind not in self._checked:
             # JAX keeps the lowered program for the call.

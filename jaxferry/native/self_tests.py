@@ -61,13 +61,7 @@ class Check:
 
 
 class Bench:
-    """Where a check's arrays and programs live.
-
-    Args:
-      device: the device under test.
-      library: its platform's library.
-      num_bytes: the size of the larger operand of each check.
-    """
+    """Where a check's arrays and programs live."""
 
     def __init__(self, device: jax.Device, library: NativeLibrary, num_bytes: int) -> None:
         self.library, self.num_bytes = library, num_bytes

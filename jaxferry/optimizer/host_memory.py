@@ -73,23 +73,14 @@ _OF_GROUP = {
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Host memory that the process may still take.
-
-    Attributes:
-      num_bytes: how much.
-      source: who says so, in words.
-    """
+    """Host memory that the process may still take, and who says so in words."""
 
     num_bytes: int
     source: str
 
 
 def limits(root: pathlib.Path = _ROOT) -> list[Limit]:
-    """All limits that the process knows, smallest first; empty on systems without them.
-
-    Args:
-      root: the folder that holds `proc` and `sys`.
-    """
+    """All limits that the process knows, smallest first; none elsewhere. Folder `root` holds `proc` and `sys`."""
     found: list[Limit] = []
     for source in (_of_machine, _of_control_groups, _of_process):
         with contextlib.suppress(ValueError, IndexError):  # a file in another form says nothing
@@ -138,9 +129,6 @@ def check(
 
 def pinned_limit(root: pathlib.Path = _ROOT) -> Limit:
     """XLA's limit of pinned host memory on GPUs; under WSL2, Windows has another one, which it does not state.
-
-    Args:
-      root: as for `limits`.
 
     Raises:
       InputError: if the environment's limit is not a whole number.

@@ -107,11 +107,6 @@ class Traced:
 def traced(optimizer: Any, params: Any, extra_args: Mapping[str, Any]) -> Traced:
     """Traces a transformation.
 
-    Args:
-      optimizer: the transformation.
-      params: shapes of the parameters.
-      extra_args: shapes of the keyword arguments of its update.
-
     Raises:
       InputError: if the update needs others, or changes the structure of the state each time.
     """
@@ -149,13 +144,6 @@ class Settled:
     """A transformation whose first update changes the structure of its state, with a state of one structure.
 
     In a Python loop, a jitted step is traced once more after the first one; here one program has both updates.
-
-    Args:
-      optimizer: the transformation.
-      params: shapes of the parameters.
-      first: shapes of the initial state.
-      later: shapes of the state after an update.
-      extra_args: shapes of the keyword arguments of its update.
     """
 
     def __init__(self, optimizer: Any, params: Any, first: Any, later: Any, extra_args: Mapping[str, Any]) -> None:
@@ -256,11 +244,6 @@ def visible_state(optimizer: optax.GradientTransformation, params: Any, state: A
     """Returns shapes of the state in which dictionaries lack hidden parameters.
 
     If the transformation accepts no trees without these, they are `optax.MaskedNode`s, as in the state that is given.
-
-    Args:
-      optimizer: the transformation.
-      params: shapes of the parameters, in a tree that masks hidden ones.
-      state: shapes of the state of these.
     """
     leaves, tree = jax.tree.flatten(params)
     try:

@@ -94,13 +94,7 @@ class CompiledUpdate:
 
 
 class _InitialState:
-    """Makes initial states: zeros, the most of them, are written by all threads, and a program makes others, if any.
-
-    Args:
-      init: returns the leaves of the state of masters.
-      masters: some that it takes.
-      placement: where arrays live.
-    """
+    """Makes initial states: zeros, the most of them, are written by all threads, and a program makes others, if any."""
 
     def __init__(
         self, init: Callable[[Any], list[jax.Array]], masters: Sequence[jax.Array], placement: Placement
@@ -124,13 +118,7 @@ class _InitialState:
 
 
 class UpdatePrograms:
-    """Compiles updates; equal units share one.
-
-    Args:
-      tree: the transformation on the model's tree.
-      placement: where arrays live.
-      clip_norm: global norm to clip gradients to, or None.
-    """
+    """Compiles updates; equal units share one."""
 
     def __init__(self, tree: TreeUpdate, placement: Placement, clip_norm: float | None) -> None:
         self._tree, self._placement, self._clip_norm = tree, placement, clip_norm
@@ -152,13 +140,7 @@ class UpdatePrograms:
         return state
 
     def compile(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> None:
-        """Stores the `Update` of every unit in `unit.programs`; equal units share it.
-
-        Args:
-          units: the units.
-          layers: the parameter groups.
-          arrivals: for each layer, how its gradient arrives.
-        """
+        """Stores the `Update` of every unit in `unit.programs`; equal units share it."""
         missing: dict[Any, Any] = {}
         wanted = []
         for unit in units:
@@ -195,10 +177,6 @@ class UpdatePrograms:
 
         It maps `(masters, state, gradients, norm, extra)` to `(masters, state)`. `gradients` are in the master dtypes,
         by index of the leaf.
-
-        Args:
-          unit: the unit.
-          layers: its layers' trained parameters.
         """
         held, in_order = unit.keys, by_master(unit, layers)  # not the unit, which holds arrays
 

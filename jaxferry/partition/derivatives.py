@@ -56,13 +56,7 @@ _INFINITE = 2**30
 
 
 def values_to_keep(graph: Graph, residuals: Iterable[int], free: Collection[int]) -> set[int]:
-    """Returns the values to save so that cheap equations can recompute every residual.
-
-    Args:
-      graph: the traced function.
-      residuals: the values that the backward needs.
-      free: values that the backward has anyway.
-    """
+    """Returns the values to save so that cheap equations can recompute every residual."""
     wanted = [value for value in dict.fromkeys(residuals) if value not in free]
     if not wanted:
         return set()
@@ -86,12 +80,6 @@ def values_kept_by(
     policy: Callable[..., Any], graph: Graph, residuals: Iterable[int], free: Collection[int]
 ) -> set[int]:
     """Returns the values that a policy saves among those that the residuals depend on, as `jax.checkpoint` does.
-
-    Args:
-      policy: `policy(primitive, *avals, **params)` returns whether results of such an equation may be saved.
-      graph: the traced function.
-      residuals: the values that the backward needs.
-      free: values that the backward has anyway.
 
     Raises:
       InputError: if the policy returns anything but True or False.

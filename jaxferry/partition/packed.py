@@ -149,10 +149,6 @@ def is_coded(dtype: Any) -> bool:
 def check_storable(dtype: Any, what: str) -> None:
     """Checks that parameters of a dtype can be stored.
 
-    Args:
-      dtype: the dtype.
-      what: which parameter has it, for the error.
-
     Raises:
       InputError: if it is no dtype of JAX, one with which XLA does not compute, or PRNG keys that JAX does not know.
     """
@@ -282,11 +278,6 @@ def shape_from_stored(stored: Any, dtype: Any) -> tuple[int, ...]:
 
 def reading_stored(graph: Graph, stored: Sequence[Stored], frozen: Collection[int]) -> Graph:
     """The graph with frozen parameters as they are stored; views of them are what it read before.
-
-    Args:
-      graph: the graph.
-      stored: its parameters.
-      frozen: the indices of the frozen ones.
 
     Raises:
       InputError: if elements are packed along the axis that a scan over layers cuts.

@@ -273,13 +273,7 @@ def _scanned_over(jaxpr: core.Jaxpr) -> set[Any]:
 
 
 def unroll(graph: Graph, scans: Scans, stacks: Mapping[int, Stack]) -> Graph:
-    """Returns the graph with the parts of stacked leaves as parameters and the scans over them unrolled.
-
-    Args:
-      graph: the traced loss function.
-      scans: its scans over layers.
-      stacks: the leaves to cut, a superset of `scans.stacks`; the others are stacked again where they are read.
-    """
+    """Returns the graph with the parts of stacked leaves as parameters and the scans over them unrolled."""
     return _Unrolling(graph, scans).run(stacks) if stacks else graph
 
 

@@ -215,16 +215,7 @@ def build_segments(
     layers: Sequence[Layer],
     layers_of_group: Mapping[int, Sequence[int]],
 ) -> list[Segment]:
-    """Turns stretches of `flow.main` into segments.
-
-    Args:
-      graph: the traced loss function.
-      flow: its classified equations.
-      derived: values that depend on trained parameters.
-      stretches: the stretches.
-      layers: the layers.
-      layers_of_group: the layers of a stretch's group.
-    """
+    """Turns stretches of `flow.main` into segments."""
     made_by = {v: i for i, s in enumerate(stretches) for e in flow.main[s.start : s.stop] for v in e.outputs}
     bodies = [_with_views(flow, flow.main[s.start : s.stop]) for s in stretches]
     wanted: set[int] = {value for value in graph.outputs if isinstance(value, int)}

@@ -161,15 +161,7 @@ class Canonical:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A function traced on parameters in the compute dtype, its scans over layers unrolled.
-
-    Attributes:
-      graph: the trace.
-      stored: its parameters.
-      master_dtypes: their master dtypes.
-      frozen: indices of the frozen ones.
-      notes: parameters whose scans could not be unrolled.
-    """
+    """A function traced on parameters in the compute dtype, its scans over layers unrolled."""
 
     graph: Graph
     stored: list[Stored]

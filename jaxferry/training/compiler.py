@@ -73,15 +73,7 @@ class Recent(Generic[Value]):
 
 
 class Shared:
-    """What all steps of a training step share, independent of the model.
-
-    Attributes:
-      placement: where arrays live.
-      prefetch: holds the prefetched copies.
-      recorder: records when tasks start and end; None records nothing.
-      owner: the process and the thread that may use them.
-      memory: the thread that makes what a first step needs in host memory, while the step is compiled.
-    """
+    """What all steps of a training step share; thread `memory` makes what a first step needs in host memory."""
 
     def __init__(self, placement: Placement, record_steps: int) -> None:
         self.placement, self.prefetch, self.owner = placement, PrefetchSlot(), Owner()
@@ -108,12 +100,6 @@ class Shared:
 
 class Compiler:
     """Prepares and caches steps and evaluations of one model.
-
-    Args:
-      model: the model.
-      loss_fn: its loss function.
-      options: those of `train_step`.
-      shared: what all steps of the training step share.
 
     Attributes:
       model: as given.
@@ -142,13 +128,7 @@ class Compiler:
         return [prepared for prepared, _ in self._prepared]
 
     def prepare(self, args: Any, kwargs: Mapping[str, Any], state: TrainState | None = None) -> Prepared:
-        """The prepared step for arguments of this structure; prepares it on the first call.
-
-        Args:
-          args: the step's arguments.
-          kwargs: likewise.
-          state: one that the step will train, if there is any. If it is new, its compute copy is made meanwhile.
-        """
+        """The prepared step for arguments of this structure; prepares it on the first call."""
 
         def make() -> tuple[Prepared, Cut]:
             check_may_trace("the loss function for a batch of new shapes")
@@ -242,12 +222,7 @@ class Compiler:
         return lambda program: transport.make_ahead(program.stored, program.summed, program.widened, submit)
 
     def _check_host_memory(self, prepared: Prepared, is_begun: bool) -> None:
-        """Checks that host memory can hold what a step keeps there beside the state, before it runs.
-
-        Args:
-          prepared: the step.
-          is_begun: whether a thread makes compute copy and gradients, or has made them.
-        """
+        """Checks that host memory can hold what a step keeps there beside the state, before it runs."""
         layers, read = prepared.partition.layers, prepared.program.read_in_place
         # Clients of accelerators keep pinned memory that programs have used.
         kept_bytes = 0 if self._shared.placement.is_cpu else self._saved_bytes

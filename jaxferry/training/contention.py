@@ -70,11 +70,7 @@ _ROW_LENGTH = 4
 
 @functools.lru_cache(maxsize=8)
 def measure_links(placement: Placement) -> Links:
-    """Measures how fast the devices of a mesh load, offload and exchange; each process must call this.
-
-    Args:
-      placement: where arrays live, on several devices.
-    """
+    """Measures how fast the devices of a mesh load, offload and exchange; each process must call this."""
     large = LARGE_ON_CPU_BYTES if placement.platform == "cpu" else LARGE_BYTES
     num = placement.num_devices
     moves = {("up", ""): transfer(placement, "pinned_host"), ("down", ""): transfer(placement, "device")}
@@ -276,11 +272,7 @@ def transfers(placement: Placement, num_bytes: int = TRANSFER_BYTES) -> dict[str
 
 
 class InQueue:
-    """A call that issues a transfer and waits for an earlier one: a link is never idle, however busy the host is.
-
-    Args:
-      issue: issues one.
-    """
+    """A call that issues a transfer and waits for an earlier one: a link is never idle, however busy the host is."""
 
     def __init__(self, issue: Callable[[], Any]) -> None:
         self._issue, self._queue = issue, collections.deque[Any]()

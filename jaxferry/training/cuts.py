@@ -45,12 +45,7 @@ def split_flags(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def weighted(loss_fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The loss times an entry of its `aux`, with `(weight, (loss, aux))` as auxiliary output, the weight in fp32.
-
-    Args:
-      loss_fn: returns `(loss, aux)`.
-      name: the entry.
-    """
+    """The loss times an entry of its `aux`, with `(weight, (loss, aux))` as auxiliary output, the weight in fp32."""
 
     def weighted_loss(*args: Any, **kwargs: Any) -> Any:
         made = loss_fn(*args, **kwargs)
@@ -117,10 +112,6 @@ def _is_weak(leaf: Any) -> bool:
 class Cut:
     """The segments of one loss function, structure and choice of groups, with their compiled programs.
 
-    Args:
-      parts: the partition.
-      jaxpr, key: where `_CUTS` holds it.
-
     Attributes:
       parts: as given.
       programs: compiled programs by content. They live as long as the loss function does, as those of `jax.jit`, unless
@@ -154,12 +145,6 @@ _CUTS: weakref.WeakKeyDictionary[core.ClosedJaxpr, dict[Any, Cut]] = weakref.Wea
 
 class Cutter:
     """Cuts functions of one model's parameters.
-
-    Args:
-      model: the model.
-      loss_fn: its loss function.
-      planning: how its steps are planned.
-      placement: where arrays live.
 
     Attributes:
       known_layers: the parameter groups, which the first batch decides; None until then.

@@ -51,14 +51,7 @@ def program_subject(programs: Programs, key: ProgramKey, placement: Placement, l
 
 
 def _program_s(run: Callable[..., Any], prepare: Callable[[], Any], placement: Placement, effort: Effort) -> float:
-    """The seconds of a program on the device.
-
-    Args:
-      run: issues it.
-      prepare: makes the arguments of a call.
-      placement: where they live.
-      effort: limits on the repetitions.
-    """
+    """The seconds of a program on the device."""
     if placement.is_cpu:
         return median_s(timed_call(run, prepare, empty_caches=cold_caches(placement.device)), effort)
     return median_s(device_timer(placement).program(run, prepare), effort.at_most(MOST_REPETITIONS))
@@ -368,13 +361,7 @@ def plain_keys(keys: Mapping[str, ProgramKey]) -> dict[str, ProgramKey]:
 
 
 def adds_there(partition: Partition, number: int, widened: Collection[int]) -> list[bool]:
-    """For each group of a segment, whether a later segment's gradient is on the host already, for programs to add to.
-
-    Args:
-      partition: the segments.
-      number: the segment.
-      widened: the groups whose gradients the host adds, as for `StepProgram`.
-    """
+    """For each group of a segment, whether the host has a later segment's gradient, for programs to add to."""
     later = {group for segment in partition.segments[number + 1 :] for group in segment.groups}.difference(widened)
     return [group in later for group in partition.segments[number].groups]
 

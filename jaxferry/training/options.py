@@ -127,11 +127,7 @@ def read_options(
     merge_small: Any = True,
     granularity: Any = BLOCK,
 ) -> Options:
-    """Checks the arguments of `train_step`; reads plan and profile if they are files.
-
-    Raises:
-      InputError: if an argument is invalid.
-    """
+    """Checks the arguments of `train_step`; reads plan and profile if they are files."""
     if plan is not None and policy is not None:
         raise InputError(f"plan and policy exclude each other, got both (policy {policy!r}): give one")
     if policy is not None:

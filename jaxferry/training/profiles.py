@@ -58,15 +58,7 @@ from jaxferry.units import format_apart
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What one device of several does, as a step of its own.
-
-    Attributes:
-      partition: the segments, for its share of the batch.
-      recomputing: the same, with rematerialized variants where eligible.
-      programs: their programs.
-      optimizer: the optimizer of whole layers.
-      placement: that one device.
-    """
+    """What one device of several does, as a step of its own."""
 
     partition: Partition
     recomputing: Partition
@@ -92,17 +84,6 @@ def measure_shares(
     progress: Report | None = None,
 ) -> Profile:
     """Measures the profile of a partition on several devices; each process must call this.
-
-    Args:
-      share: makes the work of one device.
-      partition: the segments of all devices.
-      recomputing: the same, with rematerialized variants where eligible.
-      programs: their programs, which are compiled for their temporaries.
-      placement: all devices.
-      transport: that of the step.
-      remat: as for `measure_profile`.
-      offload_activations: likewise.
-      progress: likewise.
 
     Raises:
       NotMeasurable: if one device cannot run alone, as where the loss function names the mesh, or its share of the
@@ -188,20 +169,7 @@ def share_of_one(
     args: Any,
     kwargs: Mapping[str, Any],
 ) -> Share:
-    """What the first device of this process does.
-
-    Args:
-      model: the model on all devices.
-      loss_fn: its loss function.
-      planning: how its steps are planned.
-      placement: all devices.
-      partition: the segments of all devices, whose parameter groups are taken.
-      args: the step's arguments, or shapes of them, in all processes.
-      kwargs: likewise.
-
-    Raises:
-      InputError: if the loss function cannot be traced for them.
-    """
+    """What the first device of this process does; raises InputError if the loss function cannot be traced for them."""
     alone = make_placement(placement.device.mesh.local_devices[0])
     own = model.on(alone)
     cutter = Cutter(own, loss_fn, planning, alone)
@@ -266,13 +234,7 @@ LEAST_SCALE = 0.5
 
 
 class Profiler:
-    """Makes the profiles of one model's steps.
-
-    Args:
-      model: the model.
-      planning: how steps are planned.
-      placement: where arrays live.
-    """
+    """Makes the profiles of one model's steps."""
 
     def __init__(self, model: Model, planning: Planning, placement: Placement) -> None:
         self._model, self._planning, self._placement = model, planning, placement
@@ -281,14 +243,7 @@ class Profiler:
     def planned(
         self, variants: RematVariants, programs: Programs, share: Callable[[], Share], staging_bytes: int
     ) -> Profile:
-        """The profile to plan and lower with: the user's own, measured, estimated, or of sizes only.
-
-        Args:
-          variants: the segments.
-          programs: their programs.
-          share: makes what one of several devices does.
-          staging_bytes: device memory that the transport keeps.
-        """
+        """The profile to plan and lower with: the user's own, measured, estimated, or of sizes only."""
         given = self._planning.profile
         if given == MEASURE or (given is None and needs_times(self._planning.policy)):
             given = self._measured_once(variants, programs, share)

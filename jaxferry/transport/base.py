@@ -347,15 +347,7 @@ class Transport(abc.ABC):
     def _store_rows(
         self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None, widens: bool
     ) -> HostGradient:
-        """Lets the host add gradients, of which rows of lookups become dense there, and frees the device's copy.
-
-        Args:
-          layer: the layer.
-          gradients: as for `store`.
-          onto: as for `store`.
-          mark: as for `store`.
-          widens: as for `store`.
-        """
+        """Lets the host add gradients, of which rows of lookups become dense there, and frees the device's copy."""
         total = self._begun_on_host(layer, widens) if onto is None else onto
         if self._placement.is_cpu:
             there, copy = gradients, None
@@ -409,14 +401,7 @@ class Transport(abc.ABC):
 def add_gradients(
     layer: Layer, targets: Sequence[np.ndarray], gradients: Sequence[Gradient], placement: Placement
 ) -> None:
-    """Adds whole gradients to a layer's vectors in host memory, in place.
-
-    Args:
-      layer: the trained parameters, as the vectors hold them.
-      targets: the vectors.
-      gradients: one for each parameter, in memory that the CPU reads; waits for them.
-      placement: where arrays live.
-    """
+    """Adds whole gradients to a layer's vectors in host memory, in place."""
     reads = as_numpy if placement.is_cpu or can_view(placement) else np.asarray
     for leaf, gradient in zip(layer.leaves, layer.owned(jax.tree.map(reads, gradients)), strict=True):
         target = targets[leaf.vector][leaf.offset : leaf.offset + leaf.size]

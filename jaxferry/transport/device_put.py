@@ -136,13 +136,7 @@ def computable(host: Any) -> Any:
 
 
 class _PartCopy:
-    """A copy into parts of vectors: the pieces arrive in pinned memory of their own, and the CPU puts them together.
-
-    Args:
-      layer: some leaves of the layer that the vectors hold.
-      pieces: their vectors, which hold nothing else, and the copy that brings them.
-      into: the whole vectors, in pinned memory that the CPU reaches.
-    """
+    """A copy into parts of vectors: the pieces arrive in pinned memory of their own, and the CPU puts them together."""
 
     def __init__(self, layer: Layer, pieces: HostGradient, into: Vectors) -> None:
         self._layer, self._pieces, self._into = layer, pieces, into

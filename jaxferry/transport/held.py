@@ -163,12 +163,7 @@ class HostGradient:
 
 
 class HeldBytes:
-    """Counts bytes on the device; several threads may add.
-
-    Attributes:
-      now: the bytes now.
-      peak: the maximum of `now` since `reset_peak`.
-    """
+    """Counts bytes on the device, now and at their peak since `reset_peak`; several threads may add."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0

@@ -94,13 +94,7 @@ def on_cpu(arrays: Sequence[jax.Array], placement: Placement) -> Vectors:
 
 
 def borrowed(arrays: Sequence[jax.Array], placement: Placement, are_ready: bool = False) -> Vectors:
-    """As `on_cpu`, but the caller must keep the arrays alive: the views of a block of memory are made once.
-
-    Args:
-      arrays: as for `on_cpu`.
-      placement: where arrays live.
-      are_ready: whether the caller has waited for them.
-    """
+    """As `on_cpu`, but the caller must keep the arrays alive: the views of a block of memory are made once."""
     if not can_view(placement):
         return on_cpu(arrays, placement)
     if not are_ready:
