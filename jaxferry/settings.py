@@ -105,10 +105,12 @@ def own_settings() -> Iterator[None]:
     if _LEFT.get() is not None:
         yield
         return
-    left = _Users(_values_that_differ(), _mesh())
+    has_mesh = not jax.sharding.get_abstract_mesh().empty
+    left = _Users(_values_that_differ(), jax.sharding.get_mesh() if has_mesh else None)
     token = _LEFT.set(left)
     try:
-        if not left.values and left.mesh is None and not _guards():
+        guards = any(getattr(jax.config, name, None) not in (None, "allow") for name in _GUARDS)
+        if not left.values and left.mesh is None and not guards:
             yield
             return
         _check(left.values)
@@ -272,15 +274,6 @@ def _values_that_differ() -> dict[str, Any]:
     if getattr(config, "jax_no_execution", False):
         raise InputError("jax_no_execution is set, which forbids every program: unset it around this call")
     return found
-
-
-def _guards() -> bool:
-    """Whether a transfer guard is set."""
-    return any(getattr(jax.config, name, None) not in (None, "allow") for name in _GUARDS)
-
-
-def _mesh() -> Mesh | None:
-    return None if jax.sharding.get_abstract_mesh().empty else jax.sharding.get_mesh()
 
 
 def _check(values: dict[str, Any]) -> None:

@@ -177,7 +177,11 @@ def check_transformations(saved: Collection[str], expected: Collection[str], par
         return
     described = []
     for fields in found:
-        names = [f"{_name(fields[place])} at {place or 'the top'}" for place in places[:_MAX_NAMED] if place in fields]
+        names = []
+        for place in places[:_MAX_NAMED]:
+            if own := fields.get(place):
+                known = " or ".join(_transformations().get(own, [])[:2]) or "a transformation"
+                names.append(f"{known} ({', '.join(sorted(own))}) at {place or 'the top'}")
         described.append(", ".join(names) or f"nothing at {', '.join(places[:_MAX_NAMED])}")
     raise CheckpointError(
         f"the checkpoint does not match the optimizer: it was saved with {described[0]}, and this optimizer has "
@@ -194,11 +198,6 @@ def _fields(names: Collection[str], params: Collection[str]) -> dict[str, frozen
         if match is not None:
             found.setdefault(match[1], set()).add(match[2])
     return {place: frozenset(fields) for place, fields in found.items()}
-
-
-def _name(fields: frozenset[str]) -> str:
-    names = _transformations().get(fields, [])
-    return f"{' or '.join(names[:2]) or 'a transformation'} ({', '.join(sorted(fields))})"
 
 
 @functools.cache

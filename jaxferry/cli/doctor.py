@@ -85,7 +85,7 @@ def examine(link_bytes: int) -> dict[str, Any]:
       InputError: if JAX has no device, for example because JAX_PLATFORMS names a platform that the machine lacks; if
         the environment's limit of pinned memory is not a number.
     """
-    pinned = host_memory.pinned_limit()
+    pinned, (locked, _) = host_memory.pinned_limit(), resource.getrlimit(resource.RLIMIT_MEMLOCK)
     try:
         devices = jax.devices()
     except RuntimeError as error:
@@ -100,7 +100,7 @@ def examine(link_bytes: int) -> dict[str, Any]:
         "link": _measure_link(devices[0], link_bytes),
         "self_test": _self_test(devices[0], link_bytes),
         "pinned_limit": {"bytes": pinned.num_bytes, "source": pinned.source},
-        "locked_limit_bytes": _locked_limit_bytes(),
+        "locked_limit_bytes": None if locked == resource.RLIM_INFINITY else locked,
         "cpus": _cpus(),
         "host_memory": [dataclasses.asdict(limit) for limit in host_memory.limits()],
     }
@@ -118,12 +118,6 @@ def _ffi_version() -> str | None:
         return "{}.{}".format(*ffi_version())
     except NativeError:
         return None
-
-
-def _locked_limit_bytes() -> int | None:
-    """The most that the process may lock in memory, ulimit -l; None without a limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _describe(device: jax.Device) -> dict[str, Any]:

@@ -102,7 +102,9 @@ def plan(
         if compare_all:
             compared = compare_finest(known, request, granularity)
             made = None if output is None else compared.plan_of(policy)
-            result: tuple[Any, ...] = compared.to_json(), comparison_table(compared), *_comparison_lines(compared)
+            gap = f"gap: steady step over {format_seconds(compared.lower_bound_s)}, a lower bound for all modes and "
+            gap += "gradient places; exact also proves its gap to the best plan of GFGB, DHA and DFGB"
+            result: tuple[Any, ...] = compared.to_json(), comparison_table(compared), gap
         else:
             known, made = plan_finest(known, policy, request, granularity)
             host_lines = host_memory_lines(known.machine, copies_bytes(known, made), known.saved_bytes)
@@ -288,13 +290,6 @@ def _updates_on_gpu(plan: Plan | None) -> list[str]:
         return []
     counts = sum(plan.updates_on_device), sum(plan.updates_streamed)
     return [f"{count} of {len(plan.layers)}" for count in counts] if any(counts) else []
-
-
-def _comparison_lines(compared: Compared) -> list[str]:
-    return [
-        f"gap: steady step over {format_seconds(compared.lower_bound_s)}, a lower bound for all modes and gradient "
-        "places; exact also proves its gap to the best plan of GFGB, DHA and DFGB"
-    ]
 
 
 def _sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:

@@ -130,7 +130,8 @@ def train(
     """
     console = Console(stderr=True, highlight=False)
     values = {name: context.params[name] for name in _KEPT}
-    given = {name for name in _KEPT if _is_given(context, name)}
+    sources = {name: context.get_parameter_source(name) for name in _KEPT}
+    given = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
     if resume is not None:
         resumed = resumed_options(resume, _KEPT, given)
         values |= resumed
@@ -173,11 +174,6 @@ def _started(devices: int, join_timeout: int) -> Any:
     sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, closefd=False)
     os.dup2(2, 1)
     return start(devices, join_timeout_s=join_timeout)
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
 
 
 def _step_of(user: UserModel, values: Mapping[str, Any], **more: Any) -> TrainStep:

@@ -123,18 +123,13 @@ def _argument(value: Any) -> int | None:
     """The program's argument that a value is in the memory of; None if it is none."""
     owner = value.owner
     if not hasattr(owner, "opview"):  # a block, whose argument it is
-        return int(value.arg_number) if hasattr(value, "arg_number") else _number_in(owner, value)
+        if hasattr(value, "arg_number"):
+            return int(value.arg_number)
+        return next((number for number, each in enumerate(owner.arguments) if each == value), None)
     operation = owner.operation
-    place = _operand_of(operation, _place(operation, value))
+    number = next(number for number, each in enumerate(operation.results) if each == value)
+    place = _operand_of(operation, number)
     return None if place is None else _argument(operation.operands[place])
-
-
-def _number_in(block: Any, value: Any) -> int | None:
-    return next((number for number, each in enumerate(block.arguments) if each == value), None)
-
-
-def _place(operation: Any, value: Any) -> int:
-    return next(number for number, each in enumerate(operation.results) if each == value)
 
 
 def _operand_of(operation: Any, result: int) -> int | None:

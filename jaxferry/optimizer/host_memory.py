@@ -112,8 +112,12 @@ def check(
     given = os.environ.get(VARIABLE, "")
     if given == "off":
         return
-    known = [_given(given, held_bytes)] if given else limits()
-    if not given:
+    if given:
+        left_bytes = max(parse_bytes(given, VARIABLE) - held_bytes, 0)
+        held = f"={given}, of which training takes {format_bytes(held_bytes)}" if held_bytes else ""
+        known = [Limit(left_bytes, f"{VARIABLE}{held}")]
+    else:
+        known = limits()
         known = [dataclasses.replace(limit, num_bytes=limit.num_bytes + existing_bytes) for limit in known]
     total = sum(needed.values())
     if not known or total <= known[0].num_bytes:
@@ -202,12 +206,6 @@ def check_pinned(num_bytes: int) -> None:
 
 def _with_limit_for(num_bytes: int) -> str:
     return f"{PINNED_VARIABLE}={-(-num_bytes // 2**30)}"
-
-
-def _given(text: str, held_bytes: int) -> Limit:
-    num_bytes = parse_bytes(text, VARIABLE)
-    source = f"{VARIABLE}={text}, of which training takes {format_bytes(held_bytes)}" if held_bytes else VARIABLE
-    return Limit(max(num_bytes - held_bytes, 0), source)
 
 
 def return_freed_blocks() -> None:

@@ -155,14 +155,16 @@ class UpdatePrograms:
         contents = {key: self._content(key, given[0]) for key, given in missing.items() if key not in rules}
         if rules and self._factors is None:
             key = next(iter(rules))
-            contents[_FACTORS] = self._factors_content(missing[key][0])
+            content = self._tree.content(missing[key][0].leaves)
+            contents[_FACTORS] = content and ("factors", content, self._clip_norm, self._placement)
             missing[_FACTORS] = (missing[key][0], rules[key])
         programs = compile_shared(contents, lambda key: self._lowered(key, missing[key][0], missing[key][1], layers))
         if _FACTORS in programs:
             counts, *_ = programs[_FACTORS].args_info[0]
             self._factors = Factors(programs.pop(_FACTORS), len(counts))
         for key, program in programs.items():
-            self._updates[key] = CompiledUpdate(program, self._placement, self._trained(missing[key][0], layers))
+            trained = [layers[i].trained for i in missing[key][0].layers]
+            self._updates[key] = CompiledUpdate(program, self._placement, trained)
         for key, rule in rules.items():
             self._updates[key] = self._fused(rule, missing[key][0], missing[key][1], layers)
         for unit, reads, key in wanted:
@@ -204,11 +206,6 @@ class UpdatePrograms:
             return None
         place = self._placement
         return ("update", key, self._clip_norm, place, place.is_cpu)
-
-    def _factors_content(self, unit: UpdateGroup) -> Hashable | None:
-        """Likewise for the factors of a step."""
-        content = self._tree.content(unit.leaves)
-        return content and ("factors", content, self._clip_norm, self._placement)
 
     def text(self, unit: UpdateGroup, layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> str:
         """Returns a text that says what a unit's update does; masters and state may be shapes."""
@@ -285,9 +282,6 @@ class UpdatePrograms:
 
     def _dtypes_arriving(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> list[np.dtype]:
         return [vector.dtype for of_layer in self._arrived(unit, layers, reads) for vector in of_layer]
-
-    def _trained(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
-        return [layers[i].trained for i in unit.layers]
 
     def _owned(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
         """The trained parameters of a unit's layers, as this process holds them."""

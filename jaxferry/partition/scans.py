@@ -368,7 +368,8 @@ class _Unrolling:
         for operands in zip(*columns, strict=True):
             if traced is None:
                 with equation.context.manager:
-                    traced = self._traced(functools.partial(_bind, equation, params), operands)
+                    own = equation.primitive.get_bind_params(params)
+                    traced = self._traced(functools.partial(equation.primitive.bind, **own), operands)
             made += self._builder.inline(traced, operands)
         if is_sum:
             [self.now[equation.outputs[0]]] = self._emit(lambda *sums: functools.reduce(lax.add, sums), made)
@@ -412,7 +413,3 @@ class _Unrolling:
             [numbers] = self._emit(lambda: lax.iota(jnp.uint32, length), [])
             self._indices[length] = self._slices(numbers, 0, length)
         return self._indices[length]
-
-
-def _bind(equation: Equation, params: Mapping[str, Any], *operands: Any) -> Any:
-    return equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))

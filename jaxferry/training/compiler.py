@@ -181,9 +181,10 @@ class Compiler:
     def _compiled(
         self, cut: Cut, args: Any, kwargs: Mapping[str, Any], state: TrainState | None
     ) -> tuple[Prepared, Cut]:
-        _check_shared(cut.parts.graph)
+        graph = cut.parts.graph
+        _check_shared(graph)
         if self._shared.placement.num_processes > 1:
-            check_same("the shapes of their batches", _shapes(cut.parts.graph))
+            check_same("the shapes of their batches", ", ".join(str(graph.avals[value]) for value in graph.batch))
             check_same("their optimizers", self.model.update_text)
             check_same("their profiles", self._profiler.source)
         variants, programs = self._variants(cut)
@@ -292,10 +293,6 @@ class Compiler:
                 self.model.transport, self._shared.placement, layers, self._options.numerics.accumulate > 1
             )
         return self._transports[layers]
-
-
-def _shapes(graph: Graph) -> str:
-    return ", ".join(str(graph.avals[value]) for value in graph.batch)
 
 
 def _check_shared(graph: Graph) -> None:

@@ -79,7 +79,11 @@ def structure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
             "jax.jit, jax.grad or another transformation; pass concrete arrays"
         )
     try:
-        kinds = tuple((np.shape(leaf), jax.dtypes.result_type(leaf), _is_weak(leaf)) for leaf in leaves)
+        # Python's numbers are weakly typed.
+        weak = [isinstance(leaf, int | float | complex) or bool(getattr(leaf, "weak_type", False)) for leaf in leaves]
+        kinds = tuple(
+            (np.shape(leaf), jax.dtypes.result_type(leaf), own) for leaf, own in zip(leaves, weak, strict=True)
+        )
     except (TypeError, ValueError) as error:
         _name_unfit_leaf(args, arrays)
         raise InputError(f"the arguments must be trees of arrays and numbers: {error}") from error
@@ -102,11 +106,6 @@ def _name_unfit_leaf(args: Any, kwargs: Mapping[str, Any]) -> None:
                     f"{place} must be an array or a number, got a {type(leaf).__name__}{dtype}: take it out of the "
                     "batch, or encode it as numbers"
                 ) from error
-
-
-def _is_weak(leaf: Any) -> bool:
-    """Whether a leaf is weakly typed, as Python's numbers are."""
-    return isinstance(leaf, int | float | complex) or bool(getattr(leaf, "weak_type", False))
 
 
 class Cut:

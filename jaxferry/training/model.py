@@ -212,7 +212,11 @@ class Model:
 
     def masters(self, leaves: Sequence[Any]) -> dict[int, Stored]:
         """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
-        return masters_from_arrays(leaves, self._dtypes(), self._placement, self._spans())
+        dtypes, own, numbers = _master_dtypes(self.layers), self._placement.ownership, range(len(leaves))
+        spans = {leaf.index: own.span(layer, leaf) for layer in self.layers for leaf in layer.leaves}
+        return masters_from_arrays(
+            leaves, [dtypes[leaf] for leaf in numbers], self._placement, [spans[leaf] for leaf in numbers]
+        )
 
     def optimizer_state(self, leaves: Mapping[str, Any]) -> dict[str, Stored]:
         """Reads the leaves of the optimizer's state from a checkpoint likewise, by path; they keep their dtypes."""
@@ -225,15 +229,6 @@ class Model:
             else host_array(leaf, self._placement, leaf.dtype, spans.get(name))
             for name, leaf in leaves.items()
         }
-
-    def _dtypes(self) -> list[np.dtype]:
-        dtypes = _master_dtypes(self.layers)
-        return [dtypes[leaf] for leaf in range(len(dtypes))]
-
-    def _spans(self) -> list[Span | None]:
-        own = self._placement.ownership
-        spans = {leaf.index: own.span(layer, leaf) for layer in self.layers for leaf in layer.leaves}
-        return [spans[leaf] for leaf in range(len(spans))]
 
     def new_state(
         self,

@@ -120,7 +120,9 @@ class DevicePut(Transport):
 
         def pack(gradients: Sequence[Gradient]) -> Vectors:
             arrays = [gradient for gradient in gradients if not isinstance(gradient, RowGradient)]
-            return layer.pack_joined(arrays) if len(arrays) == len(gradients) else layer.pack(_dense(gradients))
+            if len(arrays) == len(gradients):
+                return layer.pack_joined(arrays)
+            return layer.pack([g.dense() if isinstance(g, RowGradient) else g for g in gradients])
 
         made = {
             "unpack": lambda: jax.jit(unpack, out_shardings=device),
@@ -166,10 +168,6 @@ def _put_together(layer: Layer, pieces: Sequence[np.ndarray], into: Sequence[np.
         start = filled[leaf.vector]
         into[leaf.vector][leaf.offset : leaf.offset + leaf.size] = pieces[leaf.vector][start : start + leaf.size]
         filled[leaf.vector] += leaf.size
-
-
-def _dense(gradients: Sequence[Gradient]) -> list[jax.Array]:
-    return [g.dense() if isinstance(g, RowGradient) else g for g in gradients]
 
 
 TRANSPORTS: dict[str, type[Transport]] = {"ferry": Ferry, "device_put": DevicePut}

@@ -274,7 +274,8 @@ class Ferry(Transport):
         if reserved is None and not free:
             self._release_free()
         # What writes the vectors may be a program behind the last reader of the buffers.
-        is_ready = not self._placement.is_cpu and _are_ready(vectors)
+        sources: tuple[Any, ...] = vectors
+        is_ready = not self._placement.is_cpu and all(source.is_ready() for source in sources)
         given: tuple[Any, ...] = (vectors,)
         if reserved is not None:
             name, given = "load unused" if is_ready else "load onto", (vectors, reserved)
@@ -377,10 +378,6 @@ def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[]
         "store": lambda: jitted_store(False),
         "accumulate": lambda: jitted_store(True),
     }
-
-
-def _are_ready(arrays: Sequence[Any]) -> bool:
-    return all(array.is_ready() for array in arrays)
 
 
 def landed_program(placement: Placement) -> Any:
