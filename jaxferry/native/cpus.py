@@ -42,12 +42,7 @@ class Group:
 
 
 def groups(controller: str, root: pathlib.Path) -> Iterator[Group]:
-    """Yields the process's groups of a controller, each followed by those above it.
-
-    Args:
-      controller: its name, such as "memory".
-      root: the folder that holds `proc` and `sys`.
-    """
+    """Yields the process's groups of a controller, each followed by those above it."""
     mount = root / _MOUNT
     for line in read_lines(root / "proc/self/cgroup"):
         fields = line.split(":", 2)

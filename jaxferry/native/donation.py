@@ -28,10 +28,6 @@ _MOVES_NOTHING = ("stablehlo.reshape", "stablehlo.optimization_barrier")
 def check_donated(lowered: Any, name: str) -> None:
     """Checks a program before it is compiled.
 
-    Args:
-      lowered: the program (`jax.stages.Lowered`).
-      name: what it does, for the error.
-
     Raises:
       NativeError: if an argument that a native operation works on in place is not donated, or if the operation's result
         leaves in the memory of another argument.
@@ -60,12 +56,7 @@ def check_donated(lowered: Any, name: str) -> None:
 
 
 class Donating:
-    """A jitted function whose first argument is a sequence, checked before its first call.
-
-    Args:
-      jitted: the function.
-      name: what it does, for the error.
-    """
+    """A jitted function whose first argument is a sequence, checked before its first call."""
 
     def __init__(self, jitted: Callable[..., Any], name: str) -> None:
         self._jitted: Any = jitted

@@ -95,10 +95,6 @@ class NativeLibrary:
     def wait_for(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
         """Waits until all queued copies to or from some ranges of memory have ended; others can queue more meanwhile.
 
-        Args:
-          addresses: where each range starts.
-          sizes: bytes of each range.
-
         Raises:
           NativeError: if the device has failed.
         """
@@ -134,12 +130,7 @@ class NativeLibrary:
         self.synchronize()
 
     def open_marks(self, token: int, num_kept: int) -> None:
-        """Starts a list of the token's marks (`targets.mark`).
-
-        Args:
-          token: the address of the token.
-          num_kept: how many of the latest marks the list keeps.
-        """
+        """Starts a list of the token's marks (`targets.mark`)."""
         self._functions.jaxferry_marks_open(ctypes.c_void_p(token), ctypes.c_int64(num_kept))
 
     def close_marks(self, token: int) -> None:
@@ -301,9 +292,6 @@ def _check_is_cpu(native: NativeLibrary, function: str) -> None:
 
 def status(platform: str) -> LibraryStatus:
     """Returns whether a platform's native library can be used; loads and registers it if so.
-
-    Args:
-      platform: JAX's name: "cpu", "gpu" or "cuda".
 
     Raises:
       InputError: for another platform.

@@ -25,14 +25,7 @@ from jaxferry.transport import Placement, Vectors, as_numpy, updated_vectors
 
 
 def fused_rule(optimizer: Any, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:
-    """Returns the library's rule for the update of these layers; None if Optax has to do it.
-
-    Args:
-      optimizer: the Optax transformation.
-      state: shapes of its state for these layers.
-      layers: the layers of the unit.
-      reads: for each layer whether it has a gradient.
-    """
+    """Returns the library's rule for the update of these layers; None if Optax has to do it."""
     rule = optimizer.rule if isinstance(optimizer, FusedTransformation) else None
     if rule is None or not all(reads) or not rule.fits(state):
         return None

@@ -44,12 +44,6 @@ def unit_on_devices(
     """The unit as devices hold it, with shapes instead of arrays.
 
     Its parts are spans where devices share its arrays, of all their elements.
-
-    Args:
-      optimizer: the optimizer.
-      unit: the unit; masters and state may be shapes.
-      layers: the parameter groups.
-      placement: the devices.
     """
     if placement.num_devices == 1 or len(unit.layers) > 1:
         return unit

@@ -88,16 +88,7 @@ class LazyParameter:
 
 
 def given_leaves(what: str, given: Any, expected: Any) -> list[Any]:
-    """The leaves of a given tree.
-
-    Args:
-      what: what it is assigned to, for errors.
-      given: the tree, of arrays.
-      expected: a tree of the same structure, of shape structs.
-
-    Raises:
-      InputError: if structure, a shape or the kind of a dtype differs.
-    """
+    """The leaves of a given tree; raises InputError if structure, a shape or the kind of a dtype differs."""
     leaves, wanted = jax.tree.leaves(given), jax.tree.leaves(expected)
     tree: Any = jax.tree.structure(given)
     if tree != jax.tree.structure(expected):
@@ -132,10 +123,6 @@ def taken_extra_args(kwargs: dict[str, Any], known: Mapping[str, Any] | None) ->
 
 def hyperparameters(known: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of an optimizer's state that hold hyperparameters of `optax.inject_hyperparams`, by path.
-
-    Args:
-      known: all leaves of the state, by path.
-      values: new values by name.
 
     Raises:
       InputError: if the state holds no such hyperparameter, a schedule sets it, or the value does not fit.

@@ -102,18 +102,7 @@ def partition_forward(
     num_devices: int = 1,
     num_processes: int = 1,
 ) -> ForwardPartition:
-    """Cuts any function of parameters into segments for a run without derivatives.
-
-    Args:
-      function: `function(params, *args, **kwargs)` returns a tree of arrays.
-      params: as for `partition`.
-      args: likewise.
-      kwargs: likewise.
-      compute_dtype: likewise.
-      layers: likewise.
-      frozen: likewise.
-      num_devices: likewise.
-      num_processes: likewise.
+    """Cuts any function of parameters into segments for a run without derivatives; arguments as for `partition`.
 
     Raises:
       InputError: if a parameter is not real floating point, or if there is no parameter.

@@ -237,14 +237,7 @@ def differentiate(graph: Graph, segment: Segment, remat: Any = None) -> Derivati
 
 
 def once_for_graph(make: Callable[[Graph, Segment, Any], Any], graph: Graph, segment: Segment, remat: Any) -> Any:
-    """What a function makes of a segment, once for each graph and content unless the segment recomputes by a policy.
-
-    Args:
-      make: the function of graph, segment and a choice of what to save.
-      graph: as for `differentiate`.
-      segment: likewise.
-      remat: likewise.
-    """
+    """What a function makes of a segment, once for each graph and content unless the segment recomputes by a policy."""
     remat = segment.remat if remat is None else remat
     if not isinstance(remat, str):
         return make(graph, segment, remat)

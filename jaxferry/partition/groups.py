@@ -97,12 +97,7 @@ def module_paths(params: Any) -> list[Path]:
 
 
 def group_leaves(paths: Sequence[Path], tables: Collection[int] = ()) -> tuple[Group, ...]:
-    """Groups leaves into layers, in order of their first leaf.
-
-    Args:
-      paths: the path of each leaf, as from `module_paths`.
-      tables: indices of lookup tables.
-    """
+    """Groups leaves into layers, in order of their first leaf."""
     common = common_modules(paths)
     below = {index: path[common:] for index, path in enumerate(paths) if index not in tables}
     found = [(name, leaves) for name, leaves in _split(below, ())] if below else []

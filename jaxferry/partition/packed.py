@@ -182,22 +182,12 @@ def stored_struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def is_stored_as_bytes(own: Any, master: Any) -> bool:
-    """Whether a parameter is stored as bytes: one of a coded dtype that is not trained.
-
-    Args:
-      own: its shape and dtype.
-      master: those in which it is stored.
-    """
+    """Whether a parameter is stored as bytes: one of a coded dtype that is not trained."""
     return is_coded(own.dtype) and np.dtype(master.dtype) in BYTES
 
 
 def to_bytes(array: Any, made: np.ndarray | None = None) -> np.ndarray:
-    """Returns an array as it is stored if it is frozen: itself, unless it is coded (`is_coded`).
-
-    Args:
-      array: the array.
-      made: receives the bytes; None for new memory.
-    """
+    """Returns an array as it is stored if frozen: itself, or, if it is coded, its bytes, in `made` if that is given."""
     if is_key(array):
         bits = np.asarray(jax.random.key_data(array))
         if made is not None:

@@ -46,12 +46,7 @@ from jaxferry.settings import users_settings
 
 
 def check_byte_order(leaf: Any, name: str) -> None:
-    """Raises InputError if a leaf is a NumPy array whose bytes are swapped.
-
-    Args:
-      leaf: any leaf of the user's.
-      name: what it is, for the error.
-    """
+    """Raises InputError if a leaf is a NumPy array whose bytes are swapped."""
     dtype = getattr(leaf, "dtype", None)
     if isinstance(dtype, np.dtype) and not dtype.isnative:
         raise InputError(

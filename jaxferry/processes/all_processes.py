@@ -37,10 +37,6 @@ _TIMEOUT_S = 6 * 3600
 def check_same(what: str, content: str) -> None:
     """Checks that all processes have the same; each must call this.
 
-    Args:
-      what: names the content in the error.
-      content: must be the same.
-
     Raises:
       InputError: in every process, if one has another content. It names the processes that differ from the first.
     """
@@ -82,11 +78,6 @@ class Messages:
     """Short messages between processes for one purpose, in order; any thread may send and receive.
 
     Unlike a barrier of Orbax, at which the others wait for minutes, a failed process reports its error at once.
-
-    Args:
-      purpose: a name that no other messages have.
-      process: the number of this process.
-      num_processes: how many there are.
     """
 
     def __init__(self, purpose: str, process: int, num_processes: int) -> None:
@@ -178,13 +169,7 @@ PROGRESS = Progress()
 
 
 def watch(client: Any, process: int, timeout_s: float) -> None:
-    """Starts the thread that publishes this process's progress, and ends the process if another one hangs.
-
-    Args:
-      client: JAX's client of the coordination service.
-      process: the number of this process.
-      timeout_s: how long a call may wait for a process that has not begun it.
-    """
+    """Starts the thread that publishes this process's progress, and ends the process if another one hangs."""
 
     def run() -> None:
         while True:

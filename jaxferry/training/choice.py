@@ -127,11 +127,6 @@ def choose_plan(variants: RematVariants, planning: Planning, profile: Profile) -
     reserve factor alone chooses gradients. If no plan of a policy fits into the memory budget, the policy plans for its
     smallest feasible budget instead: the engine counts exact bytes afterwards.
 
-    Args:
-      variants: the segments and their derivatives.
-      planning: how the training step is planned.
-      profile: from `planning_profile`.
-
     Raises:
       InputError: if the plan is for another model, or the policy does not exist.
     """

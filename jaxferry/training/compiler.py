@@ -42,12 +42,7 @@ Value = TypeVar("Value")
 
 
 class Recent(Generic[Value]):
-    """The values of the keys that were used last.
-
-    Args:
-      most: the number of values that are kept.
-      drop: called with each value that is dropped for a newer one.
-    """
+    """The values of the keys that were used last."""
 
     def __init__(self, most: int, drop: Callable[[Value], object]) -> None:
         self._most, self._drop = most, drop

@@ -189,13 +189,6 @@ _SCALE = np.float32(1)
 class HostUpdate:
     """A unit's host update on new state, until the compute copy is where the device reads it.
 
-    Args:
-      optimizer: the optimizer.
-      placement: where arrays live.
-      unit: what it updates at once.
-      layers: of the model.
-      arrivals: for each layer, how its gradient arrives.
-
     Attributes:
       text: identifies the program.
       num_bytes: of the master parameters.
@@ -369,13 +362,7 @@ def adds_there(partition: Partition, number: int, widened: Collection[int]) -> l
 def program_variants(
     partition: Partition, recomputing: Partition, derivatives: Mapping[int, Derivative]
 ) -> list[dict[str, ProgramKey]]:
-    """For each segment, all programs that a step of any plan may run, as in `variants_of`.
-
-    Args:
-      partition: the segments.
-      recomputing: the same, with rematerialized variants where eligible.
-      derivatives: of both, by program number.
-    """
+    """For each segment, all programs that a step of any plan may run, as in `variants_of`."""
     found, last, widened = [], len(partition.segments) - 1, widened_groups(partition, derivatives)
     for number, (segment, again) in enumerate(zip(partition.segments, recomputing.segments, strict=True)):
         is_sum, is_last = adds_there(partition, number, widened), number == last

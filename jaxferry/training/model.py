@@ -51,13 +51,6 @@ _OF_STEPS = ("compute copy", "gradients", _SUMS)
 class Model:
     """Shapes and dtypes of a model's parameters, with the host optimizer that updates them.
 
-    Args:
-      params: the model's tree of parameters; shapes are enough.
-      optimizer: the Optax transformation.
-      options: those of `train_step`.
-      placement: where arrays live.
-      transport: the requested transport; None for the best available one.
-
     Attributes:
       params: the tree, of shape structs.
       compute_dtype: the dtype in which the device sees parameters; None for their own.

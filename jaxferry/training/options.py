@@ -200,10 +200,6 @@ def _is_number(value: Any) -> bool:
 def read_compute_dtype(value: Any, name: str = "compute_dtype") -> Any:
     """Reads a floating dtype; None stays None.
 
-    Args:
-      value: the dtype, or its name.
-      name: what the user calls it, for errors.
-
     Raises:
       InputError: if it is no floating dtype of at least 16 bits that JAX has.
     """

@@ -129,11 +129,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 class ColdCaches:
-    """Writes more bytes than the caches of a processor hold.
-
-    Args:
-      where: memory of the processor, unsharded.
-    """
+    """Writes more bytes than the caches of a processor hold."""
 
     def __init__(self, where: Any) -> None:
         [device] = where.device_set
@@ -159,11 +155,7 @@ def _written(array: jax.Array) -> jax.Array:
 
 @functools.cache
 def host_cache_bytes(cpus: pathlib.Path = _CPUS) -> int:
-    """The bytes of all caches of the host's processors, each shared one counted once; `UNKNOWN_BYTES` if unknown.
-
-    Args:
-      cpus: Linux's description of the processors.
-    """
+    """The bytes of all caches of the host's processors, each shared one counted once; `UNKNOWN_BYTES` if unknown."""
     sizes: dict[tuple[str, ...], int] = {}
     for cache in cpus.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
@@ -304,12 +296,7 @@ class DeviceTimer:
         return work_s
 
     def program(self, run: Callable[..., Any], prepare: Callable[[], Any]) -> Callable[[], float]:
-        """Times a program.
-
-        Args:
-          run: issues it.
-          prepare: makes its arguments, which it may donate.
-        """
+        """Times a program."""
         busy, last_end_s, gap_s = self._busy, math.inf, LEAST_LEAD_S
 
         def attempt(lead_s: float) -> tuple[float, float]:

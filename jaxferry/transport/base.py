@@ -173,13 +173,7 @@ class Transport(abc.ABC):
         return not self._placement.is_cpu and (gradient.is_summed_on_host or is_copied)
 
     def add_on_host(self, layer: int, onto: HostGradient | None, more: HostGradient) -> HostGradient:
-        """Lets the host add a stored gradient to another one of the layer; returns the sum.
-
-        Args:
-          layer: the layer.
-          onto: the sum of earlier ones; None begins one in the dtypes of `wide`.
-          more: the gradient, which is consumed.
-        """
+        """Lets the host add a stored gradient to another one of the layer; returns the sum."""
 
         def add(targets: Sequence[np.ndarray]) -> None:
             for target, vector in zip(targets, self.gather(layer, more), strict=True):
@@ -279,14 +273,7 @@ class Transport(abc.ABC):
     def compile(  # noqa: B027 - nothing to do by default
         self, loads: Mapping[int, int], reserved: Collection[int], stored: Collection[int], marks: bool
     ) -> None:
-        """Compiles what a step runs to move layers, so that its first run need not.
-
-        Args:
-          loads: the number of loads of each layer.
-          reserved: the layers whose buffers stay for the next step.
-          stored: those whose gradients it stores.
-          marks: whether copies record when they start and end.
-        """
+        """Compiles what a step runs to move layers, so that its first run need not."""
 
     def written(self, vectors: Sequence[jax.Array]) -> HostGradient:
         """Wraps the gradient that a program has written into `destinations`."""

@@ -40,14 +40,7 @@ from jaxferry.transport.shared_programs import shared_function
 def queue_stores(
     layer: Layer, sources: Sequence[jax.Array], into: Sequence[jax.Array], accumulate: bool = False
 ) -> list[jax.Array]:
-    """Queues the copies of a layer's joined gradients to its vectors in pinned memory, and returns these.
-
-    Args:
-      layer: the trained parameters.
-      sources: one array for each of `layer.transfers`.
-      into: the vectors.
-      accumulate: whether to add to what they hold.
-    """
+    """Queues the copies of a layer's joined gradients to its vectors in pinned memory, and returns these."""
     stored = list(into)
     for number, vector in enumerate(into):
         chosen = [i for i, transfer in enumerate(layer.transfers) if transfer.vector == number]
@@ -199,12 +192,7 @@ class Ferry(Transport):
         return self.queued(_marked(store, (arrays, into), mark), arrays)
 
     def queued(self, vectors: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> HostGradient:
-        """Wraps the gradient whose copy into `destinations` a program has queued: see `ProgramKey.stores`.
-
-        Args:
-          vectors: where it goes.
-          arrays: what is copied.
-        """
+        """Wraps the gradient whose copy into `destinations` a program has queued: see `ProgramKey.stores`."""
         copy = StoredCopy(self._native, tuple(vectors), arrays, self._landed, self.in_flight)
         stored = HostGradient(copy.arrays, self._placement.is_cpu, copy)
         copy.gradient = weakref.ref(stored)

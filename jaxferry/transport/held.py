@@ -75,10 +75,6 @@ class PutCopy:
 
     An array that is deleted earlier is freed by a thread of the runtime, at some time after the copy. Programs that are
     issued meanwhile find its memory in use, and take more. An array that is deleted after the copy is freed at once.
-
-    Args:
-      sources: arrays on the device that nothing else reads; a tree.
-      targets: the arrays that they are copied to; a tree.
     """
 
     def __init__(self, sources: Any, targets: Any) -> None:
@@ -152,12 +148,7 @@ class HostGradient:
             jax.block_until_ready(self.vectors)
 
     def add_later(self, addend: Addend, copy: CopyInFlight | None) -> None:
-        """Lets the host add something; whoever reads the gradient next does so.
-
-        Args:
-          addend: waits for it and adds it.
-          copy: the copy that brings it.
-        """
+        """Lets the host add something; whoever reads the gradient next does so."""
         self.addends.append(addend)
         self.latest, self.is_summed_on_host = copy, True
 

@@ -144,12 +144,7 @@ class StepMarks:
         self._numbers[index] = self._marks.count(index, result)
 
     def after(self, index: int, results: Any) -> None:
-        """Marks the end of a program.
-
-        Args:
-          index: its task.
-          results: its results, or some of them.
-        """
+        """Marks the end of a program."""
         mark = self._marks.after(index, jax.tree.leaves(results)[0])
         if isinstance(mark, int):
             self._numbers[index] = mark
