@@ -165,7 +165,6 @@ def counts_figure(charts: Sequence[tuple[str, str, Mapping[int, int]]]) -> Any:
 
 def plot_sweep(points: list[SweepPoint], best: SweepPoint | None, path: str | os.PathLike[str]) -> None:
     """Writes the figure of `sweep_figure`; errors are those of `save_figure`."""
-    plot_format(path)
     save_figure(sweep_figure(points, best), path)
 
 
@@ -202,7 +201,6 @@ def sweep_figure(points: list[SweepPoint], best: SweepPoint | None) -> Any:
 
 def plot_timelines(compared: Comparison, path: str | os.PathLike[str]) -> None:
     """Writes a figure of two steps of each policy, measured beside predicted; errors are those of `save_figure`."""
-    plot_format(path)
     rows = compared.rows
     figure = new_figure(16, 0.8 + 2.1 * len(rows))
     for pair, row in zip(figure.subplots(len(rows), 2, squeeze=False), rows, strict=True):

@@ -13,7 +13,7 @@ from jaxferry.native import DTYPES, is_usable, unusable_reason
 from jaxferry.partition import Gradient, Layer, RowGradient
 from jaxferry.transport.base import Transport, split
 from jaxferry.transport.ferry import Ferry
-from jaxferry.transport.held import DeviceLayer, HostGradient, PutCopy, delete_all
+from jaxferry.transport.held import CopyInFlight, DeviceLayer, HostGradient, PutCopy, delete_all
 from jaxferry.transport.marks import TaskMark
 from jaxferry.transport.pinned import Vectors, as_numpy, can_view
 from jaxferry.transport.placement import Placement
@@ -137,7 +137,7 @@ def computable(host: Any) -> Any:
     return jax.device_put(host, jax.memory.Space.Device)
 
 
-class _PartCopy:
+class _PartCopy(CopyInFlight):
     """A copy into parts of vectors: the pieces arrive in pinned memory of their own, and the CPU puts them together."""
 
     def __init__(self, layer: Layer, pieces: HostGradient, into: Vectors) -> None:
@@ -148,17 +148,6 @@ class _PartCopy:
         if self._pieces.copy is not None:
             self._pieces.copy.wait()
         _put_together(self._layer, list(map(as_numpy, self._pieces.vectors)), list(map(as_numpy, self._into)))
-
-    def hold(self) -> None:
-        """See `CopyInFlight`."""
-        self.wait()
-
-    def settle(self) -> None:
-        """See `CopyInFlight`."""
-        self.wait()
-
-    def forget(self) -> None:
-        """See `CopyInFlight`."""
 
 
 def _put_together(layer: Layer, pieces: Sequence[np.ndarray], into: Sequence[np.ndarray]) -> None:

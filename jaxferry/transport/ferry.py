@@ -52,7 +52,7 @@ def queue_stores(
 Waiter = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 
 
-class StoredCopy:
+class StoredCopy(CopyInFlight):
     """One gradient on its way to host memory.
 
     Args:
