@@ -168,11 +168,6 @@ class Derivative:
     _backward: Callable[..., Any]
     row_gradients: tuple[Any, ...] = ()
 
-    @property
-    def reads_weights(self) -> bool:
-        """Whether the backward reads any weights."""
-        return bool(self.weights_read)
-
     @functools.cached_property
     def reads_groups(self) -> tuple[bool, ...]:
         """For each group of the segment, whether the backward reads any weights of it."""

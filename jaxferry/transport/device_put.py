@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxferry.errors import InputError
-from jaxferry.native import DTYPES, is_usable, unusable_reason
+from jaxferry.native import DTYPES, is_usable, twins, unusable_reason
 from jaxferry.partition import Gradient, Layer, RowGradient
 from jaxferry.transport.base import Transport, split
 from jaxferry.transport.ferry import Ferry
@@ -113,10 +113,10 @@ class DevicePut(Transport):
         device, gathered = self._placement.device, self._placement.update_output
 
         def unpack(vectors: Vectors) -> list[jax.Array]:
-            return layer.unpack(computable(vectors))
+            return layer.unpack(twins.to_device(vectors))
 
         def store(gradients: Sequence[Gradient], into: Vectors) -> Vectors:
-            return layer.pack(split(layer, gradients), computable(into))
+            return layer.pack(split(layer, gradients), twins.to_device(into))
 
         def pack(gradients: Sequence[Gradient]) -> Vectors:
             arrays = [gradient for gradient in gradients if not isinstance(gradient, RowGradient)]
@@ -130,11 +130,6 @@ class DevicePut(Transport):
             "pack": lambda: jax.jit(pack, out_shardings=self._placement.shares_of(layer)),
         }
         return made[name]() if name in made else super()._jitted(name, layer)
-
-
-def computable(host: Any) -> Any:
-    """Makes host arrays operands within a jitted function; on a CPU this placement copies nothing."""
-    return jax.device_put(host, jax.memory.Space.Device)
 
 
 class _PartCopy(CopyInFlight):

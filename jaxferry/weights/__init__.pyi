@@ -7,7 +7,6 @@ from .instance import Outcome as Outcome
 from .instance import Schedule as Schedule
 from .instance import export_plan as export_plan
 from .instance import instance_from_profile as instance_from_profile
-from .instance import read_instance as read_instance
 from .policies import POLICIES as POLICIES
 from .policies import check_policy as check_policy
 from .policies import greedy as greedy
@@ -16,5 +15,3 @@ from .policies import l2l as l2l
 from .policies import select as select
 from .policies import solve as solve
 from .scheduling import schedule_transfers as schedule_transfers
-from .validation import ScheduleError as ScheduleError
-from .validation import validate as validate

@@ -9,14 +9,13 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxferry.costs import Profile
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import Mode
-from jaxferry.records import check_keys, load_record, required
+from jaxferry.records import check_keys, required
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.units import format_bytes
 
@@ -135,15 +134,6 @@ class Instance:
         """Returns the instance as a JSON object."""
         document: dict[str, Any] = {name: list(getattr(self, name)) for name in _LISTS}
         return document | {name: getattr(self, name) for name in _SCALARS}
-
-
-def read_instance(path: str | os.PathLike[str]) -> Instance:
-    """Reads an instance from a JSON file.
-
-    Raises:
-      InputError: naming the file, and line and column of malformed JSON.
-    """
-    return load_record(path, Instance.from_json)
 
 
 def _check_number(name: str, value: object) -> None:
