@@ -2,7 +2,6 @@
 
 import ctypes
 import dataclasses
-import importlib.metadata
 import os
 import pathlib
 import platform
@@ -18,6 +17,7 @@ from jaxferry.costs import JAX_SHARE, JAX_SHARE_VARIABLE
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native import Build, build_library, cpus, ffi_version, read_lines, run_self_test, shortest_s, status
 from jaxferry.optimizer import PINNED_VARIABLE, host_memory
+from jaxferry.training import installed_version
 from jaxferry.units import format_bytes, parse_bytes
 
 _XLA_THREADS = "tf_XLAEigen"
@@ -93,7 +93,7 @@ def examine(link_bytes: int) -> dict[str, Any]:
             f"JAX finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}): {error}"
         ) from error
     return {
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: installed_version(name) for name in _PACKAGES},
         "ffi_version": _ffi_version(),
         "devices": [_describe(device) for device in devices],
         "libraries": [_library(name) for name in _PLATFORMS["all"]],
@@ -104,13 +104,6 @@ def examine(link_bytes: int) -> dict[str, Any]:
         "cpus": _cpus(),
         "host_memory": [dataclasses.asdict(limit) for limit in host_memory.limits()],
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _ffi_version() -> str | None:

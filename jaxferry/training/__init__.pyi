@@ -27,6 +27,7 @@ from .options import Planning as Planning
 from .options import read_compute_dtype as read_compute_dtype
 from .profile_cache import MeasurementCache as MeasurementCache
 from .profile_cache import cache_directory as cache_directory
+from .profile_cache import installed_version as installed_version
 from .profile_cache import surroundings as surroundings
 from .samples import made_on_device as made_on_device
 from .samples import sample as sample

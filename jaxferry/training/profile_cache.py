@@ -118,8 +118,8 @@ def surroundings(platform_name: str, device_kind: str) -> dict[str, Any]:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
-        "jaxferry": _version("jaxferry"),
-        "scipy": _version("scipy"),
+        "jaxferry": installed_version("jaxferry"),
+        "scipy": installed_version("scipy"),
         "native": {name: _native(name) for name in sorted({"cpu", platform_name})},
     }
 
@@ -159,7 +159,8 @@ def _host_cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Returns the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
