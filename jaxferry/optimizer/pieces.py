@@ -1,6 +1,4 @@
-"""Parts of parameters in host memory: read, written, and shared by several processes.
-
-Arrays in host memory, whole or in parts, and conversions between the two forms.
+"""Arrays in host memory, whole, in parts, or shared by several processes, and conversions between these forms.
 
 A parameter that a model scans over, and its optimizer state, is stored in parts, one per layer. Of several processes,
 each stores some elements of each array. Users see it whole.

@@ -158,7 +158,12 @@ class UpdatePrograms:
             content = self._tree.content(missing[key][0].leaves)
             contents[_FACTORS] = content and ("factors", content, self._clip_norm, self._placement)
             missing[_FACTORS] = (missing[key][0], rules[key])
-        programs = compile_shared(contents, lambda key: self._lowered(key, missing[key][0], missing[key][1], layers))
+
+        def lowered(key: Any) -> Any:
+            unit, how = missing[key]
+            return self._lower_factors(unit, how) if key == _FACTORS else self._lower(unit, layers, how)
+
+        programs = compile_shared(contents, lowered)
         if _FACTORS in programs:
             counts, *_ = programs[_FACTORS].args_info[0]
             self._factors = Factors(programs.pop(_FACTORS), len(counts))
@@ -169,10 +174,6 @@ class UpdatePrograms:
             self._updates[key] = self._fused(rule, missing[key][0], missing[key][1], layers)
         for unit, reads, key in wanted:
             unit.programs[reads] = self._updates[key]
-
-    def _lowered(self, key: Any, unit: UpdateGroup, how: Any, layers: Sequence[Layer]) -> Any:
-        """A program before XLA compiles it: of the factors by a rule, or of a unit's update by what is read."""
-        return self._lower_factors(unit, how) if key == _FACTORS else self._lower(unit, layers, how)
 
     def plain(self, unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[..., Any]:
         """The update of a unit by Optax, for a jitted function on any device.

@@ -1,14 +1,11 @@
 """Traces a function on its parameters in the compute dtype, and compares programs by content.
 
-Decides whether two segments are the same program: equal equations up to the numbers of their values.
-
-Values are renumbered in order of appearance, and parameters of primitives are compared by content. A callable among
-them (the rule of a `custom_vjp`) cannot be compared by content: `Canonical.is_opaque` reports it, and the caller
-compares the differentiated programs instead, where such rules are resolved.
-
-Traces a function on its parameters in the compute dtype.
-
 params, args -> shapes -> jaxpr -> graph -> scans over layers unrolled
+
+Two segments are the same program if their equations are equal up to the numbers of their values, which are renumbered
+in order of appearance. A callable among the parameters of a primitive (the rule of a `custom_vjp`) cannot be compared
+by content: `Canonical.is_opaque` reports it, and the caller compares the differentiated programs instead, where such
+rules are resolved.
 """
 
 from __future__ import annotations

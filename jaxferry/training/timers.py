@@ -1,14 +1,8 @@
 """Times tasks of a host and of an accelerator, with cold caches, by the marks that steps use.
 
-A measurement is a warm-up and the median of repetitions. The median discards repetitions that other work on the machine
-disturbs.
-
-Empties a processor's caches, so that each repetition of a microbenchmark finds its arguments in memory.
-
-In a step, a layer's parameters, kept values and optimizer state were last used many layers ago. Repeated on the same
-arrays, the update of a small layer takes less than half of that time, since all of it stays in the caches.
-
-Times tasks of an accelerator by the marks that steps use (`transport/marks.py`).
+A measurement is a warm-up and the median of repetitions, which discards those that other work on the machine disturbs.
+Caches are emptied before each: in a step, a layer's parameters, kept values and optimizer state were last used many
+layers ago. Repeated on the same arrays, the update of a small layer takes less than half of that time.
 
     compute   products ... | empty caches | mark | program | mark | products ...    issued while products run
 

@@ -1,15 +1,11 @@
-"""Vectors in pinned host memory, and what waits until the device has read them.
-
-Pinned memory as the CPU sees it: views in place of copies.
+"""Vectors in pinned host memory: views in place of copies, and what waits until the device has read them.
 
 `jax.device_put` between an accelerator's client and the CPU backend is a synchronous copy through a literal and a
 staging buffer. But pinned memory is host memory, so one address serves both: a NumPy view of it, and an array of the
 CPU backend on that view. Where the CPU cannot reach it, the functions here copy by `jax.device_put`.
 
-Waits in a thread for what the device still does with pinned memory whose owner is deleted.
-
-The owner is a transport with copies in flight, or a training state whose compute copy issued programs still read: the
-runtime frees pinned memory with its last reference, whatever the device does with it.
+The runtime frees pinned memory with its last reference, whatever the device does with it. So a thread waits for the
+device where an owner is deleted: a transport with copies in flight, or a training state that issued programs read.
 
 Python's garbage collector calls finalizers wherever Python allocates; up to 3.11 that includes JAX's own code. While
 JAX records a stack, it keeps it in a buffer of the thread (jaxlib/traceback.cc). A JAX function that records one too,
