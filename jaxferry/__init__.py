@@ -24,6 +24,7 @@ _named, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 _ALIASES = {
     "jaxferry.distributed": "jaxferry.processes.distributed",
     "jaxferry.pretrained": "jaxferry.checkpoint.pretrained",
+    "jaxferry.train_step": "jaxferry.training.entry",
 }
 
 
@@ -40,17 +41,25 @@ class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports modules of rooms under names of this package."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _ALIASES:
-            return None
-        return importlib.machinery.ModuleSpec(
-            fullname, self, loader_state=importlib.import_module(_ALIASES[fullname]).__spec__
-        )
+        return importlib.machinery.ModuleSpec(fullname, self) if fullname in _ALIASES else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return sys.modules[_ALIASES[spec.name]]
+        module = importlib.import_module(_ALIASES[spec.name])
+        spec.loader_state = module.__spec__
+        return module
 
     def exec_module(self, module: types.ModuleType) -> None:
+        assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state  # the import of the alias has replaced it
 
 
+class _Package(types.ModuleType):
+    """The package; its attribute `train_step` is the function also where the module of that name was imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "train_step" or not isinstance(value, types.ModuleType):
+            super().__setattr__(name, value)
+
+
 sys.meta_path.insert(0, _Aliases())
+sys.modules[__name__].__class__ = _Package

@@ -17,7 +17,7 @@ from jaxferry.processes import distributed
         ("import jaxferry; jaxferry.Mode.DHA, jaxferry.InputError, jaxferry.__version__", True),
         ("import jaxferry; jaxferry.units.parse_bytes, jaxferry.modes.Mode", True),
         (
-            "import jaxferry.distributed\nassert callable(jaxferry.train_step)\n"
+            "import jaxferry.train_step\nassert callable(jaxferry.train_step)\n"
             "from jaxferry import *\nassert train_step is jaxferry.train_step and callable(list_checkpoints)",
             False,
         ),
@@ -33,6 +33,7 @@ def test_jax_is_imported_with_the_first_name_that_needs_it(tmp_path, code, is_li
 def test_modules_of_rooms_have_other_names_in_the_package():
     other = importlib.import_module("jaxferry.distributed")
     assert other is distributed is jaxferry.distributed and other.__spec__.name == other.__name__
+    assert importlib.import_module("jaxferry.train_step").TrainStep is jaxferry.TrainStep
     assert importlib.import_module("jaxferry.pretrained").open_safetensors is jaxferry.pretrained.open_safetensors
     with mock.patch("jaxferry.distributed.is_first", return_value="patched"):
         assert jaxferry.distributed.is_first() == distributed.is_first() == "patched"
