@@ -24,7 +24,7 @@ from jaxferry.partition.segments import (
     Segment,
     build_segments,
     depending_on,
-    prelude_with_views,
+    with_views,
 )
 from jaxferry.partition.tracing import (
     Canonical,
@@ -176,7 +176,7 @@ def _cut_into_segments(
     built = [build_segments(graph, flow, derived, cut, made, layers_of_group) for cut in choices]
     shared = [_share_programs(graph, segments, is_differentiated) for segments in built]
     segments = min(shared, key=lambda segments: len({segment.program for segment in segments}))
-    prelude = prelude_with_views(flow)
+    prelude = with_views(flow, flow.prelude)
     read = {value for segment in segments for value in segment.nondiff_inputs}
     read |= {atom for atom in graph.outputs if isinstance(atom, int)}
     return ForwardPartition(

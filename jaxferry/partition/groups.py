@@ -1,7 +1,5 @@
 """Groups parameters into layers by module path, and says which ones are trained.
 
-Groups parameters into layers by module path.
-
 The tree of a Flax model mirrors its modules. A subtree is one layer unless it contains repeated modules: siblings with
 numbered names and the same modules inside, such as transformer blocks (`h_0`, `h_1`, ... or `layers/0`, `layers/1`,
 ...), or a list of modules. Such a subtree is opened, and each sibling becomes a layer. So each residual block is one

@@ -1,6 +1,4 @@
-"""Stacked parameters, and frozen ones of fewer than 8 bits an element.
-
-Numbers and names the parts of stacked parameters.
+"""Stacked parameters, whose parts it numbers and names, and frozen ones of fewer than 8 bits an element.
 
 A model that scans over its layers has one leaf for all of them, for example `layers/attn/kernel` of shape [12, ...].
 It is stored as `layers/0/attn/kernel`, `layers/1/attn/kernel`, ...: siblings, as in a model without a scan.
