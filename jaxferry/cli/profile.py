@@ -258,9 +258,9 @@ def profile(
     if remat not in (*REMAT, AUTO):
         raise InputError(f"--remat must be one of {', '.join((*REMAT, AUTO))}, got {remat!r}")
     if machine is not None:
-        made = estimate_model(model, machine, compute_dtype, remat, devices, processes, granularity)
+        made = _estimated(model, machine, compute_dtype, remat, granularity, devices, processes)
     else:
-        made = measure_model(model, optimizer, compute_dtype, remat, transport, granularity, devices)
+        made = _measured(model, optimizer, compute_dtype, remat, granularity, devices, transport)
     if output is not None:
         made.save(output)
     estimated = f"Estimated for {made.machine['name']}, not measured."
@@ -268,14 +268,8 @@ def profile(
     print_result(as_json, made.to_json(), f"{note} Sizes in MiB, times in ms.", "", _table(made))
 
 
-def estimate_model(
-    model: str,
-    machine: str,
-    compute_dtype: str | None = None,
-    remat: str = AUTO,
-    devices: int = 1,
-    processes: int = 1,
-    granularity: str = BLOCK,
+def _estimated(
+    model: str, machine: str, compute_dtype: str | None, remat: str, granularity: str, devices: int, processes: int
 ) -> Profile:
     """Estimates the profile of the model `module:function` on a built-in machine or one described in a file."""
     figures, dtype = find_machine(machine), read_dtype(compute_dtype)
@@ -291,27 +285,22 @@ def estimate_model(
     return dataclasses.replace(made.profile, machine={**made.profile.machine, **facts})
 
 
-def measure_model(
+def _measured(
     model: str,
-    optimizer: str = "adamw",
-    compute_dtype: str | None = None,
-    remat: str = AUTO,
-    transport: str | None = None,
-    granularity: str = BLOCK,
-    devices: int = 1,
+    optimizer: str,
+    compute_dtype: str | None,
+    remat: str,
+    granularity: str,
+    devices: int,
+    transport: str | None,
 ) -> Profile:
     """Measures the profile of the model `module:function` on JAX's first device, or on a mesh of its first devices."""
     update = make_optimizer(optimizer)  # times do not depend on the learning rate
-    options: dict[str, Any] = {
-        "compute_dtype": read_dtype(compute_dtype),
-        "remat": remat,
-        "transport": transport,
-        "granularity": granularity,
-        "mesh": mesh_of(devices),
-    }
+    dtype, mesh = read_dtype(compute_dtype), mesh_of(devices)
+    options: dict[str, Any] = {"remat": remat, "transport": transport, "granularity": granularity}
     with user_code(model):
         known = call_model(model)
-    step = train_step(known.loss_fn, update, **options)
+    step = train_step(known.loss_fn, update, compute_dtype=dtype, mesh=mesh, **options)
     with user_code(model):
         made = step.measure(known.shapes(), known.batch_of(0))
     return dataclasses.replace(made, machine={**made.machine, "model": model, "optimizer": optimizer})

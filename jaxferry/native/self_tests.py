@@ -392,10 +392,10 @@ def run_self_test(
     return found
 
 
-def shortest_s(run: Callable[[], object], num_repetitions: int = _NUM_REPETITIONS) -> float:
+def shortest_s(run: Callable[[], object]) -> float:
     """Returns the shortest of a few times, in seconds; `run` must return only when its work has ended."""
     times_s = []
-    for _ in range(num_repetitions):
+    for _ in range(_NUM_REPETITIONS):
         start_s = time.perf_counter()
         run()
         times_s.append(time.perf_counter() - start_s)

@@ -192,11 +192,10 @@ class Schedule:
     events: tuple[Event, ...]
 
     @classmethod
-    def from_events(cls, events: Sequence[Event], duration_s: float | None = None) -> "Schedule":
-        """Sorts the events; the duration defaults to the last event's end."""
-        last = max((event.end_s for event in events), default=0.0)
+    def from_events(cls, events: Sequence[Event]) -> "Schedule":
+        """Sorts the events, of which the last one's end is the duration."""
         ordered = sorted(events, key=lambda event: (event.start_s, event.end_s))
-        return cls(last if duration_s is None else duration_s, tuple(ordered))
+        return cls(max((event.end_s for event in events), default=0.0), tuple(ordered))
 
 
 @dataclasses.dataclass(frozen=True)
