@@ -71,7 +71,8 @@ class Model:
         transport: str | None,
     ) -> None:
         self.numerics, self._placement, self._optax = numerics, placement, optimizer
-        self.compute_dtype = _compute_dtype(params, numerics, placement)
+        by_default = None if placement.platform == "cpu" else accelerator_dtype(params)
+        self.compute_dtype: Any = by_default if numerics.compute_dtype is None else numerics.compute_dtype
         hidden = frozen_leaves(numerics.trainable, params)
         layers = layers_by_path(params, self.compute_dtype, hidden)
         self.params = abstract(params)
@@ -309,10 +310,10 @@ def abstract(params: Any) -> Any:
     return jax.tree.map(shape_of, params)
 
 
-def _compute_dtype(params: Any, numerics: Numerics, placement: Placement) -> Any:
+def accelerator_dtype(params: Any) -> Any:
+    """The dtype in which an accelerator sees these parameters by default: `ACCELERATOR_DTYPE` for fp32, else None."""
     is_single = all(getattr(leaf, "dtype", None) == np.float32 for leaf in jax.tree.leaves(params))
-    by_default = ACCELERATOR_DTYPE if placement.platform != "cpu" and is_single else None
-    return by_default if numerics.compute_dtype is None else numerics.compute_dtype
+    return ACCELERATOR_DTYPE if is_single else None
 
 
 def _master_dtypes(layers: Sequence[Layer]) -> dict[int, np.dtype]:

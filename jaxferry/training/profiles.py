@@ -105,22 +105,18 @@ def measure_shares(
         sizes = {name: temporaries[key] for name, key in known.items()}
         made.append(dataclasses.replace(layer, temporary_bytes=sizes))
     facts = {**facts_of(placement, transport, remat), "links": links.to_json()}
+    # What the links of all devices and each process's updates take of each other's time, at most.
+    found = measure_contention(own.optimizer, own.placement, own.partition.layers, cache, placement)
+    most = np.reshape(slowest(found.matrix.ravel().tolist()), found.matrix.shape)
     profile = Profile(
         facts,
         tuple(made),
         num_devices=placement.num_devices,
         num_processes=placement.num_processes,
-        contention=_contention_of(own, placement, cache),
+        contention=Contention.of_matrix(most),
     )
     staging_bytes = make_transport(transport, placement, partition.layers).staging_bytes
     return with_program_facts(profile, partition, programs.derivatives, offload_activations, staging_bytes)
-
-
-def _contention_of(own: Share, placement: Placement, cache: MeasurementCache) -> Contention:
-    """What the links of all devices and each process's updates take of each other's time, at most."""
-    found = measure_contention(own.optimizer, own.placement, own.partition.layers, cache, placement)
-    most = np.reshape(slowest(found.matrix.ravel().tolist()), found.matrix.shape)
-    return Contention.of_matrix(most)
 
 
 def _measured_alone(

@@ -267,6 +267,9 @@ class StepCompiler:
         """The program of the plan that fits into the memory budget."""
         budget, parts = self._planning.memory_budget_bytes, self._variants.base
         summed = self._summed_groups(plan)
+        # The uses of each update's groups, those of the most bytes first.
+        units = sorted(self._resources.optimizer.units_of(parts.layers), key=lambda unit: -unit.num_bytes)
+        updates = [[n for n, use in enumerate(parts.uses) if use.group in unit.layers] for unit in units]
 
         def program_of(plan: Plan) -> StepProgram:
             return self._lower(plan, frozenset(summed))
@@ -280,16 +283,10 @@ class StepCompiler:
             lambda plan: self._peak(program_of(plan)),
             self._variants.largest_first,
             parts.layers,
-            self._updates(),
+            updates,
             self._planning.takes_device_budget,
         )
         return program_of(fitted)
-
-    def _updates(self) -> list[list[int]]:
-        """The uses of each update's groups, those of the most bytes first."""
-        parts = self._variants.base
-        units = sorted(self._resources.optimizer.units_of(parts.layers), key=lambda unit: -unit.num_bytes)
-        return [[n for n, use in enumerate(parts.uses) if use.group in unit.layers] for unit in units]
 
     def _summed_groups(self, plan: Plan | None = None) -> list[int]:
         """The groups whose sums over micro-batches can leave the device, under this or any plan."""
