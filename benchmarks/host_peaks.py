@@ -129,36 +129,31 @@ def run(operation, num_layers, folder, transport, num_processes):
 
     own = folder / f"export {jax.process_index()}"
 
-    def operate(state):
-        if operation == "init":
-            step.init(shapes)
-        elif operation == "init_from":
-            step.init_from(init_fn, jax.random.key(0))
-        elif operation == "step":
-            trained(step, state, x)
-        elif operation == "save":
-            step.save(state, folder / "saved")
-        elif operation == "save in the background":
-            step.save(state, folder / "in the background", wait=False)
-            step.wait_for_saves()
-        elif operation == "restore":
-            step.restore(folder / "saved")
-        elif operation == "restore and step":
-            trained(step, step.restore(folder / "saved"), x)
-        elif operation == "export":
-            pretrained.save_safetensors(own, state.lazy_params, lambda path: pretrained.Source(path[0], True))
-        elif operation == "pretrained":
-            tensors = pretrained.open_safetensors(own)
-            step.init(pretrained.arrange(tensors, shapes, lambda path: pretrained.Source(path[0], True)))
-        elif operation == "copy":
-            state.copy()
+    def source_of(path):
+        return pretrained.Source(path[0], True)
+
+    operations = {
+        "init": lambda state: step.init(shapes),
+        "init_from": lambda state: step.init_from(init_fn, jax.random.key(0)),
+        "step": lambda state: trained(step, state, x),
+        "save": lambda state: step.save(state, folder / "saved"),
+        "save in the background": lambda state: (
+            step.save(state, folder / "in the background", wait=False),
+            step.wait_for_saves(),
+        ),
+        "restore": lambda state: step.restore(folder / "saved"),
+        "restore and step": lambda state: trained(step, step.restore(folder / "saved"), x),
+        "export": lambda state: pretrained.save_safetensors(own, state.lazy_params, source_of),
+        "pretrained": lambda state: step.init(pretrained.arrange(pretrained.open_safetensors(own), shapes, source_of)),
+        "copy": lambda state: state.copy(),
+    }
 
     state = None if operation in WITHOUT_STATE else step.init(shapes)
     if state is not None and operation != "step":
         trained(step, state, x)
     reset_peak()
     there = status_bytes("VmRSS")
-    operate(state)
+    operations[operation](state)
     peak = status_bytes("VmHWM")
     return {
         "resident": peak - before["resident"],

@@ -4,7 +4,7 @@ step = jaxferry.train_step(loss_fn, optax.adamw(3e-4), memory_budget="8GiB")
 state = step.init(params)
 state, metrics = step(state, batch)
 
-Attributes that need JAX are imported on first use, so that the planning commands start without it.
+The names, which `__init__.pyi` lists, are imported on first use, so that the planning commands start without JAX.
 """
 
 import importlib
@@ -13,62 +13,13 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxferry.errors import (
-    BudgetError,
-    CheckpointError,
-    HostMemoryError,
-    InputError,
-    InternalError,
-    JaxFerryError,
-    NonFiniteError,
-    PartitionError,
-    StateError,
-    TaskError,
-)
-from jaxferry.modes import GradientPlace, Mode
-
-if TYPE_CHECKING:
-    from jaxferry.checkpoint import SavedCheckpoint, list_checkpoints
-    from jaxferry.engine import TrainState
-    from jaxferry.optimizer import adam, adamw, lion, sgd
-    from jaxferry.training import TrainStep, train_step
-
+import lazy_loader
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BudgetError",
-    "CheckpointError",
-    "GradientPlace",
-    "HostMemoryError",
-    "InputError",
-    "InternalError",
-    "JaxFerryError",
-    "Mode",
-    "NonFiniteError",
-    "PartitionError",
-    "SavedCheckpoint",
-    "StateError",
-    "TaskError",
-    "TrainState",
-    "TrainStep",
-    "adam",
-    "adamw",
-    "lion",
-    "list_checkpoints",
-    "sgd",
-    "train_step",
-]
-
-_MODULES = {
-    **dict.fromkeys(("SavedCheckpoint", "list_checkpoints"), "jaxferry.checkpoint"),
-    **dict.fromkeys(("adam", "adamw", "lion", "sgd"), "jaxferry.optimizer.optimizers"),
-    "TrainState": "jaxferry.engine",
-    **dict.fromkeys(("TrainStep", "train_step"), "jaxferry.training"),
-}
-
+_named, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 _ALIASES = {
     "jaxferry.distributed": "jaxferry.processes.distributed",
@@ -77,22 +28,29 @@ _ALIASES = {
 }
 
 
+def __getattr__(name: str) -> Any:
+    """Returns a listed name, or a room."""
+    if name in __all__:
+        return _named(name)
+    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
 class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports modules of rooms under names of this package."""
-
-    def __init__(self) -> None:
-        self._specs: dict[str, Any] = {}
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(fullname, self) if fullname in _ALIASES else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = importlib.import_module(_ALIASES[spec.name])
-        self._specs[module.__name__] = module.__spec__
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__spec__ = self._specs[module.__name__]  # the import of the alias has replaced it
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state  # the import of the alias has replaced it
 
 
 class _Package(types.ModuleType):
@@ -105,17 +63,3 @@ class _Package(types.ModuleType):
 
 sys.meta_path.insert(0, _Aliases())
 sys.modules[__name__].__class__ = _Package
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
-        return value
-    full = f"{__name__}.{name}"
-    if not name.startswith("_") and importlib.util.find_spec(full) is not None:
-        return importlib.import_module(full)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -33,6 +33,9 @@ _LIBRARIES = {
 _OF_DEVICES = ("JaxRuntimeError", "XlaRuntimeError")
 """Names of the error of a device or the compiler, often for want of memory."""
 
+_OF_LEAKS = "UnexpectedTracerError"
+"""The name of JAX's error for a tracer that a function of the user's has kept, wherever JAX meets it."""
+
 _CALL = re.compile(r'File "([^"]+)", line (\d+), in ')
 
 _STAGES = {
@@ -185,7 +188,7 @@ def is_internal(error: BaseException) -> bool:
     """Whether an error is JaxFerry's own mistake: not raised deliberately, not the user's, not the machine's."""
     if isinstance(error, (JaxFerryError, OSError, MemoryError, Warning)) or not isinstance(error, Exception):
         return False
-    return type(error).__name__ not in _OF_DEVICES and not origin_of(error).is_users
+    return type(error).__name__ not in (*_OF_DEVICES, _OF_LEAKS) and not origin_of(error).is_users
 
 
 def described(error: BaseException) -> str:

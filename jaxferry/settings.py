@@ -105,10 +105,12 @@ def own_settings() -> Iterator[None]:
     if _LEFT.get() is not None:
         yield
         return
-    left = _Users(_values_that_differ(), _mesh())
+    has_mesh = not jax.sharding.get_abstract_mesh().empty
+    left = _Users(_values_that_differ(), jax.sharding.get_mesh() if has_mesh else None)
     token = _LEFT.set(left)
     try:
-        if not left.values and left.mesh is None and not _guards():
+        guards = any(getattr(jax.config, name, None) not in (None, "allow") for name in _GUARDS)
+        if not left.values and left.mesh is None and not guards:
             yield
             return
         _check(left.values)
@@ -151,9 +153,6 @@ def for_platform(platform: str) -> Iterator[None]:
     """Runs the body, traces of functions of the user's, with a platform's first device as JAX's default.
 
     Models may choose what they compute by the default device, such as the implementation of attention.
-
-    Args:
-      platform: of the device for which they are traced: `cpu`, `gpu`, ...
     """
     with jax.default_device(platform) if platform in _PLATFORMS else contextlib.nullcontext():
         yield
@@ -163,9 +162,6 @@ def for_planned_gpu(make: Callable[[], Made]) -> Made:
     """Calls a function that traces a function of the user's for a GPU, which this machine may lack, as may cuDNN.
 
     A user's function that computes anything while it is traced needs the device: it is then traced for this machine's.
-
-    Args:
-      make: the function; it may be called twice.
     """
     installed = cudnn_attention.check_cudnn_version
 
@@ -204,23 +200,14 @@ def looks_for_nans() -> bool:
 
 
 def check_may_trace(what: str) -> None:
-    """Raises InputError if the user's `jax_no_tracing` forbids tracing a function.
-
-    Args:
-      what: what would be traced, for the error.
-    """
+    """Raises InputError if the user's `jax_no_tracing` forbids tracing a function."""
     left = _LEFT.get()
     if left is not None and "no_tracing" in left.values:
         raise InputError(f"jax_no_tracing is set, but {what} has to be traced: call prepare() before it is set")
 
 
 class ThreadPool(ThreadPoolExecutor):
-    """Threads that run the engine's programs, under the engine's settings for their whole life.
-
-    Args:
-      max_workers: as for `ThreadPoolExecutor`.
-      name: a prefix for the names of the threads.
-    """
+    """Threads that run the engine's programs, under the engine's settings for their whole life."""
 
     def __init__(self, max_workers: int | None = None, name: str = "jaxferry") -> None:
         super().__init__(max_workers, thread_name_prefix=name, initializer=_enter_for_good)
@@ -272,15 +259,6 @@ def _values_that_differ() -> dict[str, Any]:
     if getattr(config, "jax_no_execution", False):
         raise InputError("jax_no_execution is set, which forbids every program: unset it around this call")
     return found
-
-
-def _guards() -> bool:
-    """Whether a transfer guard is set."""
-    return any(getattr(jax.config, name, None) not in (None, "allow") for name in _GUARDS)
-
-
-def _mesh() -> Mesh | None:
-    return None if jax.sharding.get_abstract_mesh().empty else jax.sharding.get_mesh()
 
 
 def _check(values: dict[str, Any]) -> None:

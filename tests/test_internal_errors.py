@@ -13,6 +13,7 @@ import pytest
 import jaxferry
 from jaxferry.engine import executor
 from jaxferry.step import Operation
+from jaxferry.training import host_bytes
 
 DEPTH = 3
 X = np.ones((8, 16), np.float32)
@@ -129,6 +130,18 @@ def test_an_internal_error_outside_of_steps_says_so_too(monkeypatch, tmp_path):
     assert step.restore(tmp_path / "saved").step == 0
 
 
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+@pytest.mark.parametrize("function", ["arrays.chunk_shape", "arrays._numbered", "leaves.indices", "leaves.read_about"])
+def test_an_internal_error_of_a_checkpoint_is_not_told_as_the_file_system_s(function, error, monkeypatch, tmp_path):
+    step, state = make()
+    step.save(state, tmp_path / "saved")
+    function = function.replace("leaves.read_about", "read_about")
+    monkeypatch.setattr(f"jaxferry.checkpoint.{function}", Mock(side_effect=error("lost")))
+    with pytest.raises(jaxferry.InternalError, match=rf"stage checkpoint: {error.__name__}: lost; {REPORT}"):
+        step.save(state, tmp_path / "other")
+        step.restore(tmp_path / "saved")
+
+
 BETWEEN_TASKS = [
     *(f"ready_tasks.ReadyTasks.{name}" for name in ("_end_for", "arrive", "has_started", "take")),
     *("step_run.Monitor.wake", "step_run.StepRun._next_task", "lanes._do_tasks"),
@@ -214,6 +227,37 @@ def test_a_call_that_a_function_of_the_users_does_not_take_is_no_internal_error(
     assert not isinstance(caught.value, jaxferry.InternalError)
 
 
+def leaked_tracer():
+    kept = []
+    jax.jit(lambda x: kept.append(x) or x)(X)
+    return kept[0]
+
+
+def of_leaks():
+    step, state = make()
+    leaked, own = leaked_tracer(), optax.adam(1e-2)
+    init = optax.GradientTransformation(lambda params: (leaked.sum(), own.init(params)), lambda g, s, p=None: (g, s))
+    update = own._replace(update=lambda g, s, p=None: (jax.tree.map(lambda a: a + leaked.sum(), g), s))
+    return {
+        "loss": lambda: (lambda step, state: step(state, X))(*make(lambda p, x: loss_fn(p, x + leaked))),
+        "part of the loss": lambda: (lambda step, state: step(state, X))(
+            *make(lambda p, x: loss_fn(p, x) * leaked.sum())
+        ),
+        "apply": lambda: step.apply(state, lambda p, x: loss_fn(p, x) + leaked, X),
+        "init of the optimizer": lambda: make(optimizer=init),
+        "update of the optimizer": lambda: make(optimizer=update),
+        "init_fn": lambda: step.init_from(lambda key: {f"w{i}": X.T @ leaked for i in range(DEPTH)}, jax.random.key(0)),
+        "params": lambda: step.init({f"w{i}": leaked for i in range(DEPTH)}),
+        "batch": lambda: step(state, leaked),
+    }
+
+
+@pytest.mark.parametrize("where", of_leaks())
+def test_a_tracer_that_a_function_of_the_users_has_kept_is_no_internal_error(where):
+    with pytest.raises((jaxferry.InputError, jax.errors.UnexpectedTracerError), match=r"tracer|under jax\.jit"):
+        of_leaks()[where]()
+
+
 RETURNED = [
     (lambda g, s: g, r"must return \(updates, state\), it returned a dict"),
     (lambda g, s: None, r"must return \(updates, state\), it returned None"),
@@ -232,6 +276,7 @@ def of_wrong_kind():
     init_only = optax.GradientTransformation(lambda params: "abc", optax.sgd(1.0).update)
     return {
         "init must return a tree of arrays, it returned a str": lambda: make(optimizer=init_only),
+        "init must return a tree of arrays, it returned a str\\b": lambda: host_bytes(X, init_only, None, [], {}),
         "function must be a function of .*, got 3": lambda: step.apply(state, 3, X),
         "init_fn must be a function of a PRNG key, got 3": lambda: step.init_from(3, key),
         "init_fn must return a tree of arrays, it returns a str": lambda: step.init_from(lambda key: "abc", key),

@@ -5,7 +5,7 @@
     NAME/save_7/arrays-1/ ...    the elements that other processes own
 
 A save is a numbered folder that one rename publishes (`saves`). `content` compares a checkpoint with a model and an
-optimizer, `background` saves while training continues, `pretrained` reads and writes safetensors files.
+optimizer, `pretrained` reads and writes safetensors files.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import Any, TypeVar, overload
 import jax
 
 from jaxferry.checkpoint.about import FILE, FORMAT, IN_PIECES, WITHOUT_DIGESTS, About, read_about
-from jaxferry.checkpoint.arrays import arrays_of, write_arrays, write_own
-from jaxferry.checkpoint.background import BackgroundSaves
+from jaxferry.checkpoint.arrays import arrays_of, reason, write_arrays, write_own
 from jaxferry.checkpoint.content import (
     Checkpoint,
     check_coded,
@@ -46,14 +45,12 @@ from jaxferry.checkpoint.saves import (
     next_time_s,
     path_in,
     prune,
-    reason,
 )
 from jaxferry.errors import CheckpointError, InputError, JaxFerryError, is_internal
 from jaxferry.processes import Messages, is_key
 from jaxferry.transport import deferred_interrupts
 
 __all__ = [
-    "BackgroundSaves",
     "Checkpoint",
     "Keep",
     "SavedCheckpoint",
@@ -148,8 +145,7 @@ def _errors_about(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        # Orbax and TensorStore raise these for what the file system has refused.
-        if not isinstance(error, ValueError | RuntimeError) and is_internal(error):
+        if is_internal(error):
             raise
         is_short = isinstance(error, MemoryError) or "start new thread" in str(error)
         remedy = "free host memory, or raise ulimit -v and -u" if is_short else "make room, or choose another path"
@@ -166,11 +162,7 @@ def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
 
 
 def check_metric(metric: float | None) -> float | None:
-    """Returns a metric as a number; None for one that is not finite.
-
-    Raises:
-      InputError: if it is not a number.
-    """
+    """Returns a metric as a number; None for one that is not finite; raises InputError if it is not a number."""
     try:
         number = None if metric is None else float(metric)
     except (TypeError, ValueError) as error:
@@ -226,7 +218,7 @@ def _content(folder: pathlib.Path, path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is not a JaxFerry checkpoint{of_saves}")
     try:
         about = read_about(folder)
-    except (CheckpointError, InputError, OSError, ValueError, TypeError, MemoryError) as error:
+    except (CheckpointError, InputError, OSError, MemoryError) as error:
         raise cannot_read(path, error) from error
     leaves = stored_leaves(about, folder, path)
     for name, kind in about.optimizer_keys.items():

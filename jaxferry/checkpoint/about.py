@@ -19,6 +19,7 @@ import json
 import math
 import os
 import pathlib
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -82,14 +83,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """The content of the file.
-
-    Attributes:
-      content: the checkpoint, with a `Leaf` for each array.
-      optimizer_keys: the implementations of those leaves of `optimizer` that are PRNG keys, by path.
-      saved_at_s: when it was saved, in seconds since 1970; 0 in format 1.
-      format: the file's format.
-    """
+    """The content of the file."""
 
     content: Checkpoint
     optimizer_keys: Mapping[str, str]
@@ -259,7 +253,7 @@ def _are_paths(value: Any, names: Iterable[str]) -> bool:
 def _is_dtype(value: Any) -> bool:
     try:
         dtype = jax.numpy.dtype(value) if isinstance(value, str) else None
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):
         return False
     return dtype is not None and dtype.name == value and is_numeric(dtype)
 
@@ -273,7 +267,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _check(is_right: bool, key: str, what: str, value: Any) -> None:

@@ -9,10 +9,13 @@ that are not JAX's global ones.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import errno
 import json
 import math
 import pathlib
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,11 +55,6 @@ def _in_numpy(leaf: Any) -> Stored:
 
 def write_arrays(leaves: Leaves, save: pathlib.Path, messages: Messages | None = None) -> dict[str, dict[str, Leaf]]:
     """Writes the arrays of a save, and lets the other processes write theirs.
-
-    Args:
-      leaves: the arrays; of several processes, what the first one has.
-      save: the folder of the save.
-      messages: to and from the other processes.
 
     Returns:
       A `Leaf` for each array.
@@ -109,10 +107,10 @@ def _read_pieces(save: pathlib.Path, process: int) -> dict[str, dict[str, Piece]
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
         file.unlink()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # JSON that has not arrived as a whole
         raise CheckpointError(
             f"process {process} has written to {save}, but process 0 does not see it: save to a folder that all "
-            f"processes share ({error.strerror})"
+            f"processes share ({reason(error)})"
         ) from error
     return {part: {name: Piece(*piece) for name, piece in own.items()} for part, own in stored.items()}
 
@@ -131,13 +129,28 @@ def folder_of(process: int) -> str:
 
 
 def names_of(number: int, length: int | None) -> list[str]:
-    """Returns the names of a leaf's arrays.
-
-    Args:
-      number: the leaf's number.
-      length: the number of its parts; None for a leaf stored whole.
-    """
+    """Returns the names of a leaf's arrays."""
     return [str(number)] if length is None else [f"{number}.{part}" for part in range(length)]
+
+
+def reason(error: BaseException) -> str:
+    """Returns an error's message as one short line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def storage_errors() -> Iterator[None]:
+    """Raises what TensorStore and Orbax raise for the file system as OSError; errors of our own functions pass."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        inner = list(traceback.walk_tb(error.__traceback__))[2:]  # behind this function and the block
+        if any((frame.f_globals.get("__name__") or "").startswith("jaxferry.") for frame, _ in inner):
+            raise
+        raise OSError(errno.EIO, reason(error)) from error
 
 
 def _write(leaves: Leaves, save: pathlib.Path, process: int) -> None:
@@ -153,7 +166,7 @@ def _write(leaves: Leaves, save: pathlib.Path, process: int) -> None:
     own = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_by_chunks(), multiprocessing_options=alone)
-    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer, storage_errors():
         checkpointer.save(folder, args=ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES))
 
 
@@ -187,7 +200,9 @@ def _write_alone(arrays: Mapping[str, Mapping[str, Any]], folder: pathlib.Path) 
             opened = tensorstore.open(
                 spec, create=True, context=context, chunk_layout=layout, dtype=dtype, shape=array.shape
             )
-            writes.start(opened.result(), array)
+            with storage_errors():
+                made = opened.result()
+            writes.start(made, array)
     writes.finish()
 
 
@@ -220,7 +235,8 @@ class _Writes:
     def _end_one(self) -> None:
         write, num_bytes = self._chunks.popleft()
         self._num_bytes -= num_bytes
-        write.result()
+        with storage_errors():
+            write.result()
 
 
 def _by_chunks() -> Any:
@@ -236,19 +252,17 @@ def _by_chunks() -> Any:
             stored["metadata"]["chunks"] = chunk_shape(value.shape, value.dtype.itemsize)
             opened = tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
             # Other arrays begin meanwhile: arrays that are written together take one commit.
-            for write in writes.start(await opened, value):
-                await write
+            with storage_errors():
+                made = await opened
+            for write in writes.start(made, value):
+                with storage_errors():
+                    await write
 
     return handlers.create_type_handler_registry((jax.Array, handlers.ArrayHandler()), (np.ndarray, ChunksHandler()))
 
 
 def chunk_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Returns the shape of an array's chunks: equal ones, each of elements that follow each other in C order.
-
-    Args:
-      shape: shape of the array, which has elements.
-      itemsize: bytes of an element.
-    """
+    """Returns the shape of an array's chunks: equal ones, each of elements that follow each other in C order."""
     left, chunk = max(1, CHUNK_BYTES // itemsize), []
     for length in reversed(shape):
         # Files hold the last chunk of an axis in full as well.

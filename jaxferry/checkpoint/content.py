@@ -141,12 +141,6 @@ def check_coded(
 ) -> None:
     """Checks that the same parameters are stored as bytes in the checkpoint and here, with the same dtypes.
 
-    Args:
-      saved: the stored parameters by path.
-      dtypes: their own dtypes.
-      expected: the model's parameters, by path.
-      masters: the model's stored parameters.
-
     Raises:
       CheckpointError: if one differs.
     """
@@ -174,11 +168,6 @@ def check_transformations(saved: Collection[str], expected: Collection[str], par
     Paths tell the transformations: "[0].mu['w']" means that the first transformation of a chain keeps a field `mu` for
     each parameter. Optax's state classes tell which transformation has these fields.
 
-    Args:
-      saved: paths of the leaves of the checkpoint's state.
-      expected: paths of the leaves of the optimizer's state.
-      params: paths of the parameters.
-
     Raises:
       CheckpointError: if the transformations differ; it names both.
     """
@@ -188,7 +177,11 @@ def check_transformations(saved: Collection[str], expected: Collection[str], par
         return
     described = []
     for fields in found:
-        names = [f"{_name(fields[place])} at {place or 'the top'}" for place in places[:_MAX_NAMED] if place in fields]
+        names = []
+        for place in places[:_MAX_NAMED]:
+            if own := fields.get(place):
+                known = " or ".join(_transformations().get(own, [])[:2]) or "a transformation"
+                names.append(f"{known} ({', '.join(sorted(own))}) at {place or 'the top'}")
         described.append(", ".join(names) or f"nothing at {', '.join(places[:_MAX_NAMED])}")
     raise CheckpointError(
         f"the checkpoint does not match the optimizer: it was saved with {described[0]}, and this optimizer has "
@@ -205,11 +198,6 @@ def _fields(names: Collection[str], params: Collection[str]) -> dict[str, frozen
         if match is not None:
             found.setdefault(match[1], set()).add(match[2])
     return {place: frozenset(fields) for place, fields in found.items()}
-
-
-def _name(fields: frozenset[str]) -> str:
-    names = _transformations().get(fields, [])
-    return f"{' or '.join(names[:2]) or 'a transformation'} ({', '.join(sorted(fields))})"
 
 
 @functools.cache

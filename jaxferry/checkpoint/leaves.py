@@ -6,6 +6,7 @@ So a process that has room to train has room to resume, and of several processes
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import os
 import pathlib
@@ -17,8 +18,7 @@ import numpy as np
 import tensorstore
 
 from jaxferry.checkpoint.about import About, Digest, Leaf, Piece
-from jaxferry.checkpoint.arrays import folder_of, indices, names_of
-from jaxferry.checkpoint.saves import reason
+from jaxferry.checkpoint.arrays import folder_of, indices, names_of, reason, storage_errors
 from jaxferry.errors import CheckpointError, is_internal
 from jaxferry.partition import Span
 
@@ -31,16 +31,7 @@ _PLACED = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:
-    """An array of a checkpoint, not read yet.
-
-    Attributes:
-      about: its path, shape, dtype and digests.
-      part: "params", "optimizer" or "extra".
-      number: its number there.
-      folder: the folder of the save.
-      path: the checkpoint as the user names it, for errors.
-      context: TensorStore's, which the leaves of a checkpoint share.
-    """
+    """An array of a checkpoint, not read yet."""
 
     about: Leaf
     part: str
@@ -85,7 +76,7 @@ class StoredLeaf:
                     self._put_apart(made, span, first, found)
                 else:
                     span.put(made, first, found)
-        except (CheckpointError, OSError, ValueError, MemoryError) as error:
+        except (CheckpointError, OSError, MemoryError) as error:
             raise cannot_read(self.path, error) from error
 
     @property
@@ -152,25 +143,21 @@ class StoredLeaf:
             stored = open_one(folder, name, self.context)
             found, declared = (tuple(stored.shape), stored.dtype.numpy_dtype), (shape, self.dtype)
             if found != declared:
-                raise ValueError(f"it is declared as {declared}, not {found}")
+                raise OSError(errno.EIO, f"it is declared as {declared}, not {found}")
             chunk, num_elements = stored.chunk_layout.read_chunk.shape, PIECE_BYTES // self.dtype.itemsize
             for index in indices(shape, chunk, num_elements):
-                yield np.asarray(stored[index].read().result())
+                with storage_errors():
+                    read = stored[index].read().result()
+                yield np.asarray(read)
         except Exception as error:
-            # TensorStore raises these for what it cannot read.
-            if not isinstance(error, ValueError | RuntimeError) and is_internal(error):
+            if is_internal(error):
                 raise
             raise CheckpointError(f"{what} in {_files_of(folder, [name])}: {reason(error)}") from error
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredKey:
-    """Keys of random numbers in a checkpoint, not read yet.
-
-    Attributes:
-      data: their bits.
-      kind: JAX's name of their implementation.
-    """
+    """Keys of random numbers in a checkpoint, not read yet."""
 
     data: StoredLeaf
     kind: str
@@ -200,13 +187,7 @@ class StoredKey:
 
 
 def stored_leaves(about: About, folder: pathlib.Path, path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """Returns a `StoredLeaf` for each leaf of `params`, `optimizer` and `extra`, by path.
-
-    Args:
-      about: what the save holds.
-      folder: its folder.
-      path: the checkpoint as the user names it, for errors.
-    """
+    """Returns a `StoredLeaf` for each leaf of `params`, `optimizer` and `extra`, by path."""
     context = tensorstore.Context()
     return {
         part: {
@@ -227,7 +208,8 @@ def open_one(folder: pathlib.Path, name: str, context: Any = None) -> Any:
     """Opens one array of a folder; arrays of one context share what they know of the files."""
     base = {"driver": "file", "path": f"{folder}/"}
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
-    return tensorstore.open(spec, open=True, context=context).result()
+    with storage_errors():
+        return tensorstore.open(spec, open=True, context=context).result()
 
 
 def _files_of(folder: pathlib.Path, names: Sequence[str]) -> str:

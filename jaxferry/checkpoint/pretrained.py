@@ -44,6 +44,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _FLOATING = frozenset(_DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
 _PIECE_BYTES = 32 * 2**20
+_MOST_NAMED = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,6 +364,5 @@ def open_file(path: Path) -> Iterator[Any]:
         yield file
 
 
-def _listed(names: list[str], most: int = 20) -> str:
-    others = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + others
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" if names[_MOST_NAMED:] else "")

@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Iterator
 
 from jaxferry.checkpoint.about import FILE, read_about, read_format
-from jaxferry.checkpoint.arrays import FOLDER, folder_of
+from jaxferry.checkpoint.arrays import FOLDER, folder_of, reason
 from jaxferry.errors import CheckpointError, InputError
 
 _MARK = ".jaxferry-save-"
@@ -70,14 +70,6 @@ def local_path(path: str | bytes | os.PathLike[str]) -> pathlib.Path:
         raise CheckpointError(f"{shown!r} cannot be used as a path: {reason(error)}; choose another path") from error
 
 
-def reason(error: BaseException) -> str:
-    """Returns an error's message as one short line."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
-
-
 def newest_save(target: pathlib.Path) -> pathlib.Path | None:
     """Returns the folder of a checkpoint's newest save; None if there is none.
 
@@ -98,11 +90,7 @@ def _numbers(target: pathlib.Path) -> list[int]:
 
 
 def check_replaceable(target: pathlib.Path) -> None:
-    """Checks that a checkpoint or nothing is at a path.
-
-    Raises:
-      CheckpointError: if anything else is there.
-    """
+    """Checks that a checkpoint or nothing is at a path; raises CheckpointError if anything else is there."""
     while os.path.lexists(target):
         newest, what = newest_save(target), "is not a JaxFerry checkpoint"
         try:

@@ -33,14 +33,7 @@ _WIDTH_IN_FILES = 140
 
 
 def print_result(as_json: bool, document: Any, *parts: RenderableType, note: str = "") -> None:
-    """Prints a result on standard output.
-
-    Args:
-      as_json: whether to print the JSON document and nothing else; the note then goes to standard error.
-      document: JSON values.
-      parts: tables and lines for human readers.
-      note: a line before the others; empty for none.
-    """
+    """Prints the note, tables and lines, or the JSON document alone: the note then is on standard error."""
     if note:
         print(note, file=sys.stderr if as_json else sys.stdout)
     if as_json:

@@ -2,7 +2,6 @@
 
 import ctypes
 import dataclasses
-import importlib.metadata
 import os
 import pathlib
 import platform
@@ -18,6 +17,7 @@ from jaxferry.costs import JAX_SHARE, JAX_SHARE_VARIABLE
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native import Build, build_library, cpus, ffi_version, read_lines, run_self_test, shortest_s, status
 from jaxferry.optimizer import PINNED_VARIABLE, host_memory
+from jaxferry.training import installed_version
 from jaxferry.units import format_bytes, parse_bytes
 
 _XLA_THREADS = "tf_XLAEigen"
@@ -81,15 +81,11 @@ def build_native(
 def examine(link_bytes: int) -> dict[str, Any]:
     """Returns what the command prints, as JSON.
 
-    Args:
-      link_bytes: bytes to transfer when measuring the link between the first device and its pinned host memory, and
-        in each check of the self-test there.
-
     Raises:
       InputError: if JAX has no device, for example because JAX_PLATFORMS names a platform that the machine lacks; if
         the environment's limit of pinned memory is not a number.
     """
-    pinned = host_memory.pinned_limit()
+    pinned, (locked, _) = host_memory.pinned_limit(), resource.getrlimit(resource.RLIMIT_MEMLOCK)
     try:
         devices = jax.devices()
     except RuntimeError as error:
@@ -97,24 +93,17 @@ def examine(link_bytes: int) -> dict[str, Any]:
             f"JAX finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}): {error}"
         ) from error
     return {
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: installed_version(name) for name in _PACKAGES},
         "ffi_version": _ffi_version(),
         "devices": [_describe(device) for device in devices],
         "libraries": [_library(name) for name in _PLATFORMS["all"]],
         "link": _measure_link(devices[0], link_bytes),
         "self_test": _self_test(devices[0], link_bytes),
         "pinned_limit": {"bytes": pinned.num_bytes, "source": pinned.source},
-        "locked_limit_bytes": _locked_limit_bytes(),
+        "locked_limit_bytes": None if locked == resource.RLIM_INFINITY else locked,
         "cpus": _cpus(),
         "host_memory": [dataclasses.asdict(limit) for limit in host_memory.limits()],
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _ffi_version() -> str | None:
@@ -122,12 +111,6 @@ def _ffi_version() -> str | None:
         return "{}.{}".format(*ffi_version())
     except NativeError:
         return None
-
-
-def _locked_limit_bytes() -> int | None:
-    """The most that the process may lock in memory, ulimit -l; None without a limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _describe(device: jax.Device) -> dict[str, Any]:

@@ -65,11 +65,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def plot_format(path: str | os.PathLike[str]) -> str:
-    """Returns the format that the name of a figure's file implies.
-
-    Raises:
-      InputError: if the format is not supported.
-    """
+    """Returns the format that the name of a figure's file implies; raises InputError if the format is not supported."""
     ending = pathlib.PurePath(path).suffix.lower().removeprefix(".")
     if ending not in _FORMATS:
         raise InputError(f"a plot's name must end in {', '.join('.' + x for x in _FORMATS)}, got {os.fspath(path)!r}")
@@ -101,12 +97,7 @@ def to_svg(figure: Any) -> str:
 
 
 def lanes_figure(charts: Mapping[str, Mapping[str, Sequence[Span]]], end_s: float) -> Any:
-    """Draws a chart of lanes over the time from 0 to `end_s` for each title, below each other.
-
-    Args:
-      charts: by title, the bars of each lane; an empty title is not shown.
-      end_s: the end of the time that is shown, in seconds.
-    """
+    """Draws a chart of lanes over the time from 0 to `end_s` for each title, below each other."""
     figure = new_figure(9.6, sum(0.35 + 0.27 * len(lanes) + 0.2 * bool(title) for title, lanes in charts.items()) + 0.4)
     heights = [len(lanes) for lanes in charts.values()]
     axes = figure.subplots(len(charts), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -174,7 +165,6 @@ def counts_figure(charts: Sequence[tuple[str, str, Mapping[int, int]]]) -> Any:
 
 def plot_sweep(points: list[SweepPoint], best: SweepPoint | None, path: str | os.PathLike[str]) -> None:
     """Writes the figure of `sweep_figure`; errors are those of `save_figure`."""
-    plot_format(path)
     save_figure(sweep_figure(points, best), path)
 
 
@@ -211,7 +201,6 @@ def sweep_figure(points: list[SweepPoint], best: SweepPoint | None) -> Any:
 
 def plot_timelines(compared: Comparison, path: str | os.PathLike[str]) -> None:
     """Writes a figure of two steps of each policy, measured beside predicted; errors are those of `save_figure`."""
-    plot_format(path)
     rows = compared.rows
     figure = new_figure(16, 0.8 + 2.1 * len(rows))
     for pair, row in zip(figure.subplots(len(rows), 2, squeeze=False), rows, strict=True):

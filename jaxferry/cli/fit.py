@@ -7,13 +7,12 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import typer
 from rich.table import Table
 
 from jaxferry.cli.common import AsJson, make_table, plan_counts, plan_table, print_result, progress, read_budget_on
 from jaxferry.cli.fitting import BatchForecast, Fit, find_fit
-from jaxferry.cli.traced import Traced, trace
+from jaxferry.cli.profile import Traced, trace
 from jaxferry.cli.workload import (
     FORMS,
     ComputeDtype,
@@ -35,7 +34,7 @@ from jaxferry.modes import BLOCK
 from jaxferry.optimizer import pinned_advice, pinned_problem
 from jaxferry.records import write_json
 from jaxferry.step import Bottleneck
-from jaxferry.training import ACCELERATOR_DTYPE, host_bytes
+from jaxferry.training import accelerator_dtype, host_bytes
 from jaxferry.units import format_bytes, format_seconds, parse_bytes
 
 _WORKLOAD = "WORKLOAD"
@@ -84,7 +83,7 @@ def fit(
     with user_code(workload, _WORKLOAD), progress("fit") as report:
         sizes = _Sizes(workload, batch_size, length)
         params = sizes.own.shapes()
-        dtype = dtype or _default_dtype(params)
+        dtype = dtype or accelerator_dtype(params)
 
         def traced(size: int) -> Traced:
             user, batch = sizes.of(size)
@@ -113,12 +112,6 @@ def fit(
         )
         parts = [*parts, _table(found), *reasons, plan_table(found.rows[-1].plan)]
     print_result(as_json, found.to_json(), *parts, note=budget.note)
-
-
-def _default_dtype(params: Any) -> Any:
-    """Returns the dtype of the parameters on an accelerator, as in `train_step`."""
-    is_single = all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(params))
-    return jnp.dtype(ACCELERATOR_DTYPE) if is_single else None
 
 
 class _Sizes:

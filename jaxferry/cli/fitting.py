@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.cli.traced import Traced
+from jaxferry.cli.profile import Traced
 from jaxferry.modes import MODULE
 from jaxferry.optimizer import pinned_bytes
 from jaxferry.planner import (
@@ -130,18 +130,7 @@ def find_fit(
     host_memory_bytes: int | None = None,
     report: Callable[[str], None] = lambda part: None,
 ) -> Fit:
-    """Answers whether a model trains on a machine, with which batches, and how fast.
-
-    Args:
-      trace: traces the model for batches of a size.
-      batch_size: the workload's own batch size, at least 1.
-      model: the model's name.
-      machine: the machine's name.
-      budget_bytes: device memory that training may take.
-      host_bytes: returns the host memory that training keeps, by what it is for, with batches of any size.
-      host_memory_bytes: host memory that training may take; None if it is not known.
-      report: called with a short description as each part starts.
-    """
+    """Answers whether a model trains on a machine, with which batches, and how fast."""
 
     @functools.cache
     def traced(size: int) -> Traced:
@@ -187,13 +176,7 @@ def find_fit(
 
 
 class Sizes:
-    """The batch sizes that have been traced.
-
-    Args:
-      trace: traces the model for batches of a size.
-      budget_bytes: device memory that training may take.
-      left_bytes: host memory that is left for saved activations; None if it is not known.
-    """
+    """The batch sizes that have been traced."""
 
     def __init__(self, trace: Callable[[int], Traced], budget_bytes: int, left_bytes: int | None = None) -> None:
         self._trace, self._budget_bytes, self._left_bytes = trace, budget_bytes, left_bytes

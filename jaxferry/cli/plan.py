@@ -102,7 +102,9 @@ def plan(
         if compare_all:
             compared = compare_finest(known, request, granularity)
             made = None if output is None else compared.plan_of(policy)
-            result: tuple[Any, ...] = compared.to_json(), comparison_table(compared), *_comparison_lines(compared)
+            gap = f"gap: steady step over {format_seconds(compared.lower_bound_s)}, a lower bound for all modes and "
+            gap += "gradient places; exact also proves its gap to the best plan of GFGB, DHA and DFGB"
+            result: tuple[Any, ...] = compared.to_json(), comparison_table(compared), gap
         else:
             known, made = plan_finest(known, policy, request, granularity)
             host_lines = host_memory_lines(known.machine, copies_bytes(known, made), known.saved_bytes)
@@ -246,13 +248,7 @@ def _prediction_lines(plan: Plan, needed_bytes: int) -> list[str]:
 
 
 def host_memory_lines(machine: Mapping[str, Any], copies_bytes: int = 0, saved_bytes: int = 0) -> list[str]:
-    """Returns the host memory that training needs, if the profile's machine states it.
-
-    Args:
-      machine: the facts of the machine.
-      copies_bytes: what each of several processes needs in addition under a plan; see `planning.copies_bytes`.
-      saved_bytes: activations that wait there for their backward; see `Profile.saved_bytes`.
-    """
+    """Returns the host memory that training needs, if the profile's machine states it."""
     parts = machine.get("host_bytes")
     if not isinstance(parts, Mapping) or not all(isinstance(size, int) for size in parts.values()):
         return []
@@ -294,13 +290,6 @@ def _updates_on_gpu(plan: Plan | None) -> list[str]:
         return []
     counts = sum(plan.updates_on_device), sum(plan.updates_streamed)
     return [f"{count} of {len(plan.layers)}" for count in counts] if any(counts) else []
-
-
-def _comparison_lines(compared: Compared) -> list[str]:
-    return [
-        f"gap: steady step over {format_seconds(compared.lower_bound_s)}, a lower bound for all modes and gradient "
-        "places; exact also proves its gap to the best plan of GFGB, DHA and DFGB"
-    ]
 
 
 def _sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:

@@ -1,15 +1,19 @@
-"""`jaxferry profile`: measures or estimates the costs of a model's layers on a machine."""
+"""`jaxferry profile`: measures or estimates the costs of a model's layers on a machine; a model traced for that."""
+
+from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
+from collections.abc import Callable
 from typing import Annotated, Any
 
+import numpy as np
 import rich.markup
 import rich.table
 import typer
 
 from jaxferry.cli.common import AsJson, make_table, print_result
-from jaxferry.cli.traced import trace
 from jaxferry.cli.workload import (
     OPTIMIZERS,
     ComputeDtype,
@@ -20,13 +24,182 @@ from jaxferry.cli.workload import (
     read_dtype,
     user_code,
 )
-from jaxferry.costs import MACHINES, Profile, find_machine
+from jaxferry.costs import (
+    MACHINES,
+    Machine,
+    Profile,
+    backward_variant,
+    estimate_profile,
+    find_machine,
+    forward_variant,
+    partition_costs,
+)
+from jaxferry.engine import (
+    RematVariants,
+    footprints,
+    loads_ahead,
+    lower,
+    peak_bytes,
+    unsplit_by_step,
+    widened_groups,
+    with_program_facts,
+)
 from jaxferry.errors import InputError
-from jaxferry.modes import BLOCK
-from jaxferry.partition import AUTO, REMAT
+from jaxferry.modes import BLOCK, Remat
+from jaxferry.partition import AUTO, REMAT, partition, refused_by_jax
+from jaxferry.planner import coded_plan, merges_of_small
 from jaxferry.processes import mesh_of
+from jaxferry.settings import for_planned_gpu
+from jaxferry.step import (
+    DHA,
+    RELOAD,
+    Plan,
+    ProgramKey,
+    ProgramKind,
+    Source,
+    StepProgram,
+    needed_bytes,
+    updated_on_device,
+)
 from jaxferry.training import Model, Numerics, train_step
 from jaxferry.transport import TRANSPORTS, make_placement
+
+_BATCH_BYTES = (
+    "activation_bytes",
+    "row_gradient_bytes",
+    "forward_workspace_bytes",
+    "backward_workspace_bytes",
+    "save_bytes",
+    "fetch_bytes",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A model for batches of one size."""
+
+    batch_size: int
+    batch: Any
+    variants: RematVariants
+    profile: Profile
+    offload_activations: bool = False
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of activations that wait in host memory for their backward."""
+        return self.profile.saved_bytes
+
+    @property
+    def widened(self) -> dict[int, int]:
+        """The groups whose gradients the host sums in more bits, as in `StepProgram`."""
+        return widened_groups(self.variants.base, self.variants.derivatives)
+
+    @functools.cached_property
+    def loading_bytes(self) -> int:
+        """The device memory of the leanest plan that loads all layers: RELOAD, gradients GO, with recomputation."""
+        return self._bytes_of(self._leanest(RELOAD))
+
+    @functools.cached_property
+    def smallest_bytes(self) -> int:
+        """The device memory of the leanest plan, which may read all layers in host memory: DHA."""
+        return min(self.loading_bytes, self._bytes_of(self._leanest(DHA)))
+
+    def leanest(self, budget_bytes: int) -> Plan:
+        """Returns the leanest plan, which loads all layers if that fits into the budget."""
+        return self._leanest(RELOAD if self.loading_bytes <= budget_bytes else DHA)
+
+    @functools.cached_property
+    def without_samples(self) -> Traced:
+        """The model with what takes memory for any batch: parameters and their gradients."""
+        none: dict[str, Any] = dict.fromkeys(_BATCH_BYTES, 0) | {"temporary_bytes": {}}
+        layers = tuple(
+            dataclasses.replace(layer, **none, recompute_activation_bytes=0 if layer.can_recompute else None)
+            for layer in self.profile.layers
+        )
+        profile = dataclasses.replace(self.profile, layers=layers)
+        return Traced(0, None, self.variants, profile, self.offload_activations)
+
+    def _leanest(self, mode: int) -> Plan:
+        layers = self.profile.layers
+        modes, on_host = np.full(len(layers), mode, dtype=np.int8), np.ones(len(layers), dtype=bool)
+        can = np.array([layer.can_recompute for layer in layers])
+        plans = [
+            coded_plan("auto", 0.0, self.profile, modes, on_host, recomputes=again)
+            for again in (np.zeros_like(can), can)
+        ]
+        return min(plans, key=lambda plan: needed_bytes(self.profile, plan))
+
+    def _bytes_of(self, plan: Plan) -> int:
+        """Returns the device memory of a plan's step, including what XLA's allocator takes if there is a batch."""
+        counted = needed_bytes(self.profile, plan)
+        if self.batch is None:
+            return counted
+        program = self._lowered(plan)
+        return counted + unsplit_by_step(program, self._temporary_bytes(program))
+
+    def _lowered(self, plan: Plan) -> StepProgram:
+        parts = self.variants.of(plan.recomputes)
+        return lower(parts, self.variants.derivatives, plan, self.profile, self.offload_activations)
+
+    def device_bytes(self, plan: Plan, budget_bytes: int) -> dict[str, int]:
+        """Returns device memory by kind, in the program of a plan's step that needs the most."""
+        program = self._lowered(plan)
+        temporaries = self._temporary_bytes(program)
+        ahead = loads_ahead(program, lambda loads: peak_bytes(program, temporaries, ahead=loads), budget_bytes)
+        most = max(footprints(program, temporaries, ahead=ahead), key=lambda footprint: footprint.total)
+        on_device = updated_on_device(self.profile, plan)
+        first = [self.profile.layers[self.profile.groups[group][0]] for group in on_device]
+        state = {"optimizer state": sum(layer.state_bytes for layer in first)} if first else {}
+        return {
+            **state,
+            "parameters": most.copies + most.more_ahead,
+            "gradients": most.gradients,
+            "activations": most.values,
+            "temporaries": most.temporaries,
+            "allocator": unsplit_by_step(program, temporaries, ahead),
+        }
+
+    def _temporary_bytes(self, program: StepProgram) -> dict[ProgramKey, int]:
+        found = {}
+        for instruction in program.programs:
+            key, first = instruction.key, program.partition.uses_of[instruction.segment][0]
+            assert key is not None
+            recomputes = program.plan.recomputes[first]
+            by_dha, is_go = Source.HOST in key.reads, key.writes_host
+            is_forward = key.kind is ProgramKind.FORWARD
+            name = forward_variant(by_dha, recomputes) if is_forward else backward_variant(by_dha, is_go, recomputes)
+            found[key] = self.profile.layers[first].temporary_bytes.get(name, 0)
+        return found
+
+
+def trace(
+    batch_size: int,
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    machine: Machine,
+    compute_dtype: Any,
+    granularity: str = BLOCK,
+    offload_activations: bool = False,
+    *,
+    remat: str = AUTO,
+    devices: int = 1,
+    processes: int = 1,
+) -> Traced:
+    """Traces a loss function and estimates its profile; raises InputError if several devices cannot share the batch."""
+    remat = Remat.FULL.value if offload_activations else remat
+    merge = functools.partial(merges_of_small, machine=machine) if granularity == BLOCK else None
+    settings: dict[str, Any] = {"compute_dtype": compute_dtype, "merge": merge, "granularity": granularity}
+    settings |= {"num_devices": devices, "num_processes": processes}
+    with refused_by_jax(loss_fn, params, (batch,), {}, compute_dtype):
+        parts = for_planned_gpu(lambda: partition(loss_fn, params, (batch,), **settings))
+        if devices > 1 and not parts.graph.batch_size:
+            raise InputError(f"the first axis of the model's batch must be a multiple of {devices} devices")
+        variants = RematVariants(parts, remat)
+        costs = partition_costs(parts, remat, temporaries=True)
+        profile = estimate_profile(costs, machine, None, devices, processes)
+        profile = with_program_facts(profile, variants.base, variants.derivatives, offload_activations)
+    return Traced(batch_size, batch, variants, profile, offload_activations)
 
 
 def profile(
@@ -85,9 +258,9 @@ def profile(
     if remat not in (*REMAT, AUTO):
         raise InputError(f"--remat must be one of {', '.join((*REMAT, AUTO))}, got {remat!r}")
     if machine is not None:
-        made = estimate_model(model, machine, compute_dtype, remat, devices, processes, granularity)
+        made = _estimated(model, machine, compute_dtype, remat, granularity, devices, processes)
     else:
-        made = measure_model(model, optimizer, compute_dtype, remat, transport, granularity, devices)
+        made = _measured(model, optimizer, compute_dtype, remat, granularity, devices, transport)
     if output is not None:
         made.save(output)
     estimated = f"Estimated for {made.machine['name']}, not measured."
@@ -95,20 +268,10 @@ def profile(
     print_result(as_json, made.to_json(), f"{note} Sizes in MiB, times in ms.", "", _table(made))
 
 
-def estimate_model(
-    model: str,
-    machine: str,
-    compute_dtype: str | None = None,
-    remat: str = AUTO,
-    devices: int = 1,
-    processes: int = 1,
-    granularity: str = BLOCK,
+def _estimated(
+    model: str, machine: str, compute_dtype: str | None, remat: str, granularity: str, devices: int, processes: int
 ) -> Profile:
-    """Estimates the profile of the model `module:function` on a built-in machine or one described in a file.
-
-    Raises:
-      InputError: if the function or the machine is unknown, or the function returns something else.
-    """
+    """Estimates the profile of the model `module:function` on a built-in machine or one described in a file."""
     figures, dtype = find_machine(machine), read_dtype(compute_dtype)
     sharing: dict[str, Any] = {"remat": remat, "devices": devices, "processes": processes}
     with user_code(model):
@@ -122,31 +285,22 @@ def estimate_model(
     return dataclasses.replace(made.profile, machine={**made.profile.machine, **facts})
 
 
-def measure_model(
+def _measured(
     model: str,
-    optimizer: str = "adamw",
-    compute_dtype: str | None = None,
-    remat: str = AUTO,
-    transport: str | None = None,
-    granularity: str = BLOCK,
-    devices: int = 1,
+    optimizer: str,
+    compute_dtype: str | None,
+    remat: str,
+    granularity: str,
+    devices: int,
+    transport: str | None,
 ) -> Profile:
-    """Measures the profile of the model `module:function` on JAX's first device, or on a mesh of its first devices.
-
-    Raises:
-      InputError: if the function, optimizer or transport is unknown, or the function returns something else.
-    """
+    """Measures the profile of the model `module:function` on JAX's first device, or on a mesh of its first devices."""
     update = make_optimizer(optimizer)  # times do not depend on the learning rate
-    options: dict[str, Any] = {
-        "compute_dtype": read_dtype(compute_dtype),
-        "remat": remat,
-        "transport": transport,
-        "granularity": granularity,
-        "mesh": mesh_of(devices),
-    }
+    dtype, mesh = read_dtype(compute_dtype), mesh_of(devices)
+    options: dict[str, Any] = {"remat": remat, "transport": transport, "granularity": granularity}
     with user_code(model):
         known = call_model(model)
-    step = train_step(known.loss_fn, update, **options)
+    step = train_step(known.loss_fn, update, compute_dtype=dtype, mesh=mesh, **options)
     with user_code(model):
         made = step.measure(known.shapes(), known.batch_of(0))
     return dataclasses.replace(made, machine={**made.machine, "model": model, "optimizer": optimizer})

@@ -172,7 +172,9 @@ class Recording:
         tasks = check_list(values["tasks"], "tasks", "task")
         values["plan"], values["profile"] = Plan.from_json(values["plan"]), Profile.from_json(values["profile"])
         values["device_bytes"] = _read_changes(values["device_bytes"])
-        values["host_bytes"] = _read_sizes(values["host_bytes"])
+        if not isinstance(kept := values["host_bytes"], Mapping):
+            raise InputError(f"host_bytes must be a JSON object, got {kept!r}")
+        values["host_bytes"] = {name: check_bytes(size, name, "host_bytes") for name, size in kept.items()}
         values["tasks"] = tuple(RecordedTask.from_json(task, index) for index, task in enumerate(tasks))
         return cls(**values)
 
@@ -205,12 +207,6 @@ def _read_changes(document: Any) -> dict[str, Changes]:
     if not all(changes and all(abs(time_s) <= MAX_SECONDS for time_s, _ in changes) for changes in found.values()):
         raise InputError("device_bytes must hold one or more pairs of seconds and bytes by kind")
     return found
-
-
-def _read_sizes(document: Any) -> dict[str, int]:
-    if not isinstance(document, Mapping):
-        raise InputError(f"host_bytes must be a JSON object, got {document!r}")
-    return {name: check_bytes(size, name, "host_bytes") for name, size in document.items()}
 
 
 def make_recording(

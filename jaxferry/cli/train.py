@@ -130,7 +130,8 @@ def train(
     """
     console = Console(stderr=True, highlight=False)
     values = {name: context.params[name] for name in _KEPT}
-    given = {name for name in _KEPT if _is_given(context, name)}
+    sources = {name: context.get_parameter_source(name) for name in _KEPT}
+    given = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
     if resume is not None:
         resumed = resumed_options(resume, _KEPT, given)
         values |= resumed
@@ -175,11 +176,6 @@ def _started(devices: int, join_timeout: int) -> Any:
     return start(devices, join_timeout_s=join_timeout)
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
-
-
 def _step_of(user: UserModel, values: Mapping[str, Any], **more: Any) -> TrainStep:
     """Makes the training step for values of the options in `_KEPT`, and more arguments of `train_step`."""
     own = {name: value for name, value in values.items() if name not in ("optimizer", "learning_rate", "devices")}
@@ -191,14 +187,7 @@ def _step_of(user: UserModel, values: Mapping[str, Any], **more: Any) -> TrainSt
 
 @dataclasses.dataclass(frozen=True)
 class _Saves:
-    """Where and when to save.
-
-    Attributes:
-      path: the checkpoint, or the folder of several; None saves nothing.
-      every: number of steps from one save to the next; 0 saves only at the end.
-      keep_last: how many checkpoints to keep in `path`; None if it is a checkpoint itself.
-      options: the run's options, kept beside the saved state.
-    """
+    """Saves nothing without `path`, only at the end without `every`, one checkpoint without `keep_last`."""
 
     path: Path | None
     every: int
@@ -316,12 +305,7 @@ class _Run:
 
 
 def save_options(folder: Path, options: Mapping[str, Any]) -> None:
-    """Writes options that are not at their defaults into a saved state's folder.
-
-    Args:
-      folder: the saved state.
-      options: JSON values and paths, by the names of the command's arguments.
-    """
+    """Writes options that are not at their defaults into a saved state's folder."""
     # The run may be resumed in another folder, so files are named by absolute paths.
     files = [name for name in ("plan", "profile") if options.get(name) not in (None, MEASURE, ESTIMATE)]
     named = {**options, **{name: str(Path(options[name]).absolute()) for name in files}}
@@ -332,11 +316,6 @@ def save_options(folder: Path, options: Mapping[str, Any]) -> None:
 
 def resumed_options(folder: Path, known: Collection[str], given: Collection[str]) -> dict[str, Any]:
     """Returns the saved run's options that this command line does not give.
-
-    Args:
-      folder: the saved state; without a file of options (a state that a program saved) there are none.
-      known: names of the options that are kept.
-      given: names of the options on this command line.
 
     Raises:
       InputError: if the file is damaged.

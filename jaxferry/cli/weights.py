@@ -14,7 +14,7 @@ from jaxferry.errors import InputError
 from jaxferry.records import load_record, write_json
 from jaxferry.step import predict
 from jaxferry.units import format_bytes, format_seconds
-from jaxferry.weights import POLICIES, Event, Instance, Outcome, check_policy, export_plan, instance_from_profile, solve
+from jaxferry.weights import POLICIES, Instance, Outcome, check_policy, export_plan, instance_from_profile, solve
 
 _MAX_ROWS = 60
 """The table of a schedule shows at most this many events; `--json` prints longer schedules."""
@@ -90,7 +90,10 @@ def _tables(instance: Instance, outcome: Outcome) -> list[Any]:
     events = () if outcome.schedule is None else outcome.schedule.events
     if len(events) > _MAX_ROWS:
         return [facts, f"\nschedule: {len(events)} events, printed by --json"]
-    return [facts, "", _event_table(events)] if events else [facts]
+    table = rich.table.Table("start", "end", "what", "layer", box=None, pad_edge=False)
+    for event in events:
+        table.add_row(format_seconds(event.start_s), format_seconds(event.end_s), event.kind, str(event.layer))
+    return [facts, "", table] if events else [facts]
 
 
 def _traffic(instance: Instance, outcome: Outcome, kind: str) -> str:
@@ -106,10 +109,3 @@ def _ranges(layers: Iterable[int]) -> str:
     runs = itertools.groupby(enumerate(sorted(layers)), key=lambda pair: pair[1] - pair[0])
     ends = [[layer for _, layer in run] for _, run in runs]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends) or "none"
-
-
-def _event_table(events: Iterable[Event]) -> rich.table.Table:
-    table = rich.table.Table("start", "end", "what", "layer", box=None, pad_edge=False)
-    for event in events:
-        table.add_row(format_seconds(event.start_s), format_seconds(event.end_s), event.kind, str(event.layer))
-    return table

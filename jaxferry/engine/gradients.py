@@ -25,7 +25,7 @@ from jaxferry.engine.pending import Accumulated, LateFailure
 from jaxferry.optimizer import UpdateGroup
 from jaxferry.partition import wide_dtype
 from jaxferry.step import Instruction, ProgramKey, ProgramUse, StepProgram, Target, variant_of
-from jaxferry.transport import CopyInFlight, HostGradient, Transport, Vectors, added
+from jaxferry.transport import CopyInFlight, Ferry, HostGradient, Transport, Vectors, added
 
 _add_onto = jax.jit(lambda known, more: list(map(added, known, more)), donate_argnums=0)
 _widened = jax.jit(lambda gradients: [gradient.astype(wide_dtype(gradient.dtype)) for gradient in gradients])
@@ -171,6 +171,7 @@ class StepGradients:
         group = use.group
         self.norms.note(group, norm)
         if call.stores:
+            assert isinstance(self._transport, Ferry), "no other transport joins stores to programs"
             stored = self.on_host[group] = self._transport.queued(*gradients)
             self._note_offload(self._program.queued[call.segment], group, stored)
             return

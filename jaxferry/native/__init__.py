@@ -2,7 +2,7 @@
 
 loading, paths, build   finds, loads, builds a library      targets       its custom calls
 operations, twins       DHA reads and host stores           host_steps    fused optimizer steps
-checks, self_tests      arguments; the library's results    host_sums     gradients added in host memory
+self_tests              the library's results               host_sums     gradients added in host memory
 cpus                    how many threads                    donation      programs that take buffers over
 """
 

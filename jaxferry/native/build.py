@@ -63,7 +63,8 @@ def build_library(platform: str, directory: pathlib.Path | None = None) -> Build
         for command in _commands(name, sources, build):
             _run(command, name, log)
         path = _move(build / "installed" / FILE_NAMES[name], target)
-        cache = _read_cache(build / "CMakeCache.txt")
+        text = (build / "CMakeCache.txt").read_text()
+        cache = dict(re.findall(r"^([A-Za-z_]\w*):\w+=(.*)$", text, re.MULTILINE))
     found = inspect_library(path, name)
     if not found.is_available:
         raise NativeError(f"the {name} library was built but cannot be used: {found.message}; the log is {log}")
@@ -116,11 +117,6 @@ def _reason(text: str) -> str:
         return " ".join(of_cmake[1].split()).rstrip(".")
     lines = [line.strip() for line in text.splitlines() if re.search(r"\b(fatal )?error\b", line, re.IGNORECASE)]
     return lines[0] if lines else "the build failed"
-
-
-def _read_cache(path: pathlib.Path) -> dict[str, str]:
-    entries = re.findall(r"^([A-Za-z_]\w*):\w+=(.*)$", path.read_text(), re.MULTILINE)
-    return dict(entries)
 
 
 def _default_directory() -> pathlib.Path:

@@ -26,12 +26,7 @@ _MOUNT = "sys/fs/cgroup"
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A control group.
-
-    Attributes:
-      folder: its files.
-      version: that of the interface, 1 or 2; the files' names depend on it.
-    """
+    """A control group: the folder of its files, and the version of its interface, 1 or 2, which names them."""
 
     folder: pathlib.Path
     version: int
@@ -47,12 +42,7 @@ class Group:
 
 
 def groups(controller: str, root: pathlib.Path) -> Iterator[Group]:
-    """Yields the process's groups of a controller, each followed by those above it.
-
-    Args:
-      controller: its name, such as "memory".
-      root: the folder that holds `proc` and `sys`.
-    """
+    """Yields the process's groups of a controller, each followed by those above it."""
     mount = root / _MOUNT
     for line in read_lines(root / "proc/self/cgroup"):
         fields = line.split(":", 2)
@@ -88,12 +78,7 @@ _NODES = "sys/devices/system/node"
 
 @dataclasses.dataclass(frozen=True)
 class CpuLimit:
-    """CPUs that the process may use at a time.
-
-    Attributes:
-      num_cpus: how many; a quota may be a fraction.
-      source: who says so, in words.
-    """
+    """CPUs that the process may use at a time, of which a quota may be a fraction, and who says so in words."""
 
     num_cpus: float
     source: str
@@ -115,11 +100,7 @@ class NumaNode:
 
 
 def limits(root: pathlib.Path = _ROOT) -> list[CpuLimit]:
-    """Returns all limits that the process knows, smallest first.
-
-    Args:
-      root: the folder that holds `proc` and `sys`.
-    """
+    """Returns all limits that the process knows, smallest first; folder `root` holds `proc` and `sys`."""
     found = [CpuLimit(os.cpu_count() or 1, "CPUs of the machine")]
     if (allowed := _affinity()) is not None:
         found.append(CpuLimit(len(allowed), "affinity of the process: taskset, cpuset or job scheduler"))

@@ -28,10 +28,6 @@ _MOVES_NOTHING = ("stablehlo.reshape", "stablehlo.optimization_barrier")
 def check_donated(lowered: Any, name: str) -> None:
     """Checks a program before it is compiled.
 
-    Args:
-      lowered: the program (`jax.stages.Lowered`).
-      name: what it does, for the error.
-
     Raises:
       NativeError: if an argument that a native operation works on in place is not donated, or if the operation's result
         leaves in the memory of another argument.
@@ -60,12 +56,7 @@ def check_donated(lowered: Any, name: str) -> None:
 
 
 class Donating:
-    """A jitted function whose first argument is a sequence, checked before its first call.
-
-    Args:
-      jitted: the function.
-      name: what it does, for the error.
-    """
+    """A jitted function whose first argument is a sequence, checked before its first call."""
 
     def __init__(self, jitted: Callable[..., Any], name: str) -> None:
         self._jitted: Any = jitted
@@ -78,11 +69,7 @@ class Donating:
         return self._jitted.trace(*args)
 
     def __call__(self, *args: Any) -> Any:
-        """Calls the function.
-
-        Raises:
-          NativeError: as `check_donated`; nothing has run then.
-        """
+        """Calls the function; raises NativeError as `check_donated` does, before anything has run."""
         kind = len(args), len(args[0])
         if kind not in self._checked:
             # JAX keeps the lowered program for the call.
@@ -127,18 +114,13 @@ def _argument(value: Any) -> int | None:
     """The program's argument that a value is in the memory of; None if it is none."""
     owner = value.owner
     if not hasattr(owner, "opview"):  # a block, whose argument it is
-        return int(value.arg_number) if hasattr(value, "arg_number") else _number_in(owner, value)
+        if hasattr(value, "arg_number"):
+            return int(value.arg_number)
+        return next((number for number, each in enumerate(owner.arguments) if each == value), None)
     operation = owner.operation
-    place = _operand_of(operation, _place(operation, value))
+    number = next(number for number, each in enumerate(operation.results) if each == value)
+    place = _operand_of(operation, number)
     return None if place is None else _argument(operation.operands[place])
-
-
-def _number_in(block: Any, value: Any) -> int | None:
-    return next((number for number, each in enumerate(block.arguments) if each == value), None)
-
-
-def _place(operation: Any, value: Any) -> int:
-    return next(number for number, each in enumerate(operation.results) if each == value)
 
 
 def _operand_of(operation: Any, result: int) -> int | None:

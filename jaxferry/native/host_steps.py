@@ -63,9 +63,6 @@ class StepPart:
 class StepFactors:
     """The factors that several steps read, and the counts of steps that they belong to.
 
-    Args:
-      num_counts: of an optimizer's state.
-
     Attributes:
       values: fp32 `[7]`, see `FACTORS`.
       counts: int32 `[num_counts]`, before the step.

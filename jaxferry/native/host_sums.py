@@ -21,13 +21,7 @@ _LARGE_BYTES = 2**20
 
 
 def empty(shape: tuple[int, ...], dtype: Any, where: Any) -> jax.Array | None:
-    """An array in host memory that XLA owns, of which nothing is written; None if the library cannot make it.
-
-    Args:
-      shape: its shape.
-      dtype: its dtype, of whole bytes.
-      where: its sharding: one CPU device.
-    """
+    """An unwritten array of XLA's, of whole bytes on one CPU device; None if the library cannot make it."""
     is_large = math.prod(shape) * np.dtype(dtype).itemsize >= _LARGE_BYTES
     return _empty(shape, np.dtype(dtype), where)() if is_large and status("cpu").is_available else None
 

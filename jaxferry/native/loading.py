@@ -95,10 +95,6 @@ class NativeLibrary:
     def wait_for(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
         """Waits until all queued copies to or from some ranges of memory have ended; others can queue more meanwhile.
 
-        Args:
-          addresses: where each range starts.
-          sizes: bytes of each range.
-
         Raises:
           NativeError: if the device has failed.
         """
@@ -134,12 +130,7 @@ class NativeLibrary:
         self.synchronize()
 
     def open_marks(self, token: int, num_kept: int) -> None:
-        """Starts a list of the token's marks (`targets.mark`).
-
-        Args:
-          token: the address of the token.
-          num_kept: how many of the latest marks the list keeps.
-        """
+        """Starts a list of the token's marks (`targets.mark`)."""
         self._functions.jaxferry_marks_open(ctypes.c_void_p(token), ctypes.c_int64(num_kept))
 
     def close_marks(self, token: int) -> None:
@@ -175,14 +166,12 @@ class NativeLibrary:
           InputError: for another direction or a negative speed.
           NativeError: if the library is not the CPU's: only the CPU library emulates a link.
         """
-        _check_is_cpu(self, "set_bandwidth")
+        functions = self._of_cpu("set_bandwidth")
         if direction not in DIRECTIONS:
             raise InputError(f'direction must be "load", "store" or "host", got {direction!r}')
         if not bytes_per_s >= 0:
             raise InputError(f"bytes_per_s must be 0 (no limit) or more, got {bytes_per_s}")
-        self._functions.jaxferry_ferry_set_bandwidth(
-            ctypes.c_int(DIRECTIONS.index(direction)), ctypes.c_double(bytes_per_s)
-        )
+        functions.jaxferry_ferry_set_bandwidth(ctypes.c_int(DIRECTIONS.index(direction)), ctypes.c_double(bytes_per_s))
         self._remember(direction, bytes_per_s)
 
     def set_delay(self, seconds: float, seed: int = 0) -> None:
@@ -192,11 +181,17 @@ class NativeLibrary:
           InputError: if the time is negative.
           NativeError: if the library is not the CPU's.
         """
-        _check_is_cpu(self, "set_delay")
+        functions = self._of_cpu("set_delay")
         if not seconds >= 0:
             raise InputError(f"seconds must be 0 (no delays) or more, got {seconds}")
-        self._functions.jaxferry_ferry_set_delay(ctypes.c_double(seconds), ctypes.c_uint(seed))
+        functions.jaxferry_ferry_set_delay(ctypes.c_double(seconds), ctypes.c_uint(seed))
         self._remember("delay", seconds)
+
+    def _of_cpu(self, function: str) -> Any:
+        """The functions of the CPU's library; raises NativeError if this is another one."""
+        if self.platform != "cpu":
+            raise NativeError(f"{function} needs the CPU library, not the one for {self.platform}")
+        return self._functions
 
     def _remember(self, name: str, value: float) -> None:
         self.emulated.pop(name, None)
@@ -214,18 +209,16 @@ class NativeLibrary:
           InputError: if the number is negative, or `JAXFERRY_HOST_THREADS` is no number of threads.
           NativeError: if the library is not the CPU's.
         """
-        _check_is_cpu(self, "set_host_threads")
+        function = self._of_cpu("set_host_threads").jaxferry_set_host_threads
         if count < 0:
             raise InputError(f"count must be 0 (the default) or more, got {count}")
         self._threads_wanted = count
-        function = self._functions.jaxferry_set_host_threads
         function.restype = ctypes.c_int64
         return int(function(ctypes.c_int64(count or cpus.num_host_threads()[0])))
 
     def clear(self, target: np.ndarray) -> None:
         """Fills a contiguous array with zeros, on the threads of host steps."""
-        _check_is_cpu(self, "clear")
-        self._functions.jaxferry_host_clear(_data(target), ctypes.c_int64(target.nbytes))
+        self._of_cpu("clear").jaxferry_host_clear(_data(target), ctypes.c_int64(target.nbytes))
 
     def add(self, target: np.ndarray, source: np.ndarray, adds: bool = True) -> None:
         """Adds an array to another one, in fp32, or casts it there; on the threads of host steps.
@@ -235,10 +228,10 @@ class NativeLibrary:
           source: likewise, of as many elements.
           adds: whether to add.
         """
-        _check_is_cpu(self, "add")
         numbers = [ctypes.c_int(DTYPE_NUMBERS[array.dtype]) for array in (source, target)]
         size = ctypes.c_int64(target.size)
-        self._functions.jaxferry_host_add(numbers[0], _data(source), numbers[1], _data(target), size, int(adds))
+        given = (numbers[0], _data(source), numbers[1], _data(target), size, int(adds))
+        self._of_cpu("add").jaxferry_host_add(*given)
 
     def add_rows(self, target: np.ndarray, rows: np.ndarray, indices: np.ndarray, start: int = 0) -> None:
         """Adds rows to a table, one after another, in fp32, and rounds once; on the threads of host steps.
@@ -249,12 +242,11 @@ class NativeLibrary:
           indices: [number], int32: the rows of the table; what is not in `target` is ignored.
           start: the first of these elements.
         """
-        _check_is_cpu(self, "add_rows")
         number, columns = rows.shape
         numbers = [ctypes.c_int(DTYPE_NUMBERS[array.dtype]) for array in (rows, target)]
         sizes = [ctypes.c_int64(size) for size in (number, columns, start, start + target.size)]
         added = (numbers[0], _data(rows), _data(indices), *sizes[:2])
-        self._functions.jaxferry_host_add_rows(*added, numbers[1], _data(target), *sizes[2:])
+        self._of_cpu("add_rows").jaxferry_host_add_rows(*added, numbers[1], _data(target), *sizes[2:])
 
     def host_update(self, record: ctypes.c_void_p, is_brief: bool) -> int:
         """Runs a host step, see `host_step.HostStep`.
@@ -268,8 +260,7 @@ class NativeLibrary:
     @property
     def host_step_bytes(self) -> int:
         """The bytes of host memory that all host steps of the process have read and written so far."""
-        _check_is_cpu(self, "host_step_bytes")
-        function = self._functions.jaxferry_host_step_bytes
+        function = self._of_cpu("host_step_bytes").jaxferry_host_step_bytes
         function.restype = ctypes.c_int64
         return int(function())
 
@@ -283,27 +274,19 @@ class NativeLibrary:
           InputError: for another instruction set.
           NativeError: if the library is not the CPU's.
         """
-        _check_is_cpu(self, "set_host_simd")
+        functions = self._of_cpu("set_host_simd")
         if simd not in SIMD:
             raise InputError(f"simd must be one of {', '.join(SIMD)}, got {simd!r}")
         self._best_simd = simd
-        return SIMD[self._functions.jaxferry_set_host_simd(ctypes.c_int(SIMD.index(simd)))]
+        return SIMD[functions.jaxferry_set_host_simd(ctypes.c_int(SIMD.index(simd)))]
 
 
 def _data(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def _check_is_cpu(native: NativeLibrary, function: str) -> None:
-    if native.platform != "cpu":
-        raise NativeError(f"{function} needs the CPU library, not the one for {native.platform}")
-
-
 def status(platform: str) -> LibraryStatus:
     """Returns whether a platform's native library can be used; loads and registers it if so.
-
-    Args:
-      platform: JAX's name: "cpu", "gpu" or "cuda".
 
     Raises:
       InputError: for another platform.

@@ -38,9 +38,6 @@ def as_stored(values: Any) -> Any:
 
     A barrier behind each value of fewer than 32 bits keeps XLA from looking through the value's cast. Others are
     returned unchanged.
-
-    Args:
-      values: a tree of arrays.
     """
 
     def stored(value: jax.Array) -> jax.Array:

@@ -99,6 +99,19 @@ def _struct(like: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(like.shape, like.dtype)
 
 
+def _call(name: str, results: Any, *arrays: jax.Array, into: int | None = None, **numbers: Any) -> Any:
+    """Calls a target with numbers for attributes; from number `into` on, arrays are the memory of the results.
+
+    Calls without such memory, which read the host's, may be mapped, one after the other.
+    """
+    attributes = {key: np.asarray(value, np.int64)[()] for key, value in numbers.items()}
+    if into is None:
+        return jax.ffi.ffi_call(f"jaxferry_{name}", results, vmap_method="sequential")(*arrays, **attributes)
+    num = len(results) if isinstance(results, list) else 1
+    aliases = {into + number: number for number in range(num)}
+    return jax.ffi.ffi_call(f"jaxferry_{name}", results, input_output_aliases=aliases)(*arrays, **attributes)
+
+
 def _scratch(slice_bytes: int, num_slices: int, limit_bytes: int | None) -> jax.Array:
     """Allocates two panels of slices, as large as the limit allows, but for no more than `num_slices` slices each."""
 
@@ -122,14 +135,9 @@ def dha_gather(table: jax.Array, indices: jax.Array, shape: GatherShape) -> jax.
     """Returns rows of a host table, `[.., columns]`."""
     result = jax.ShapeDtypeStruct((*indices.shape, shape.columns), table.dtype)
     first_positions = jax.ShapeDtypeStruct((4 * shape.rows,), np.uint8)
-    call = jax.ffi.ffi_call("jaxferry_dha_gather", result, vmap_method="sequential")
-    gathered: jax.Array = call(
-        table,
-        indices.astype(np.int32),
-        empty(first_positions),
-        offset=np.int64(shape.offset),
-        rows=np.int64(shape.rows),
-        columns=np.int64(shape.columns),
+    places = indices.astype(np.int32)
+    gathered: jax.Array = _call(
+        "dha_gather", result, table, places, empty(first_positions), **dataclasses.asdict(shape)
     )
     return gathered
 
@@ -183,32 +191,22 @@ def dha_matmul(x: jax.Array, w: jax.Array, shape: ProductShape, out_dtype: Any, 
     item_bytes = w.dtype.itemsize + (x.dtype.itemsize if w.dtype != x.dtype else 0)
     scratch = _scratch(x.shape[-1] * item_bytes, _aligned(shape.n), scratch_bytes)
     _note_product(False, (x, w, result), scratch, shape, (x, result), int(shape.transpose))
-    made: jax.Array = jax.ffi.ffi_call("jaxferry_dha_matmul", result, vmap_method="sequential")(
-        x,
-        w,
-        scratch,
-        offset=np.int64(shape.offset),
-        k=np.int64(shape.k),
-        n=np.int64(shape.n),
-        transpose=np.int64(shape.transpose),
-    )
+    made: jax.Array = _call("dha_matmul", result, x, w, scratch, **dataclasses.asdict(shape))
     return made[..., : shape.n]
 
 
 def dha_read(vector: jax.Array, offsets: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[jax.Array]:
     """Returns device copies of pieces of a host array."""
     results = [jax.ShapeDtypeStruct(tuple(shape), vector.dtype) for shape in shapes]
-    return list(
-        jax.ffi.ffi_call("jaxferry_dha_read", results, vmap_method="sequential")(
-            vector, offsets=np.asarray(offsets, np.int64)
-        )
-    )
+    return list(_call("dha_read", results, vector, offsets=offsets))
 
 
 def gradient_store(destination: jax.Array, gradient: jax.Array, offset: int, accumulate: bool) -> jax.Array:
     """Writes the gradient into the destination and returns it."""
-    call = jax.ffi.ffi_call("jaxferry_gradient_store", _struct(destination), input_output_aliases={0: 0})
-    stored: jax.Array = call(destination, gradient, offset=np.int64(offset), accumulate=np.int64(accumulate))
+    given = (destination, gradient)
+    stored: jax.Array = _call(
+        "gradient_store", _struct(destination), *given, into=0, offset=offset, accumulate=accumulate
+    )
     return stored
 
 
@@ -223,7 +221,6 @@ def dha_matmul_gradient(
 ) -> jax.Array:
     """Writes the product into the destination and returns it."""
     x, dy = _pad(x), _pad(dy)
-    call = jax.ffi.ffi_call("jaxferry_dha_matmul_gradient", _struct(destination), input_output_aliases={0: 0})
     left, right = (dy, x) if shape.transpose else (x, dy)
     row, row_padded = shape.k if shape.transpose else shape.n, right.shape[-1]
     # Sums that are added, or rounded to a third dtype, stay in float32; padding is removed before rows cross the link.
@@ -233,32 +230,16 @@ def dha_matmul_gradient(
     scratch = _scratch(row_bytes, left.shape[-1], scratch_bytes)
     rounded = 0 if round_to is None else DTYPE_NUMBERS[np.dtype(round_to)]
     _note_product(True, (x, destination), scratch, shape, (x, dy), int(shape.transpose), int(accumulate), rounded)
-    stored: jax.Array = call(
-        destination,
-        x,
-        dy,
-        scratch,
-        offset=np.int64(shape.offset),
-        k=np.int64(shape.k),
-        n=np.int64(shape.n),
-        transpose=np.int64(shape.transpose),
-        accumulate=np.int64(accumulate),
-        round_to=np.int64(rounded),
-    )
+    numbers = dataclasses.asdict(shape) | {"accumulate": accumulate, "round_to": rounded}
+    given = (destination, x, dy, scratch)
+    stored: jax.Array = _call("dha_matmul_gradient", _struct(destination), *given, into=0, **numbers)
     return stored
 
 
 def row_store(destination: jax.Array, indices: jax.Array, rows: jax.Array, shape: GatherShape) -> jax.Array:
     """Adds rows to the destination at the indices and returns it; rows at indices out of range are ignored."""
-    call = jax.ffi.ffi_call("jaxferry_row_store", _struct(destination), input_output_aliases={0: 0})
-    stored: jax.Array = call(
-        destination,
-        indices.astype(np.int32),
-        rows,
-        offset=np.int64(shape.offset),
-        rows=np.int64(shape.rows),
-        columns=np.int64(shape.columns),
-    )
+    given = (destination, indices.astype(np.int32), rows)
+    stored: jax.Array = _call("row_store", _struct(destination), *given, into=0, **dataclasses.asdict(shape))
     return stored
 
 
@@ -274,37 +255,27 @@ def ferry_load(
     The copies wait for all work of the device so far; into vacant arrays for `ferry_vacate` of these alone, or for
     nothing. Then the vectors must be ready.
     """
-    aliases = {len(vectors) + i: i for i in range(len(into))}
-    call = jax.ffi.ffi_call("jaxferry_ferry_load", [_struct(a) for a in into], input_output_aliases=aliases)
-    places = {"vectors": np.asarray(numbers, np.int64), "offsets": np.asarray(offsets, np.int64)}
-    return list(call(*vectors, *into, **places, vacant=np.int64(vacancy.value)))
+    results, places = list(map(_struct, into)), {"vectors": numbers, "offsets": offsets, "vacant": vacancy.value}
+    return list(_call("ferry_load", results, *vectors, *into, into=len(vectors), **places))
 
 
 def ferry_store(
     arrays: Sequence[jax.Array], destination: jax.Array, offsets: Sequence[int], accumulate: bool
 ) -> jax.Array:
     """Queues copies of the arrays to the host vector, and returns it with the copies in flight."""
-    aliases = {len(arrays): 0}
-    call = jax.ffi.ffi_call("jaxferry_ferry_store", _struct(destination), input_output_aliases=aliases)
-    stored: jax.Array = call(
-        *arrays, destination, offsets=np.asarray(offsets, np.int64), accumulate=np.int64(accumulate)
-    )
+    numbers = {"offsets": offsets, "accumulate": accumulate}
+    stored: jax.Array = _call("ferry_store", _struct(destination), *arrays, destination, into=len(arrays), **numbers)
     return stored
 
 
 def ferry_wait(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Waits until every copy to or from the arrays has finished, and returns the arrays."""
-    return _in_place("jaxferry_ferry_wait", arrays)
+    return list(_call("ferry_wait", list(map(_struct, arrays)), *arrays, into=0))
 
 
 def ferry_vacate(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Notes that no later work uses the arrays until they are loaded again, and returns them."""
-    return _in_place("jaxferry_ferry_vacate", arrays)
-
-
-def _in_place(target: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    aliases = {i: i for i in range(len(arrays))}
-    return list(jax.ffi.ffi_call(target, [_struct(a) for a in arrays], input_output_aliases=aliases)(*arrays))
+    return list(_call("ferry_vacate", list(map(_struct, arrays)), *arrays, into=0))
 
 
 def mark(token: jax.Array, after: Sequence[jax.Array], queue: str) -> jax.Array:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,9 @@ import jax.numpy as jnp
 from jaxferry.native.targets import GatherShape, ProductShape
 
 
-def to_device(array: jax.Array) -> jax.Array:
-    """Copies a host array to the device, inside a jitted function."""
-    return jax.device_put(array, jax.memory.Space.Device)
+def to_device(arrays: Any) -> Any:
+    """Copies host arrays to the device, inside a jitted function; on a CPU this placement copies nothing."""
+    return jax.device_put(arrays, jax.memory.Space.Device)
 
 
 def to_host(array: jax.Array) -> jax.Array:

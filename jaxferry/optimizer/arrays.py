@@ -269,11 +269,7 @@ class HostArrays:
             self._fill_next()
 
     def begin_fill(self, submit: Callable[..., concurrent.futures.Future[None]]) -> None:
-        """Lets a thread make them: to pin memory takes long. Whatever reads or replaces them waits for the thread.
-
-        Args:
-          submit: lets the thread call a function with arguments.
-        """
+        """Lets a thread make them: to pin memory takes long. Whatever reads or replaces them waits for the thread."""
         if len(self.vectors) < len(self.layers):
             self._stops_filling = False
             self._filling = submit(_fill_while_held, weakref.ref(self))

@@ -25,14 +25,7 @@ from jaxferry.transport import Placement, Vectors, as_numpy, updated_vectors
 
 
 def fused_rule(optimizer: Any, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:
-    """Returns the library's rule for the update of these layers; None if Optax has to do it.
-
-    Args:
-      optimizer: the Optax transformation.
-      state: shapes of its state for these layers.
-      layers: the layers of the unit.
-      reads: for each layer whether it has a gradient.
-    """
+    """Returns the library's rule for the update of these layers; None if Optax has to do it."""
     rule = optimizer.rule if isinstance(optimizer, FusedTransformation) else None
     if rule is None or not all(reads) or not rule.fits(state):
         return None
@@ -52,11 +45,6 @@ def factors_program(rule: HostRule, state: Any, clip_norm: float | None) -> tupl
     """Returns a function, for a jitted one, of a state's counts, the norm and the scale to the factors of a step.
 
     The second result is the number of counts.
-
-    Args:
-      rule: the optimizer's rule.
-      state: shapes of its state; any layer's, since all count alike.
-      clip_norm: global norm to clip gradients to, or None.
     """
     leaves, structure = jax.tree.flatten(state)
     _, places = _moments_and_counts(rule, structure)
@@ -86,10 +74,6 @@ def _moments_and_counts(rule: HostRule, structure: Any) -> tuple[list[list[int]]
 
 class Factors:
     """The factors of a step, computed once for all units that have taken as many steps.
-
-    Args:
-      program: the compiled function of `factors_program`.
-      num_counts: of a unit's state.
 
     Attributes:
       shared: the factors.
@@ -223,15 +207,7 @@ class FusedUpdate:
 
 @dataclasses.dataclass
 class _Prepared:
-    """What an update knows of a unit until its arrays are replaced.
-
-    Attributes:
-      update: the update.
-      step: the library's step.
-      counts: of the unit's state.
-      arrived: references to the vectors of gradients that the step reads.
-      vectors: the compute copy that it writes.
-    """
+    """What an update knows of a unit until its arrays are replaced."""
 
     update: FusedUpdate
     step: HostStep

@@ -73,23 +73,14 @@ _OF_GROUP = {
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Host memory that the process may still take.
-
-    Attributes:
-      num_bytes: how much.
-      source: who says so, in words.
-    """
+    """Host memory that the process may still take, and who says so in words."""
 
     num_bytes: int
     source: str
 
 
 def limits(root: pathlib.Path = _ROOT) -> list[Limit]:
-    """All limits that the process knows, smallest first; empty on systems without them.
-
-    Args:
-      root: the folder that holds `proc` and `sys`.
-    """
+    """All limits that the process knows, smallest first; none elsewhere. Folder `root` holds `proc` and `sys`."""
     found: list[Limit] = []
     for source in (_of_machine, _of_control_groups, _of_process):
         with contextlib.suppress(ValueError, IndexError):  # a file in another form says nothing
@@ -121,8 +112,12 @@ def check(
     given = os.environ.get(VARIABLE, "")
     if given == "off":
         return
-    known = [_given(given, held_bytes)] if given else limits()
-    if not given:
+    if given:
+        left_bytes = max(parse_bytes(given, VARIABLE) - held_bytes, 0)
+        held = f"={given}, of which training takes {format_bytes(held_bytes)}" if held_bytes else ""
+        known = [Limit(left_bytes, f"{VARIABLE}{held}")]
+    else:
+        known = limits()
         known = [dataclasses.replace(limit, num_bytes=limit.num_bytes + existing_bytes) for limit in known]
     total = sum(needed.values())
     if not known or total <= known[0].num_bytes:
@@ -138,9 +133,6 @@ def check(
 
 def pinned_limit(root: pathlib.Path = _ROOT) -> Limit:
     """XLA's limit of pinned host memory on GPUs; under WSL2, Windows has another one, which it does not state.
-
-    Args:
-      root: as for `limits`.
 
     Raises:
       InputError: if the environment's limit is not a whole number.
@@ -214,12 +206,6 @@ def check_pinned(num_bytes: int) -> None:
 
 def _with_limit_for(num_bytes: int) -> str:
     return f"{PINNED_VARIABLE}={-(-num_bytes // 2**30)}"
-
-
-def _given(text: str, held_bytes: int) -> Limit:
-    num_bytes = parse_bytes(text, VARIABLE)
-    source = f"{VARIABLE}={text}, of which training takes {format_bytes(held_bytes)}" if held_bytes else VARIABLE
-    return Limit(max(num_bytes - held_bytes, 0), source)
 
 
 def return_freed_blocks() -> None:

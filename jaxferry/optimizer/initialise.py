@@ -45,6 +45,8 @@ def masters_from_arrays(
       placement: where the masters go.
       spans: of each leaf the elements that this process holds, None for all; none for all of all.
     """
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise InputError("a state lives in host memory: it cannot be made under jax.jit or another transformation")
     return {
         i: host_array(leaf, placement, dtype, span)
         for i, (leaf, dtype, span) in enumerate(zip(leaves, dtypes, spans or [None] * len(leaves), strict=True))
@@ -135,13 +137,7 @@ def masters_layer_by_layer(
 def _arrays_one_by_one(
     graph: Graph, outputs: Sequence[tuple[Atom, int]], values: dict[int, Any]
 ) -> Iterator[tuple[int, Any]]:
-    """Yields arrays with their numbers as soon as they are computed; releases what no later equation reads.
-
-    Args:
-      graph: the traced initialiser.
-      outputs: its wanted outputs, each with a number.
-      values: its constants and arguments, by their numbers in the graph; changed.
-    """
+    """Yields arrays with their numbers once they are computed; drops from `values` what no later equation reads."""
     equations = live_equations(graph.equations, [atom for atom, _ in outputs])
     last = {atom: i for i, each in enumerate(equations) for atom in each.inputs if isinstance(atom, int)}
     computed = {atom for each in equations for atom in each.outputs}

@@ -44,12 +44,6 @@ def unit_on_devices(
     """The unit as devices hold it, with shapes instead of arrays.
 
     Its parts are spans where devices share its arrays, of all their elements.
-
-    Args:
-      optimizer: the optimizer.
-      unit: the unit; masters and state may be shapes.
-      layers: the parameter groups.
-      placement: the devices.
     """
     if placement.num_devices == 1 or len(unit.layers) > 1:
         return unit
@@ -128,11 +122,7 @@ class Elsewhere(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OnDevices(Elsewhere):
-    """Masters and state that stay on devices.
-
-    Attributes:
-      there: the unit as devices hold it; shapes.
-    """
+    """Masters and state that stay on devices; `there` is the unit as devices hold it, in shapes."""
 
     there: UpdateGroup
 
@@ -223,14 +213,7 @@ class Streamed(Elsewhere):
         placement: Placement,
         pack: Callable[[Layer, list[Any]], Any],
     ) -> None:
-        """Moves a unit's masters and state from host memory into the vectors of its subgroups.
-
-        Args:
-          unit: the unit.
-          subgroups: of the unit, as made by `subgroups_of`.
-          placement: where arrays live.
-          pack: returns new vectors of a layer in pinned memory, with the content of arrays in host memory.
-        """
+        """Moves a unit's masters and state from host memory into the vectors of its subgroups."""
         found = unit.by_key(unit.masters, unit.state)
         for each in subgroups:
             arrays = [_piece(found, key) for key in (*each.unit.keys, *each.unit.state_keys)]
@@ -283,13 +266,7 @@ def _start(key: Key) -> int:
 
 
 def _shares(layer: Layer, count: int, can_cut: Collection[int]) -> list[_Share]:
-    """Spreads the leaves of a layer over shares; those of a share lie side by side, as one transfer moves small ones.
-
-    Args:
-      layer: the layer.
-      count: the number of shares.
-      can_cut: indices of the leaves that are cut where a share ends; others are whole.
-    """
+    """Spreads a layer's leaves over shares; those of a share lie side by side, as one transfer moves small ones."""
     ordered = sorted(layer.leaves, key=lambda leaf: (leaf.vector, leaf.offset))
     first = dict(zip([leaf.index for leaf in ordered], itertools.accumulate((x.size for x in ordered), initial=0)))
     ends = [_end(ordered, first, layer.num_parameters * number // count, can_cut) for number in range(1, count)]

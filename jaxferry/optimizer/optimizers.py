@@ -124,16 +124,9 @@ def adam(
     *,
     nesterov: bool = False,
 ) -> FusedTransformation:
-    """`optax.adam`; the native library, if available, runs its step in one pass over host memory.
+    """`optax.adam`, which documents the arguments, in one pass over host memory by the native library, if available.
 
-    Args:
-      learning_rate: a number, or a function of the number of steps taken.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added to the denominator.
-      eps_root: added under the denominator's root.
-      mu_dtype: dtype of the first moment; Optax runs the step unless it is fp32.
-      nesterov: whether to use Nesterov momentum.
+    Optax runs the step unless `mu_dtype` is fp32 or None.
     """
     plain = optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
     step = _step_rule("nadam" if nesterov else "adam", b1, b2, eps, eps_root)
@@ -152,18 +145,9 @@ def adamw(
     *,
     nesterov: bool = False,
 ) -> FusedTransformation:
-    """`optax.adamw`; the native library, if available, runs its step in one pass over host memory.
+    """`optax.adamw`, which documents the arguments, in one pass over host memory by the native library, if available.
 
-    Args:
-      learning_rate: a number, or a function of the number of steps taken.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added to the denominator.
-      eps_root: added under the denominator's root.
-      mu_dtype: dtype of the first moment; Optax runs the step unless it is fp32.
-      weight_decay: a number, or a function of the number of steps taken.
-      mask: which parameters decay: a tree of booleans, or a function from parameters to one; None for all.
-      nesterov: whether to use Nesterov momentum.
+    Optax runs the step unless `mu_dtype` is fp32 or None.
     """
     plain = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
     step = _step_rule("nadam" if nesterov else "adam", b1, b2, eps, eps_root)
@@ -178,15 +162,9 @@ def lion(
     weight_decay: Any = 1e-3,
     mask: Any = None,
 ) -> FusedTransformation:
-    """`optax.lion`; the native library, if available, runs its step in one pass over host memory.
+    """`optax.lion`, which documents the arguments, in one pass over host memory by the native library, if available.
 
-    Args:
-      learning_rate: a number, or a function of the number of steps taken.
-      b1: weight of the moment in the update direction.
-      b2: decay of the moment.
-      mu_dtype: dtype of the moment; Optax runs the step unless it is fp32.
-      weight_decay: as for `adamw`.
-      mask: as for `adamw`.
+    Optax runs the step unless `mu_dtype` is fp32 or None.
     """
     plain = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
     return _fused(plain, _step_rule("lion", b1, b2), learning_rate, weight_decay, mask)
@@ -195,13 +173,9 @@ def lion(
 def sgd(
     learning_rate: Any, momentum: Any = None, nesterov: bool = False, accumulator_dtype: Any = None
 ) -> FusedTransformation:
-    """`optax.sgd`; the native library, if available, runs its step in one pass over host memory.
+    """`optax.sgd`, which documents the arguments, in one pass over host memory by the native library, if available.
 
-    Args:
-      learning_rate: a number, or a function of the number of steps taken.
-      momentum: decay of the accumulated gradient; None for no momentum.
-      nesterov: whether to use Nesterov momentum.
-      accumulator_dtype: dtype of the accumulated gradient; Optax runs the step unless it is fp32.
+    Optax runs the step unless `accumulator_dtype` is fp32 or None.
     """
     plain = optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
     kind = "sgd" if momentum is None else "nesterov" if nesterov else "momentum"
@@ -224,11 +198,7 @@ def _fused(
 
 
 def _constant(value: Any) -> float | None:
-    """Returns a constant as a float; None if it is traced (`optax.inject_hyperparams`) or missing.
-
-    Raises:
-      InputError: if it is not a number.
-    """
+    """Returns a constant as a float, None if traced (`inject_hyperparams`) or missing; raises InputError for others."""
     if value is None or isinstance(value, jax.core.Tracer) or np.ndim(value) != 0:
         return None
     try:

@@ -1,6 +1,4 @@
-"""Parts of parameters in host memory: read, written, and shared by several processes.
-
-Arrays in host memory, whole or in parts, and conversions between the two forms.
+"""Arrays in host memory, whole, in parts, or shared by several processes, and conversions between these forms.
 
 A parameter that a model scans over, and its optimizer state, is stored in parts, one per layer. Of several processes,
 each stores some elements of each array. Users see it whole.
@@ -206,15 +204,7 @@ def filled(
     fill: Callable[[np.ndarray], None],
     is_pinned: bool = False,
 ) -> jax.Array:
-    """Returns a new array in host memory; no other one of its size exists meanwhile.
-
-    Args:
-      shape: its shape.
-      dtype: its dtype.
-      placement: where arrays live.
-      fill: writes the content into a NumPy view of the array.
-      is_pinned: whether it is in pinned memory, which the CPU must be able to write.
-    """
+    """Returns a new array in host memory; no other one of its size exists meanwhile."""
     where = placement.pinned if is_pinned else placement.host
     if bits_of(dtype) < 8:
         # JAX stores several elements in a byte, and NumPy does not.
@@ -297,11 +287,7 @@ def _part_of(array: np.ndarray, part: Part) -> np.ndarray:
 
 
 class WholeCopies:
-    """The copies of one training state.
-
-    Args:
-      placement: where arrays live.
-    """
+    """The copies of one training state."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
@@ -311,13 +297,7 @@ class WholeCopies:
         ORPHANED_COPIES.keep(self, placement, self._held)
 
     def of(self, group: int, layer: Layer, vectors: Vectors) -> list[jax.Array]:
-        """What programs read; of several processes, all must call this in one order.
-
-        Args:
-          group: the number of the layer.
-          layer: the layer.
-          vectors: its vectors in pinned memory, as updates make them.
-        """
+        """What programs read; of several processes, all must call this in one order."""
         if not self._placement.exchanges(layer):
             return list(vectors)
         made_of, held = self._made_of.pop(group, []), self._held.pop(group, [])

@@ -152,12 +152,7 @@ class TreeUpdate:
         return [made[number] for number in self._state_numbers(held)]
 
     def extra_of(self, value: Any, extra_args: Mapping[str, Any]) -> list[Any]:
-        """Returns what `extra` describes.
-
-        Args:
-          value: the loss.
-          extra_args: the user's own arguments of a step.
-        """
+        """Returns what `extra` describes."""
         leaves = jax.tree.leaves({"value": value, **extra_args})
         return [leaves[i].astype(aval.dtype) for i, aval in zip(self._extra.values(), self.extra, strict=True)]
 

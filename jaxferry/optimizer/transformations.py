@@ -14,7 +14,7 @@ import optax
 
 from jaxferry.errors import InputError, call_users
 from jaxferry.optimizer.update_group import path_names
-from jaxferry.partition import Graph, bytes_of, graph_of, no_arrays, result_shapes
+from jaxferry.partition import Graph, bytes_of, graph_of, no_arrays, refuse_leaks, result_shapes
 
 
 def graphs_of(function: Callable[..., Any], *args: Any) -> tuple[Graph, Graph]:
@@ -23,6 +23,7 @@ def graphs_of(function: Callable[..., Any], *args: Any) -> tuple[Graph, Graph]:
     closed, shape = jax.make_jaxpr(lambda x: call_users(function, *jax.tree.unflatten(tree, x)), return_shape=True)(
         leaves
     )
+    refuse_leaks(closed, len(leaves))
     made = [graph_of(closed, len(leaves), jax.tree.structure(shape), keeps_calls) for keeps_calls in (False, True)]
     return made[0], made[1]
 
@@ -106,11 +107,6 @@ class Traced:
 def traced(optimizer: Any, params: Any, extra_args: Mapping[str, Any]) -> Traced:
     """Traces a transformation.
 
-    Args:
-      optimizer: the transformation.
-      params: shapes of the parameters.
-      extra_args: shapes of the keyword arguments of its update.
-
     Raises:
       InputError: if the update needs others, or changes the structure of the state each time.
     """
@@ -148,13 +144,6 @@ class Settled:
     """A transformation whose first update changes the structure of its state, with a state of one structure.
 
     In a Python loop, a jitted step is traced once more after the first one; here one program has both updates.
-
-    Args:
-      optimizer: the transformation.
-      params: shapes of the parameters.
-      first: shapes of the initial state.
-      later: shapes of the state after an update.
-      extra_args: shapes of the keyword arguments of its update.
     """
 
     def __init__(self, optimizer: Any, params: Any, first: Any, later: Any, extra_args: Mapping[str, Any]) -> None:
@@ -255,11 +244,6 @@ def visible_state(optimizer: optax.GradientTransformation, params: Any, state: A
     """Returns shapes of the state in which dictionaries lack hidden parameters.
 
     If the transformation accepts no trees without these, they are `optax.MaskedNode`s, as in the state that is given.
-
-    Args:
-      optimizer: the transformation.
-      params: shapes of the parameters, in a tree that masks hidden ones.
-      state: shapes of the state of these.
     """
     leaves, tree = jax.tree.flatten(params)
     try:

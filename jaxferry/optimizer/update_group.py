@@ -189,13 +189,14 @@ def masters_by_leaf(
         if is_by_part:
             return dict(zip(sorted(leaf.index for leaf in held), masters, strict=True))
         whole = dict(zip(leaves, masters, strict=True))
-        return {leaf.index: _part_of(whole[leaf.source], leaf.part) for leaf in held}
+        return {
+            leaf.index: whole[leaf.source]
+            if (part := leaf.part) is None
+            else jax.lax.index_in_dim(whole[leaf.source], part.number, part.axis, keepdims=False)
+            for leaf in held
+        }
 
     return of_leaves
-
-
-def _part_of(array: jax.Array, part: Part | None) -> Any:
-    return array if part is None else jax.lax.index_in_dim(array, part.number, part.axis, keepdims=False)
 
 
 def by_leaf(layers: Sequence[Layer], gradients: Sequence[Any], scale: jax.Array) -> dict[int, jax.Array]:

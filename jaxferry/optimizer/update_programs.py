@@ -94,13 +94,7 @@ class CompiledUpdate:
 
 
 class _InitialState:
-    """Makes initial states: zeros, the most of them, are written by all threads, and a program makes others, if any.
-
-    Args:
-      init: returns the leaves of the state of masters.
-      masters: some that it takes.
-      placement: where arrays live.
-    """
+    """Makes initial states: zeros, the most of them, are written by all threads, and a program makes others, if any."""
 
     def __init__(
         self, init: Callable[[Any], list[jax.Array]], masters: Sequence[jax.Array], placement: Placement
@@ -124,13 +118,7 @@ class _InitialState:
 
 
 class UpdatePrograms:
-    """Compiles updates; equal units share one.
-
-    Args:
-      tree: the transformation on the model's tree.
-      placement: where arrays live.
-      clip_norm: global norm to clip gradients to, or None.
-    """
+    """Compiles updates; equal units share one."""
 
     def __init__(self, tree: TreeUpdate, placement: Placement, clip_norm: float | None) -> None:
         self._tree, self._placement, self._clip_norm = tree, placement, clip_norm
@@ -152,13 +140,7 @@ class UpdatePrograms:
         return state
 
     def compile(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> None:
-        """Stores the `Update` of every unit in `unit.programs`; equal units share it.
-
-        Args:
-          units: the units.
-          layers: the parameter groups.
-          arrivals: for each layer, how its gradient arrives.
-        """
+        """Stores the `Update` of every unit in `unit.programs`; equal units share it."""
         missing: dict[Any, Any] = {}
         wanted = []
         for unit in units:
@@ -173,32 +155,31 @@ class UpdatePrograms:
         contents = {key: self._content(key, given[0]) for key, given in missing.items() if key not in rules}
         if rules and self._factors is None:
             key = next(iter(rules))
-            contents[_FACTORS] = self._factors_content(missing[key][0])
+            content = self._tree.content(missing[key][0].leaves)
+            contents[_FACTORS] = content and ("factors", content, self._clip_norm, self._placement)
             missing[_FACTORS] = (missing[key][0], rules[key])
-        programs = compile_shared(contents, lambda key: self._lowered(key, missing[key][0], missing[key][1], layers))
+
+        def lowered(key: Any) -> Any:
+            unit, how = missing[key]
+            return self._lower_factors(unit, how) if key == _FACTORS else self._lower(unit, layers, how)
+
+        programs = compile_shared(contents, lowered)
         if _FACTORS in programs:
             counts, *_ = programs[_FACTORS].args_info[0]
             self._factors = Factors(programs.pop(_FACTORS), len(counts))
         for key, program in programs.items():
-            self._updates[key] = CompiledUpdate(program, self._placement, self._trained(missing[key][0], layers))
+            trained = [layers[i].trained for i in missing[key][0].layers]
+            self._updates[key] = CompiledUpdate(program, self._placement, trained)
         for key, rule in rules.items():
             self._updates[key] = self._fused(rule, missing[key][0], missing[key][1], layers)
         for unit, reads, key in wanted:
             unit.programs[reads] = self._updates[key]
-
-    def _lowered(self, key: Any, unit: UpdateGroup, how: Any, layers: Sequence[Layer]) -> Any:
-        """A program before XLA compiles it: of the factors by a rule, or of a unit's update by what is read."""
-        return self._lower_factors(unit, how) if key == _FACTORS else self._lower(unit, layers, how)
 
     def plain(self, unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[..., Any]:
         """The update of a unit by Optax, for a jitted function on any device.
 
         It maps `(masters, state, gradients, norm, extra)` to `(masters, state)`. `gradients` are in the master dtypes,
         by index of the leaf.
-
-        Args:
-          unit: the unit.
-          layers: its layers' trained parameters.
         """
         held, in_order = unit.keys, by_master(unit, layers)  # not the unit, which holds arrays
 
@@ -226,11 +207,6 @@ class UpdatePrograms:
             return None
         place = self._placement
         return ("update", key, self._clip_norm, place, place.is_cpu)
-
-    def _factors_content(self, unit: UpdateGroup) -> Hashable | None:
-        """Likewise for the factors of a step."""
-        content = self._tree.content(unit.leaves)
-        return content and ("factors", content, self._clip_norm, self._placement)
 
     def text(self, unit: UpdateGroup, layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> str:
         """Returns a text that says what a unit's update does; masters and state may be shapes."""
@@ -307,9 +283,6 @@ class UpdatePrograms:
 
     def _dtypes_arriving(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> list[np.dtype]:
         return [vector.dtype for of_layer in self._arrived(unit, layers, reads) for vector in of_layer]
-
-    def _trained(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
-        return [layers[i].trained for i in unit.layers]
 
     def _owned(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
         """The trained parameters of a unit's layers, as this process holds them."""

@@ -16,6 +16,7 @@ from .graph import evaluate as evaluate
 from .graph import graph_of as graph_of
 from .graph import live_equations as live_equations
 from .graph import no_arrays as no_arrays
+from .graph import refuse_leaks as refuse_leaks
 from .graph import result_shapes as result_shapes
 from .graph import trace as trace
 from .graph import zeros_of as zeros_of

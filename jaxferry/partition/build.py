@@ -14,7 +14,7 @@ from jaxferry.modes import BLOCK, MODULE
 from jaxferry.partition import cuts
 from jaxferry.partition.cuts import Dataflow, analyse
 from jaxferry.partition.derivatives import joint_graph
-from jaxferry.partition.graph import Equation, Graph
+from jaxferry.partition.graph import Graph
 from jaxferry.partition.groups import Group, group_leaves, module_paths, modules_of
 from jaxferry.partition.layout import Layer, make_layer
 from jaxferry.partition.packed import stored_struct
@@ -24,7 +24,7 @@ from jaxferry.partition.segments import (
     Segment,
     build_segments,
     depending_on,
-    prelude_with_views,
+    with_views,
 )
 from jaxferry.partition.tracing import (
     Canonical,
@@ -102,18 +102,7 @@ def partition_forward(
     num_devices: int = 1,
     num_processes: int = 1,
 ) -> ForwardPartition:
-    """Cuts any function of parameters into segments for a run without derivatives.
-
-    Args:
-      function: `function(params, *args, **kwargs)` returns a tree of arrays.
-      params: as for `partition`.
-      args: likewise.
-      kwargs: likewise.
-      compute_dtype: likewise.
-      layers: likewise.
-      frozen: likewise.
-      num_devices: likewise.
-      num_processes: likewise.
+    """Cuts any function of parameters into segments for a run without derivatives; arguments as for `partition`.
 
     Raises:
       InputError: if a parameter is not real floating point, or if there is no parameter.
@@ -131,12 +120,7 @@ def partition_forward(
 def _merged(traced: Traced, parts: Partition, merges: Sequence[cuts.Merge], granularity: str) -> Partition:
     """The partition with some of its blocks merged."""
     new_name = {name: "+".join(merge.layers) for merge in merges for name in merge.layers}
-    leaves: dict[str, list[int]] = {}
-    for layer in parts.layers:
-        name = layer.block or layer.name
-        leaves.setdefault(new_name.get(name, name), []).extend(leaf.index for leaf in layer.leaves)
-    groups = [Group(name, tuple(sorted(indices))) for name, indices in leaves.items()]
-    again = _cut_into_segments(traced, None, groups=groups, granularity=granularity)
+    again = _cut_into_segments(traced, None, groups=_blocks(parts.layers, new_name), granularity=granularity)
     return dataclasses.replace(parts, **vars(again) | {"merges": (*parts.merges, *merges)})
 
 
@@ -154,7 +138,7 @@ def _cut_into_segments(
     graph, stored = traced.graph, traced.stored
     may_join = layers is None and groups is None
     if layers is not None:
-        groups = _blocks(layers)
+        groups = _blocks(layers, {})
     elif groups is None:
         groups = group_leaves([leaf.keys for leaf in stored], tables=_tables(graph))
     first_group = [0] * len(stored)
@@ -165,16 +149,18 @@ def _cut_into_segments(
     trained = [value for leaf, value in enumerate(graph.parameters) if leaf not in traced.frozen]
     derived = depending_on(graph, trained)
     names = [groups[group].name for group in first_group]
-    order = _order_of_use(stretches, group_of_leaf)
+    # In the order of first use, unread ones last.
+    order = list(dict.fromkeys([*(stretch.group for stretch in stretches), *group_of_leaf]))
     blocks = {group: _block(group, group_of_leaf, names) for group in order}
     looked_up = _tables(graph) if granularity == MODULE else frozenset[int]()
     taken = {block.name for block in blocks.values()}
+    ranks = [len(graph.avals[value].shape) for value in graph.parameters]
     finer = {
         group: _as_given(block, layers)
         or (
             (block,)
             if granularity == BLOCK or not looked_up.isdisjoint(block.leaves)
-            else _modules(block, traced, taken - {block.name})
+            else modules_of(block, [leaf.keys for leaf in stored], ranks, taken - {block.name})
         )
         for group, block in blocks.items()
     }
@@ -190,13 +176,15 @@ def _cut_into_segments(
     built = [build_segments(graph, flow, derived, cut, made, layers_of_group) for cut in choices]
     shared = [_share_programs(graph, segments, is_differentiated) for segments in built]
     segments = min(shared, key=lambda segments: len({segment.program for segment in segments}))
-    prelude = prelude_with_views(flow)
+    prelude = with_views(flow, flow.prelude)
+    read = {value for segment in segments for value in segment.nondiff_inputs}
+    read |= {atom for atom in graph.outputs if isinstance(atom, int)}
     return ForwardPartition(
         layers=made,
         segments=tuple(segments),
         graph=graph,
         prelude=prelude,
-        prelude_outputs=_prelude_outputs(graph, prelude, segments),
+        prelude_outputs=tuple(value for equation in prelude for value in equation.outputs if value in read),
         notes=traced.notes,
         merges=_merges(joins, first_group, names),
     )
@@ -272,16 +260,12 @@ def _group_bytes(graph: Graph, group_of_leaf: Sequence[int]) -> list[int]:
     return sizes
 
 
-def _order_of_use(stretches: Sequence[cuts.Stretch], group_of_leaf: Sequence[int]) -> list[int]:
-    """Returns the groups in order of first use, unread ones last."""
-    return list(dict.fromkeys([*(stretch.group for stretch in stretches), *group_of_leaf]))
-
-
-def _blocks(layers: Sequence[Layer]) -> list[Group]:
-    """The leaves of each block of these layers."""
+def _blocks(layers: Sequence[Layer], new_name: Mapping[str, str]) -> list[Group]:
+    """The leaves of each block of these layers, some of which have a new name."""
     leaves: dict[str, list[int]] = {}
     for layer in layers:
-        leaves.setdefault(layer.block or layer.name, []).extend(leaf.index for leaf in layer.leaves)
+        name = layer.block or layer.name
+        leaves.setdefault(new_name.get(name, name), []).extend(leaf.index for leaf in layer.leaves)
     return [Group(name, tuple(sorted(indices))) for name, indices in leaves.items()]
 
 
@@ -297,12 +281,6 @@ def _as_given(block: Group, layers: Sequence[Layer] | None) -> tuple[Group, ...]
     found = [Group(layer.name, tuple(leaf.index for leaf in layer.leaves)) for layer in known]
     is_whole = sorted(leaf for each in found for leaf in each.leaves) == sorted(block.leaves)
     return tuple(found) if is_whole else ()
-
-
-def _modules(block: Group, traced: Traced, taken: Collection[str]) -> tuple[Group, ...]:
-    """The layers of the modules of a block; `taken` holds the names of the other blocks."""
-    ranks = [len(traced.graph.avals[value].shape) for value in traced.graph.parameters]
-    return modules_of(block, [leaf.keys for leaf in traced.stored], ranks, taken)
 
 
 def _layer(block: Group, group: Group, traced: Traced) -> Layer:
@@ -340,11 +318,3 @@ def _program_key(graph: Graph, segment: Segment, is_differentiated: bool) -> tup
         )
         content = (content, [bytes_of(constant) for constant in derived.constants.values()])
     return canonical.digest((is_differentiated, roles, content)), canonical.is_opaque
-
-
-def _prelude_outputs(graph: Graph, prelude: Sequence[Equation], segments: Sequence[Segment]) -> tuple[int, ...]:
-    """Returns the values of the prelude that segments or the caller read."""
-    wanted = {value for segment in segments for value in segment.nondiff_inputs} | {
-        atom for atom in graph.outputs if isinstance(atom, int)
-    }
-    return tuple(value for equation in prelude for value in equation.outputs if value in wanted)

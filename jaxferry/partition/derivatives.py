@@ -1,23 +1,18 @@
 """Builds the forward and backward programs of a segment and chooses what to save between them.
 
-Chooses which values to save for the backward and which to recompute: the fewest saved bytes, by a minimum cut.
-
-A backward needs residuals. Recomputing element-wise operations, casts and reshapes costs less than the memory traffic
-of saving their results. So a residual may be recomputed from saved values, or from weights and batch, which the
-backward receives anyway. A minimum cut of the graph finds the saved set with the fewest bytes; among equal sets, the
-one nearest to the residuals, which recomputes least.
-
-Source: functorch's `min_cut_rematerialization_partition` (PyTorch), with parameters and batch free of cost.
-
-Alternatively, a policy as in `jax.checkpoint_policies` decides for each equation whether its results are saved.
-
     forward(weights, inputs, nondiff_inputs)                              -> outputs, nondiff_outputs, saved
     backward(weights, inputs, nondiff_inputs, outputs, saved, cotangents) -> gradients, input cotangents
 
 A backward needs residuals. The engine holds many of them anyway: the weights, which it drops after the forward and
 reloads for the backward, and the segment's inputs and outputs. These are passed to the backward as arguments, not saved
 twice. The backward recomputes copies made from weights alone (a cast, a transpose), so nothing of a weight stays on the
-device in between. Of the other residuals it saves as few bytes as possible, or those that a policy selects.
+device in between.
+
+Of the other residuals a policy as in `jax.checkpoint_policies` selects those to save, or they are as few bytes as
+possible: recomputing element-wise operations, casts and reshapes costs less than the memory traffic of saving their
+results, and a minimum cut of the graph finds the saved set with the fewest bytes; among equal sets, the one nearest to
+the residuals, which recomputes least. Source: functorch's `min_cut_rematerialization_partition` (PyTorch), with
+parameters and batch free of cost.
 """
 
 from __future__ import annotations
@@ -56,13 +51,7 @@ _INFINITE = 2**30
 
 
 def values_to_keep(graph: Graph, residuals: Iterable[int], free: Collection[int]) -> set[int]:
-    """Returns the values to save so that cheap equations can recompute every residual.
-
-    Args:
-      graph: the traced function.
-      residuals: the values that the backward needs.
-      free: values that the backward has anyway.
-    """
+    """Returns the values to save so that cheap equations can recompute every residual."""
     wanted = [value for value in dict.fromkeys(residuals) if value not in free]
     if not wanted:
         return set()
@@ -86,12 +75,6 @@ def values_kept_by(
     policy: Callable[..., Any], graph: Graph, residuals: Iterable[int], free: Collection[int]
 ) -> set[int]:
     """Returns the values that a policy saves among those that the residuals depend on, as `jax.checkpoint` does.
-
-    Args:
-      policy: `policy(primitive, *avals, **params)` returns whether results of such an equation may be saved.
-      graph: the traced function.
-      residuals: the values that the backward needs.
-      free: values that the backward has anyway.
 
     Raises:
       InputError: if the policy returns anything but True or False.
@@ -168,6 +151,10 @@ class Derivative:
       weights_read: indices of the weights that the backward reads.
       row_gradients: shape and dtype of the arrays of all gradients if some are `RowGradient`s, else empty.
       inputs_read, nondiff_inputs_read, outputs_read: indices of the values that the backward reads.
+      forward: returns the values of `segment.outputs` and `segment.nondiff_outputs`, and the residuals.
+      backward: returns gradients of the trained weights (arrays, or `RowGradient`s of lookups) and the inputs'
+        cotangents. It takes of `inputs`, `nondiff_inputs` and `outputs` only the values that it reads. Weights that are
+        not read may be shape structs.
     """
 
     segment: Segment
@@ -176,14 +163,9 @@ class Derivative:
     inputs_read: tuple[int, ...]
     nondiff_inputs_read: tuple[int, ...]
     outputs_read: tuple[int, ...]
-    _forward: Callable[..., Any]
-    _backward: Callable[..., Any]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
     row_gradients: tuple[Any, ...] = ()
-
-    @property
-    def reads_weights(self) -> bool:
-        """Whether the backward reads any weights."""
-        return bool(self.weights_read)
 
     @functools.cached_property
     def reads_groups(self) -> tuple[bool, ...]:
@@ -205,20 +187,6 @@ class Derivative:
     def saved_bytes(self) -> int:
         """Bytes of the saved residuals."""
         return sum(aval_bytes(aval) for aval in self.saved)
-
-    def forward(self, weights: Any, inputs: Any, nondiff_inputs: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns the values of `segment.outputs` and `segment.nondiff_outputs`, and the residuals."""
-        return self._forward(weights, inputs, nondiff_inputs)
-
-    def backward(
-        self, weights: Any, inputs: Any, nondiff_inputs: Any, outputs: Any, saved: Any, cotangents: Any
-    ) -> tuple[list[Any], list[Any]]:
-        """Returns gradients of the trained weights (arrays, or `RowGradient`s of lookups) and the inputs' cotangents.
-
-        `inputs`, `nondiff_inputs` and `outputs` hold only the values that the backward reads (`inputs_read`,
-        `nondiff_inputs_read`, `outputs_read`). Weights that are not read may be shape structs.
-        """
-        return self._backward(weights, inputs, nondiff_inputs, outputs, saved, cotangents)
 
     def backward_arguments(self, graph: Graph) -> tuple[list[Any], ...]:
         """Returns shape structs of the arguments of `backward`; `graph` is the segment's graph."""
@@ -249,14 +217,7 @@ def differentiate(graph: Graph, segment: Segment, remat: Any = None) -> Derivati
 
 
 def once_for_graph(make: Callable[[Graph, Segment, Any], Any], graph: Graph, segment: Segment, remat: Any) -> Any:
-    """What a function makes of a segment, once for each graph and content unless the segment recomputes by a policy.
-
-    Args:
-      make: the function of graph, segment and a choice of what to save.
-      graph: as for `differentiate`.
-      segment: likewise.
-      remat: likewise.
-    """
+    """What a function makes of a segment, once for each graph and content unless the segment recomputes by a policy."""
     remat = segment.remat if remat is None else remat
     if not isinstance(remat, str):
         return make(graph, segment, remat)
@@ -267,17 +228,17 @@ def once_for_graph(make: Callable[[Graph, Segment, Any], Any], graph: Graph, seg
 
 
 def _differentiate(graph: Graph, segment: Segment, remat: Any) -> Derivative:
-    if not segment.runs_back:
-        return _forward_only(segment)
-    if remat == "full":
+    if remat == "full" or not segment.runs_back:
         made = _recomputing_forward(segment)
     else:
         made = _saving_residuals(segment, _linearise(graph, segment), None if remat in ("none", AUTO) else remat)
+    if not segment.runs_back:
+        return made
     kept = keep_rows(made.backward, made.backward_arguments(graph), len(segment.trained))
     if kept is None:
         return made
     sparse, row_gradients = kept
-    return dataclasses.replace(made, _backward=sparse, row_gradients=row_gradients)
+    return dataclasses.replace(made, backward=sparse, row_gradients=row_gradients)
 
 
 def _pullback(segment: Segment, weights: Any, inputs: Any, nondiff_inputs: Any) -> tuple[list[Any], Any, list[Any]]:
@@ -288,19 +249,12 @@ def _pullback(segment: Segment, weights: Any, inputs: Any, nondiff_inputs: Any) 
     return jax.vjp(run, [weights[i] for i in segment.trained], inputs, has_aux=True)
 
 
-def _forward_only(segment: Segment) -> Derivative:
-    def forward(weights: Any, inputs: Any, nondiff_inputs: Any) -> Any:
-        return (*segment.forward(weights, inputs, nondiff_inputs), [])
-
-    def backward(*given: Any) -> Any:
-        return [], []
-
-    return Derivative(segment, (), (), (), (), (), forward, backward)
-
-
 def _recomputing_forward(segment: Segment) -> Derivative:
     def forward(weights: Any, inputs: Any, nondiff_inputs: Any) -> Any:
         return (*segment.forward(weights, inputs, nondiff_inputs), [])
+
+    if not segment.runs_back:
+        return Derivative(segment, (), (), (), (), (), forward, lambda *given: ([], []))
 
     def backward(weights: Any, inputs: Any, nondiff_inputs: Any, outputs: Any, saved: Any, cotangents: Any) -> Any:
         # Without the barrier, XLA could merge the recomputation into the forward of a program that holds both.

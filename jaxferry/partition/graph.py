@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxferry.errors import PartitionError, call_users
+from jaxferry.errors import InputError, PartitionError, call_users
 from jaxferry.processes import is_raw_key
 
 type_of_aval = Any  # jax.core.ShapedArray; its public alias has moved between JAX releases
@@ -289,6 +289,21 @@ def flat_call(function: Callable[[], Callable[..., Any]], params_tree: Any, rest
         return made
 
     return call
+
+
+def refuse_leaks(closed: core.ClosedJaxpr, num_inputs: int) -> None:
+    """Raises InputError if the trace of a function of the user's, of so many arrays, reads a tracer of another trace.
+
+    JAX itself raises UnexpectedTracerError, but only when a program runs.
+    """
+    # `jax.jit` puts these before the inputs; to `jax.make_jaxpr` they are constants.
+    found = [v.aval for v in closed.jaxpr.invars[: len(closed.jaxpr.invars) - num_inputs]]
+    found += [constant.aval for constant in closed.consts if isinstance(constant, jax.core.Tracer)]
+    if found:
+        raise InputError(
+            f"the function reads a leaked tracer, {found[0].str_short()}: a value that a traced function has stored "
+            "outside; return it as a result there, or compute it anew (JAX_CHECK_TRACER_LEAKS=1 shows where it leaks)"
+        )
 
 
 def no_arrays(tree: Any) -> str:

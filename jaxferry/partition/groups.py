@@ -1,7 +1,5 @@
 """Groups parameters into layers by module path, and says which ones are trained.
 
-Groups parameters into layers by module path.
-
 The tree of a Flax model mirrors its modules. A subtree is one layer unless it contains repeated modules: siblings with
 numbered names and the same modules inside, such as transformer blocks (`h_0`, `h_1`, ... or `layers/0`, `layers/1`,
 ...), or a list of modules. Such a subtree is opened, and each sibling becomes a layer. So each residual block is one
@@ -97,12 +95,7 @@ def module_paths(params: Any) -> list[Path]:
 
 
 def group_leaves(paths: Sequence[Path], tables: Collection[int] = ()) -> tuple[Group, ...]:
-    """Groups leaves into layers, in order of their first leaf.
-
-    Args:
-      paths: the path of each leaf, as from `module_paths`.
-      tables: indices of lookup tables.
-    """
+    """Groups leaves into layers, in order of their first leaf."""
     common = common_modules(paths)
     below = {index: path[common:] for index, path in enumerate(paths) if index not in tables}
     found = [(name, leaves) for name, leaves in _split(below, ())] if below else []

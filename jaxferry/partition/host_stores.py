@@ -49,7 +49,10 @@ def store_in_place(
     """
     graph = trace(lambda given: function(*given), list(arguments), (), {})
     gradients, rest = jax.tree.unflatten(graph.out_tree, graph.outputs)
-    products = _products(graph, gradients, layer, FUSED_BYTES if fused_bytes is None else fused_bytes) if native else {}
+    least_bytes, products = FUSED_BYTES if fused_bytes is None else fused_bytes, dict[int, _Product]()
+    for i, leaf in enumerate(layer.leaves if native else ()):
+        if (product := _find_product(graph, gradients[i], leaf, least_bytes)) is not None:
+            products[i] = product
     dense = [gradient for i, gradient in enumerate(gradients) if i not in products]
     needed = [*jax.tree.leaves(rest), *dense, *(atom for p in products.values() for atom in (p.x, p.dy))]
     equations = live_equations(graph.equations, needed)
@@ -82,12 +85,6 @@ def store_in_place(
         return vectors, None if products else kept, others
 
     return run
-
-
-def _products(graph: Graph, gradients: Sequence[Atom], layer: Layer, fused_bytes: int) -> dict[int, _Product]:
-    """The gradients to compute by panels, by number."""
-    found = {i: _find_product(graph, gradients[i], leaf, fused_bytes) for i, leaf in enumerate(layer.leaves)}
-    return {i: product for i, product in found.items() if product is not None}
 
 
 def _packed(layer: Layer, gradients: Sequence[jax.Array], onto: Sequence[jax.Array] | None) -> list[jax.Array]:

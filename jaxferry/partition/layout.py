@@ -289,7 +289,8 @@ def make_layer(
         (dtype, nth), offset = places[index]
         source, part = (index, None) if origins is None else origins[index]
         is_frozen, shape = index in frozen, tuple(avals[index].shape)
-        place = (numbers[is_frozen, dtype, nth], offset, source, part, not is_frozen, _is_small(shape, dtype))
+        is_small = math.prod(shape) * np.dtype(dtype).itemsize < SMALL_BYTES
+        place = (numbers[is_frozen, dtype, nth], offset, source, part, not is_frozen, is_small)
         leaves.append(Leaf(index, paths[index], shape, dtype, master_dtypes[index], *place))
     return Layer(name, tuple(leaves), block=block)
 
@@ -320,7 +321,3 @@ def _places(
 
 def _num_bytes(aval: Any) -> int:
     return math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
-
-
-def _is_small(shape: Sequence[int], dtype: Any) -> bool:
-    return math.prod(shape) * np.dtype(dtype).itemsize < SMALL_BYTES

@@ -1,6 +1,4 @@
-"""Stacked parameters, and frozen ones of fewer than 8 bits an element.
-
-Numbers and names the parts of stacked parameters.
+"""Stacked parameters, whose parts it numbers and names, and frozen ones of fewer than 8 bits an element.
 
 A model that scans over its layers has one leaf for all of them, for example `layers/attn/kernel` of shape [12, ...].
 It is stored as `layers/0/attn/kernel`, `layers/1/attn/kernel`, ...: siblings, as in a model without a scan.
@@ -149,10 +147,6 @@ def is_coded(dtype: Any) -> bool:
 def check_storable(dtype: Any, what: str) -> None:
     """Checks that parameters of a dtype can be stored.
 
-    Args:
-      dtype: the dtype.
-      what: which parameter has it, for the error.
-
     Raises:
       InputError: if it is no dtype of JAX, one with which XLA does not compute, or PRNG keys that JAX does not know.
     """
@@ -186,22 +180,12 @@ def stored_struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def is_stored_as_bytes(own: Any, master: Any) -> bool:
-    """Whether a parameter is stored as bytes: one of a coded dtype that is not trained.
-
-    Args:
-      own: its shape and dtype.
-      master: those in which it is stored.
-    """
+    """Whether a parameter is stored as bytes: one of a coded dtype that is not trained."""
     return is_coded(own.dtype) and np.dtype(master.dtype) in BYTES
 
 
 def to_bytes(array: Any, made: np.ndarray | None = None) -> np.ndarray:
-    """Returns an array as it is stored if it is frozen: itself, unless it is coded (`is_coded`).
-
-    Args:
-      array: the array.
-      made: receives the bytes; None for new memory.
-    """
+    """Returns an array as it is stored if frozen: itself, or, if it is coded, its bytes, in `made` if that is given."""
     if is_key(array):
         bits = np.asarray(jax.random.key_data(array))
         if made is not None:
@@ -282,11 +266,6 @@ def shape_from_stored(stored: Any, dtype: Any) -> tuple[int, ...]:
 
 def reading_stored(graph: Graph, stored: Sequence[Stored], frozen: Collection[int]) -> Graph:
     """The graph with frozen parameters as they are stored; views of them are what it read before.
-
-    Args:
-      graph: the graph.
-      stored: its parameters.
-      frozen: the indices of the frozen ones.
 
     Raises:
       InputError: if elements are packed along the axis that a scan over layers cuts.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxferry.errors import InputError
@@ -82,13 +82,8 @@ def _check_choice(choice: Any, where: str) -> Any:
 
 def _is_policy(value: Any) -> bool:
     """Whether a function takes an operation's parameters, as policies do; a function of names takes only a name."""
-    if not callable(value):
-        return False
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(value))
-
-
-def _parameters(function: Callable[..., Any]) -> Sequence[inspect.Parameter]:
     try:
-        return list(inspect.signature(function).parameters.values())
+        parameters = inspect.signature(value).parameters.values() if callable(value) else ()
     except (TypeError, ValueError):
-        return []
+        return False
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)

@@ -273,13 +273,7 @@ def _scanned_over(jaxpr: core.Jaxpr) -> set[Any]:
 
 
 def unroll(graph: Graph, scans: Scans, stacks: Mapping[int, Stack]) -> Graph:
-    """Returns the graph with the parts of stacked leaves as parameters and the scans over them unrolled.
-
-    Args:
-      graph: the traced loss function.
-      scans: its scans over layers.
-      stacks: the leaves to cut, a superset of `scans.stacks`; the others are stacked again where they are read.
-    """
+    """Returns the graph with the parts of stacked leaves as parameters and the scans over them unrolled."""
     return _Unrolling(graph, scans).run(stacks) if stacks else graph
 
 
@@ -374,7 +368,8 @@ class _Unrolling:
         for operands in zip(*columns, strict=True):
             if traced is None:
                 with equation.context.manager:
-                    traced = self._traced(functools.partial(_bind, equation, params), operands)
+                    own = equation.primitive.get_bind_params(params)
+                    traced = self._traced(functools.partial(equation.primitive.bind, **own), operands)
             made += self._builder.inline(traced, operands)
         if is_sum:
             [self.now[equation.outputs[0]]] = self._emit(lambda *sums: functools.reduce(lax.add, sums), made)
@@ -418,7 +413,3 @@ class _Unrolling:
             [numbers] = self._emit(lambda: lax.iota(jnp.uint32, length), [])
             self._indices[length] = self._slices(numbers, 0, length)
         return self._indices[length]
-
-
-def _bind(equation: Equation, params: Mapping[str, Any], *operands: Any) -> Any:
-    return equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))

@@ -215,18 +215,9 @@ def build_segments(
     layers: Sequence[Layer],
     layers_of_group: Mapping[int, Sequence[int]],
 ) -> list[Segment]:
-    """Turns stretches of `flow.main` into segments.
-
-    Args:
-      graph: the traced loss function.
-      flow: its classified equations.
-      derived: values that depend on trained parameters.
-      stretches: the stretches.
-      layers: the layers.
-      layers_of_group: the layers of a stretch's group.
-    """
+    """Turns stretches of `flow.main` into segments."""
     made_by = {v: i for i, s in enumerate(stretches) for e in flow.main[s.start : s.stop] for v in e.outputs}
-    bodies = [_with_views(flow, flow.main[s.start : s.stop]) for s in stretches]
+    bodies = [with_views(flow, flow.main[s.start : s.stop]) for s in stretches]
     wanted: set[int] = {value for value in graph.outputs if isinstance(value, int)}
     outputs: list[tuple[int, ...]] = []
     for body in reversed(bodies):
@@ -287,7 +278,7 @@ def _has_derivative(graph: Graph, derived: Collection[int], value: int) -> bool:
     return value in derived and is_inexact(graph.avals[value])
 
 
-def _with_views(flow: Dataflow, equations: Iterable[Equation]) -> tuple[Equation, ...]:
+def with_views(flow: Dataflow, equations: Iterable[Equation]) -> tuple[Equation, ...]:
     """Returns the equations with each view inserted before its first use."""
     placed: set[int] = set()
     result: list[Equation] = []
@@ -315,11 +306,6 @@ def _read_from_outside(equations: Iterable[Equation], weights: Iterable[int]) ->
         read |= {value: None for value in equation.reads if value not in known}
         known.update(equation.outputs)
     return tuple(read)
-
-
-def prelude_with_views(flow: Dataflow) -> tuple[Equation, ...]:
-    """Returns the prelude's equations with the views of constants that they need."""
-    return _with_views(flow, flow.prelude)
 
 
 def table(partition: Partition) -> rich.table.Table:

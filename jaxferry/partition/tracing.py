@@ -1,14 +1,11 @@
 """Traces a function on its parameters in the compute dtype, and compares programs by content.
 
-Decides whether two segments are the same program: equal equations up to the numbers of their values.
-
-Values are renumbered in order of appearance, and parameters of primitives are compared by content. A callable among
-them (the rule of a `custom_vjp`) cannot be compared by content: `Canonical.is_opaque` reports it, and the caller
-compares the differentiated programs instead, where such rules are resolved.
-
-Traces a function on its parameters in the compute dtype.
-
 params, args -> shapes -> jaxpr -> graph -> scans over layers unrolled
+
+Two segments are the same program if their equations are equal up to the numbers of their values, which are renumbered
+in order of appearance. A callable among the parameters of a primitive (the rule of a `custom_vjp`) cannot be compared
+by content: `Canonical.is_opaque` reports it, and the caller compares the differentiated programs instead, where such
+rules are resolved.
 """
 
 from __future__ import annotations
@@ -40,18 +37,13 @@ from jaxferry.partition.packed import (
     stored_struct,
 )
 from jaxferry.partition.scans import find_scans, unroll
-from jaxferry.partition.users_traces import known_jaxpr
+from jaxferry.partition.users_traces import check_meshes, known_jaxpr
 from jaxferry.processes import is_key
 from jaxferry.settings import users_settings
 
 
 def check_byte_order(leaf: Any, name: str) -> None:
-    """Raises InputError if a leaf is a NumPy array whose bytes are swapped.
-
-    Args:
-      leaf: any leaf of the user's.
-      name: what it is, for the error.
-    """
+    """Raises InputError if a leaf is a NumPy array whose bytes are swapped."""
     dtype = getattr(leaf, "dtype", None)
     if isinstance(dtype, np.dtype) and not dtype.isnative:
         raise InputError(
@@ -161,15 +153,7 @@ class Canonical:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A function traced on parameters in the compute dtype, its scans over layers unrolled.
-
-    Attributes:
-      graph: the trace.
-      stored: its parameters.
-      master_dtypes: their master dtypes.
-      frozen: indices of the frozen ones.
-      notes: parameters whose scans could not be unrolled.
-    """
+    """A function traced on parameters in the compute dtype, its scans over layers unrolled."""
 
     graph: Graph
     stored: list[Stored]
@@ -201,6 +185,7 @@ def trace(
     frozen = frozenset(index for index, leaf in enumerate(stored) if leaf.source in frozen)
     graph = reading_stored(graph, stored, frozen)
     graph = dataclasses.replace(graph, num_devices=num_devices, num_processes=num_processes)
+    check_meshes(graph)
     return Traced(graph, stored, [dtypes[leaf.source] for leaf in stored], frozen, notes)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ from jax.extend import core, linear_util
 from jax.sharding import AxisType, NamedSharding
 
 from jaxferry.errors import InputError, call_users
-from jaxferry.partition.graph import evaluate, flat_call, graph_of
+from jaxferry.partition.graph import Graph, evaluate, flat_call, graph_of, refuse_leaks
+from jaxferry.partition.scans import jaxprs_in
 from jaxferry.processes import is_key
 from jaxferry.settings import outside_mesh, users_settings
 
@@ -38,7 +39,9 @@ def known_jaxpr(
     def trace_under(mesh: Any) -> Any:
         own = [_shape_of(leaf, mesh) if isinstance(leaf, jax.Array) else leaf for leaf in rest]
         # JAX checks what the function returns.
-        return call_users(call.trace, leaves, own)
+        traced = call_users(call.trace, leaves, own)
+        refuse_leaks(traced.jaxpr, len(leaves) + len(own))
+        return traced
 
     with users_settings():
         mesh = jax.sharding.get_abstract_mesh()
@@ -64,6 +67,29 @@ def _shape_of(array: Any, mesh: Any = None) -> jax.ShapeDtypeStruct:
     is_over_mesh = isinstance(where, NamedSharding) and where.mesh.abstract_mesh == mesh
     weak_type = getattr(array, "weak_type", False)
     return jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=weak_type, sharding=where if is_over_mesh else None)
+
+
+def check_meshes(graph: Graph) -> None:
+    """Raises InputError if an equation, at any depth, is bound to a mesh of another size than the step's."""
+    for name, mesh in _meshes(graph.equations):
+        if mesh.size != graph.num_devices:
+            raise InputError(
+                f"the function has a {name} over the mesh {dict(mesh.shape)}, and the step trains on "
+                f"{graph.num_devices} device{'s' * (graph.num_devices > 1)}: pass this mesh to train_step as mesh= "
+                "(of one axis, 'data'), or take a mesh of the step's devices"
+            )
+
+
+def _meshes(equations: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the meshes that equations cannot do without, each with the primitive's name."""
+    for equation in equations:
+        if equation.primitive.name == "shard_map":
+            yield "shard_map", equation.params["mesh"]
+        # A constraint that names axes alone has no effect on one device.
+        elif isinstance(getattr(sharding := equation.params.get("sharding"), "mesh", None), jax.sharding.Mesh):
+            yield equation.primitive.name, sharding.mesh
+        for jaxpr in jaxprs_in(equation):
+            yield from _meshes(jaxpr.eqns)
 
 
 _OUTSIDE_MESH: weakref.WeakKeyDictionary[core.ClosedJaxpr, core.ClosedJaxpr] = weakref.WeakKeyDictionary()

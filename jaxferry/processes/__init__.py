@@ -1,7 +1,7 @@
 """Several devices and several hosts.
 
-distributed     starts and joins processes          meshes     devices that share a batch
-all_processes   messages, checks that all agree     progress   detects a process that hangs
+distributed     starts and joins processes, makes meshes
+all_processes   messages, checks that all agree, detects one that hangs
 global_arrays   arrays over all devices
 """
 

@@ -1,11 +1,14 @@
+from .all_processes import PROGRESS as PROGRESS
 from .all_processes import Messages as Messages
 from .all_processes import check_same as check_same
 from .all_processes import check_same_values as check_same_values
 from .all_processes import coordination_client as coordination_client
 from .all_processes import messages_of as messages_of
 from .all_processes import slowest as slowest
+from .all_processes import watch as watch
 from .distributed import JOIN_TIMEOUT_S as JOIN_TIMEOUT_S
 from .distributed import is_first as is_first
+from .distributed import mesh_of as mesh_of
 from .distributed import own_rows as own_rows
 from .distributed import start as start
 from .global_arrays import empty as empty
@@ -18,6 +21,3 @@ from .global_arrays import merged as merged
 from .global_arrays import moved as moved
 from .global_arrays import rows_of as rows_of
 from .global_arrays import spread as spread
-from .meshes import mesh_of as mesh_of
-from .progress import PROGRESS as PROGRESS
-from .progress import watch as watch

@@ -22,10 +22,36 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxferry.errors import InputError
-from jaxferry.processes.all_processes import coordination_client
+from jaxferry.processes.all_processes import coordination_client, watch
 from jaxferry.processes.global_arrays import has_rows, is_global, is_key, spread
-from jaxferry.processes.meshes import are_virtual
-from jaxferry.processes.progress import watch
+
+_VIRTUAL = "xla_force_host_platform_device_count"
+
+
+def mesh_of(num_devices: int) -> Mesh | None:
+    """Returns a mesh of this process's first devices with the axis `data`; None for one device.
+
+    If it is called before JAX starts its backends, a machine without accelerator has as many virtual CPU devices.
+    Scripts of users call `jax.make_mesh`.
+
+    Raises:
+      InputError: if there are fewer devices.
+    """
+    if num_devices == 1:
+        return None
+    if not are_virtual():
+        with contextlib.suppress(RuntimeError):  # the backends have started
+            jax.config.update("jax_num_cpu_devices", num_devices)
+    found = jax.local_devices()
+    if len(found) < num_devices:
+        raise InputError(f"--devices must be at most {len(found)}, the devices of this machine, got {num_devices}")
+    return jax.make_mesh((num_devices,), ("data",), devices=found[:num_devices])
+
+
+def are_virtual() -> bool:
+    """Returns whether XLA_FLAGS sets the number of virtual CPU devices."""
+    return _VIRTUAL in os.environ.get("XLA_FLAGS", "")
+
 
 JOIN_TIMEOUT_S = 300
 """How long processes wait for each other at the start by default."""

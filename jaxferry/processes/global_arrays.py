@@ -16,12 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 
 def spread(array: Any, where: NamedSharding) -> jax.Array:
-    """Puts an array that is the same in all processes on their devices.
-
-    Args:
-      array: a NumPy array or scalar, or an array of this process's devices.
-      where: the sharding of the result.
-    """
+    """Puts an array that is the same in all processes on their devices."""
     if is_key(array) and not where.is_fully_addressable:  # JAX puts no keys on other processes' devices
         keys = spread(jax.random.key_data(array), where)
         return jax.random.wrap_key_data(keys, impl=jax.random.key_impl(array))

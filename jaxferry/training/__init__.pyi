@@ -17,8 +17,8 @@ from .microbenchmarks import offload_subject as offload_subject
 from .microbenchmarks import program_variants as program_variants
 from .microbenchmarks import streamed_update_subject as streamed_update_subject
 from .microbenchmarks import update_subject as update_subject
-from .model import ACCELERATOR_DTYPE as ACCELERATOR_DTYPE
 from .model import Model as Model
+from .model import accelerator_dtype as accelerator_dtype
 from .model import host_bytes as host_bytes
 from .options import ESTIMATE as ESTIMATE
 from .options import MEASURE as MEASURE
@@ -27,10 +27,13 @@ from .options import Planning as Planning
 from .options import read_compute_dtype as read_compute_dtype
 from .profile_cache import MeasurementCache as MeasurementCache
 from .profile_cache import cache_directory as cache_directory
+from .profile_cache import installed_version as installed_version
 from .profile_cache import surroundings as surroundings
 from .samples import made_on_device as made_on_device
 from .samples import sample as sample
 from .samples import sample_gradient as sample_gradient
+from .saving import BackgroundSaves as BackgroundSaves
+from .saving import finish as finish
 from .step import Prepared as Prepared
 from .step import StepCompiler as StepCompiler
 from .timers import SUSTAINED_S as SUSTAINED_S

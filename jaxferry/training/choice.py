@@ -127,11 +127,6 @@ def choose_plan(variants: RematVariants, planning: Planning, profile: Profile) -
     reserve factor alone chooses gradients. If no plan of a policy fits into the memory budget, the policy plans for its
     smallest feasible budget instead: the engine counts exact bytes afterwards.
 
-    Args:
-      variants: the segments and their derivatives.
-      planning: how the training step is planned.
-      profile: from `planning_profile`.
-
     Raises:
       InputError: if the plan is for another model, or the policy does not exist.
     """
@@ -157,13 +152,7 @@ def choose_plan(variants: RematVariants, planning: Planning, profile: Profile) -
 
 
 def best_granularity(variants: RematVariants, planning: Planning, profile: Profile) -> str:
-    """How fine layers should be: what a given plan or profile names, else what is faster for the policy.
-
-    Args:
-      variants: the segments, cut into layers of modules.
-      planning: how the training step is planned.
-      profile: of these layers, estimated.
-    """
+    """How fine layers should be: what a given plan or profile names, else what is faster for the policy."""
     policy = planning.chooser
     if planning.given_names:
         return MODULE if list(planning.given_names) == [use.name for use in variants.base.uses] else BLOCK
@@ -193,14 +182,7 @@ def leanest_plan(variants: RematVariants, planning: Planning, profile: Profile) 
 def planner_within(
     variants: RematVariants, planning: Planning, profile: Profile, policy: str | None = None
 ) -> Callable[[int | None], Plan]:
-    """Returns a function that plans within a budget, or within the smallest feasible one if that is larger.
-
-    Args:
-      variants: the segments and their derivatives.
-      planning: how the training step is planned; its budget is ignored.
-      profile: from `planning_profile`.
-      policy: the policy; None for that of the planning.
-    """
+    """Returns a function that plans within a budget, or within the smallest feasible one if that is larger."""
     policy = policy or planning.chooser
     assert policy is not None, "without a policy there is nothing to choose"
     request = Request(planning.reserve_factor)

@@ -34,8 +34,7 @@ from jaxferry.training.choice import best_granularity
 from jaxferry.training.cuts import Cut, Cutter, structure_of
 from jaxferry.training.model import Model
 from jaxferry.training.options import Options
-from jaxferry.training.profiles import Profiler
-from jaxferry.training.shares import Share, share_of_one
+from jaxferry.training.profiles import Profiler, Share, share_of_one
 from jaxferry.training.step import Prepared, StepCompiler
 from jaxferry.transport import Placement, Transport, make_transport, writes_in_place
 
@@ -43,12 +42,7 @@ Value = TypeVar("Value")
 
 
 class Recent(Generic[Value]):
-    """The values of the keys that were used last.
-
-    Args:
-      most: the number of values that are kept.
-      drop: called with each value that is dropped for a newer one.
-    """
+    """The values of the keys that were used last."""
 
     def __init__(self, most: int, drop: Callable[[Value], object]) -> None:
         self._most, self._drop = most, drop
@@ -74,15 +68,7 @@ class Recent(Generic[Value]):
 
 
 class Shared:
-    """What all steps of a training step share, independent of the model.
-
-    Attributes:
-      placement: where arrays live.
-      prefetch: holds the prefetched copies.
-      recorder: records when tasks start and end; None records nothing.
-      owner: the process and the thread that may use them.
-      memory: the thread that makes what a first step needs in host memory, while the step is compiled.
-    """
+    """What all steps of a training step share; thread `memory` makes what a first step needs in host memory."""
 
     def __init__(self, placement: Placement, record_steps: int) -> None:
         self.placement, self.prefetch, self.owner = placement, PrefetchSlot(), Owner()
@@ -109,12 +95,6 @@ class Shared:
 
 class Compiler:
     """Prepares and caches steps and evaluations of one model.
-
-    Args:
-      model: the model.
-      loss_fn: its loss function.
-      options: those of `train_step`.
-      shared: what all steps of the training step share.
 
     Attributes:
       model: as given.
@@ -143,13 +123,7 @@ class Compiler:
         return [prepared for prepared, _ in self._prepared]
 
     def prepare(self, args: Any, kwargs: Mapping[str, Any], state: TrainState | None = None) -> Prepared:
-        """The prepared step for arguments of this structure; prepares it on the first call.
-
-        Args:
-          args: the step's arguments.
-          kwargs: likewise.
-          state: one that the step will train, if there is any. If it is new, its compute copy is made meanwhile.
-        """
+        """The prepared step for arguments of this structure; prepares it on the first call."""
 
         def make() -> tuple[Prepared, Cut]:
             check_may_trace("the loss function for a batch of new shapes")
@@ -202,9 +176,10 @@ class Compiler:
     def _compiled(
         self, cut: Cut, args: Any, kwargs: Mapping[str, Any], state: TrainState | None
     ) -> tuple[Prepared, Cut]:
-        _check_shared(cut.parts.graph)
+        graph = cut.parts.graph
+        _check_shared(graph)
         if self._shared.placement.num_processes > 1:
-            check_same("the shapes of their batches", _shapes(cut.parts.graph))
+            check_same("the shapes of their batches", ", ".join(str(graph.avals[value]) for value in graph.batch))
             check_same("their optimizers", self.model.update_text)
             check_same("their profiles", self._profiler.source)
         variants, programs = self._variants(cut)
@@ -243,12 +218,7 @@ class Compiler:
         return lambda program: transport.make_ahead(program.stored, program.summed, program.widened, submit)
 
     def _check_host_memory(self, prepared: Prepared, is_begun: bool) -> None:
-        """Checks that host memory can hold what a step keeps there beside the state, before it runs.
-
-        Args:
-          prepared: the step.
-          is_begun: whether a thread makes compute copy and gradients, or has made them.
-        """
+        """Checks that host memory can hold what a step keeps there beside the state, before it runs."""
         layers, read = prepared.partition.layers, prepared.program.read_in_place
         # Clients of accelerators keep pinned memory that programs have used.
         kept_bytes = 0 if self._shared.placement.is_cpu else self._saved_bytes
@@ -318,10 +288,6 @@ class Compiler:
                 self.model.transport, self._shared.placement, layers, self._options.numerics.accumulate > 1
             )
         return self._transports[layers]
-
-
-def _shapes(graph: Graph) -> str:
-    return ", ".join(str(graph.avals[value]) for value in graph.batch)
 
 
 def _check_shared(graph: Graph) -> None:

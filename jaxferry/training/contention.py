@@ -70,15 +70,13 @@ _ROW_LENGTH = 4
 
 @functools.lru_cache(maxsize=8)
 def measure_links(placement: Placement) -> Links:
-    """Measures how fast the devices of a mesh load, offload and exchange; each process must call this.
-
-    Args:
-      placement: where arrays live, on several devices.
-    """
+    """Measures how fast the devices of a mesh load, offload and exchange; each process must call this."""
     large = LARGE_ON_CPU_BYTES if placement.platform == "cpu" else LARGE_BYTES
     num = placement.num_devices
     moves = {("up", ""): transfer(placement, "pinned_host"), ("down", ""): transfer(placement, "device")}
-    for among in _among(placement):
+    # Exchanges that do not differ on this mesh are measured once.
+    within = [] if num == placement.num_processes else [WITHIN]
+    for among in [ALL] if placement.num_processes == 1 else [ALL, *within, ACROSS]:
         moves |= {("gather", among): gather(placement, among), ("scatter", among): scatter(placement, among)}
     sizes = [-(-size // (4 * num)) * 4 * num for size in (SMALL_BYTES, large)]
     length = 1 if placement.platform == "cpu" else _ROW_LENGTH
@@ -91,13 +89,6 @@ def measure_links(placement: Placement) -> Links:
         lines |= {(kind, WITHIN): lines[kind, ALL] for kind in ("gather", "scatter")}
     exchanges = [{among: lines.get((kind, among), NOTHING) for among in EXCHANGES} for kind in ("gather", "scatter")]
     return Links(lines["up", ""], lines["down", ""], *exchanges)
-
-
-def _among(placement: Placement) -> list[str]:
-    """The exchanges that differ on a mesh."""
-    if placement.num_processes == 1:
-        return [ALL]
-    return [ALL, ACROSS] if placement.num_devices == placement.num_processes else [ALL, WITHIN, ACROSS]
 
 
 def gather(placement: Placement, among: str) -> Callable[[int], Callable[[], Any]]:
@@ -276,11 +267,7 @@ def transfers(placement: Placement, num_bytes: int = TRANSFER_BYTES) -> dict[str
 
 
 class InQueue:
-    """A call that issues a transfer and waits for an earlier one: a link is never idle, however busy the host is.
-
-    Args:
-      issue: issues one.
-    """
+    """A call that issues a transfer and waits for an earlier one: a link is never idle, however busy the host is."""
 
     def __init__(self, issue: Callable[[], Any]) -> None:
         self._issue, self._queue = issue, collections.deque[Any]()

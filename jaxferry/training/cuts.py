@@ -45,12 +45,7 @@ def split_flags(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def weighted(loss_fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The loss times an entry of its `aux`, with `(weight, (loss, aux))` as auxiliary output, the weight in fp32.
-
-    Args:
-      loss_fn: returns `(loss, aux)`.
-      name: the entry.
-    """
+    """The loss times an entry of its `aux`, with `(weight, (loss, aux))` as auxiliary output, the weight in fp32."""
 
     def weighted_loss(*args: Any, **kwargs: Any) -> Any:
         made = loss_fn(*args, **kwargs)
@@ -84,7 +79,11 @@ def structure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
             "jax.jit, jax.grad or another transformation; pass concrete arrays"
         )
     try:
-        kinds = tuple((np.shape(leaf), jax.dtypes.result_type(leaf), _is_weak(leaf)) for leaf in leaves)
+        # Python's numbers are weakly typed.
+        weak = [isinstance(leaf, int | float | complex) or bool(getattr(leaf, "weak_type", False)) for leaf in leaves]
+        kinds = tuple(
+            (np.shape(leaf), jax.dtypes.result_type(leaf), own) for leaf, own in zip(leaves, weak, strict=True)
+        )
     except (TypeError, ValueError) as error:
         _name_unfit_leaf(args, arrays)
         raise InputError(f"the arguments must be trees of arrays and numbers: {error}") from error
@@ -109,17 +108,8 @@ def _name_unfit_leaf(args: Any, kwargs: Mapping[str, Any]) -> None:
                 ) from error
 
 
-def _is_weak(leaf: Any) -> bool:
-    """Whether a leaf is weakly typed, as Python's numbers are."""
-    return isinstance(leaf, int | float | complex) or bool(getattr(leaf, "weak_type", False))
-
-
 class Cut:
     """The segments of one loss function, structure and choice of groups, with their compiled programs.
-
-    Args:
-      parts: the partition.
-      jaxpr, key: where `_CUTS` holds it.
 
     Attributes:
       parts: as given.
@@ -154,12 +144,6 @@ _CUTS: weakref.WeakKeyDictionary[core.ClosedJaxpr, dict[Any, Cut]] = weakref.Wea
 
 class Cutter:
     """Cuts functions of one model's parameters.
-
-    Args:
-      model: the model.
-      loss_fn: its loss function.
-      planning: how its steps are planned.
-      placement: where arrays live.
 
     Attributes:
       known_layers: the parameter groups, which the first batch decides; None until then.

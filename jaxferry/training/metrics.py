@@ -16,11 +16,7 @@ from jaxferry.training.options import Numerics
 
 
 def metrics_of(number: int, parts: Partition, result: StepResult, numerics: Numerics) -> dict[str, Any]:
-    """Returns the metrics of a step, see `TrainStep.__call__`.
-
-    Raises:
-      NonFiniteError: if the loss or a gradient is not finite, unless such steps are skipped.
-    """
+    """Returns the metrics of a step, see `TrainStep.__call__`."""
     aux: Any = None if parts.aux_tree is None else jax.tree.unflatten(parts.aux_tree, result.aux)
     if numerics.is_weighted:
         _, (loss, aux) = aux

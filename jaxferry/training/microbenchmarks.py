@@ -51,14 +51,7 @@ def program_subject(programs: Programs, key: ProgramKey, placement: Placement, l
 
 
 def _program_s(run: Callable[..., Any], prepare: Callable[[], Any], placement: Placement, effort: Effort) -> float:
-    """The seconds of a program on the device.
-
-    Args:
-      run: issues it.
-      prepare: makes the arguments of a call.
-      placement: where they live.
-      effort: limits on the repetitions.
-    """
+    """The seconds of a program on the device."""
     if placement.is_cpu:
         return median_s(timed_call(run, prepare, empty_caches=cold_caches(placement.device)), effort)
     return median_s(device_timer(placement).program(run, prepare), effort.at_most(MOST_REPETITIONS))
@@ -195,13 +188,6 @@ _SCALE = np.float32(1)
 
 class HostUpdate:
     """A unit's host update on new state, until the compute copy is where the device reads it.
-
-    Args:
-      optimizer: the optimizer.
-      placement: where arrays live.
-      unit: what it updates at once.
-      layers: of the model.
-      arrivals: for each layer, how its gradient arrives.
 
     Attributes:
       text: identifies the program.
@@ -368,13 +354,7 @@ def plain_keys(keys: Mapping[str, ProgramKey]) -> dict[str, ProgramKey]:
 
 
 def adds_there(partition: Partition, number: int, widened: Collection[int]) -> list[bool]:
-    """For each group of a segment, whether a later segment's gradient is on the host already, for programs to add to.
-
-    Args:
-      partition: the segments.
-      number: the segment.
-      widened: the groups whose gradients the host adds, as for `StepProgram`.
-    """
+    """For each group of a segment, whether the host has a later segment's gradient, for programs to add to."""
     later = {group for segment in partition.segments[number + 1 :] for group in segment.groups}.difference(widened)
     return [group in later for group in partition.segments[number].groups]
 
@@ -382,13 +362,7 @@ def adds_there(partition: Partition, number: int, widened: Collection[int]) -> l
 def program_variants(
     partition: Partition, recomputing: Partition, derivatives: Mapping[int, Derivative]
 ) -> list[dict[str, ProgramKey]]:
-    """For each segment, all programs that a step of any plan may run, as in `variants_of`.
-
-    Args:
-      partition: the segments.
-      recomputing: the same, with rematerialized variants where eligible.
-      derivatives: of both, by program number.
-    """
+    """For each segment, all programs that a step of any plan may run, as in `variants_of`."""
     found, last, widened = [], len(partition.segments) - 1, widened_groups(partition, derivatives)
     for number, (segment, again) in enumerate(zip(partition.segments, recomputing.segments, strict=True)):
         is_sum, is_last = adds_there(partition, number, widened), number == last

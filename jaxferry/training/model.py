@@ -19,6 +19,7 @@ from jaxferry.optimizer import (
     Stored,
     host_array,
     host_memory,
+    init_of,
     masters_from_arrays,
     stored_whole,
 )
@@ -50,13 +51,6 @@ _OF_STEPS = ("compute copy", "gradients", _SUMS)
 class Model:
     """Shapes and dtypes of a model's parameters, with the host optimizer that updates them.
 
-    Args:
-      params: the model's tree of parameters; shapes are enough.
-      optimizer: the Optax transformation.
-      options: those of `train_step`.
-      placement: where arrays live.
-      transport: the requested transport; None for the best available one.
-
     Attributes:
       params: the tree, of shape structs.
       compute_dtype: the dtype in which the device sees parameters; None for their own.
@@ -77,7 +71,8 @@ class Model:
         transport: str | None,
     ) -> None:
         self.numerics, self._placement, self._optax = numerics, placement, optimizer
-        self.compute_dtype = _compute_dtype(params, numerics, placement)
+        by_default = None if placement.platform == "cpu" else accelerator_dtype(params)
+        self.compute_dtype: Any = by_default if numerics.compute_dtype is None else numerics.compute_dtype
         hidden = frozen_leaves(numerics.trainable, params)
         layers = layers_by_path(params, self.compute_dtype, hidden)
         self.params = abstract(params)
@@ -211,7 +206,11 @@ class Model:
 
     def masters(self, leaves: Sequence[Any]) -> dict[int, Stored]:
         """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
-        return masters_from_arrays(leaves, self._dtypes(), self._placement, self._spans())
+        dtypes, own, numbers = _master_dtypes(self.layers), self._placement.ownership, range(len(leaves))
+        spans = {leaf.index: own.span(layer, leaf) for layer in self.layers for leaf in layer.leaves}
+        return masters_from_arrays(
+            leaves, [dtypes[leaf] for leaf in numbers], self._placement, [spans[leaf] for leaf in numbers]
+        )
 
     def optimizer_state(self, leaves: Mapping[str, Any]) -> dict[str, Stored]:
         """Reads the leaves of the optimizer's state from a checkpoint likewise, by path; they keep their dtypes."""
@@ -224,15 +223,6 @@ class Model:
             else host_array(leaf, self._placement, leaf.dtype, spans.get(name))
             for name, leaf in leaves.items()
         }
-
-    def _dtypes(self) -> list[np.dtype]:
-        dtypes = _master_dtypes(self.layers)
-        return [dtypes[leaf] for leaf in range(len(dtypes))]
-
-    def _spans(self) -> list[Span | None]:
-        own = self._placement.ownership
-        spans = {leaf.index: own.span(layer, leaf) for layer in self.layers for leaf in layer.leaves}
-        return [spans[leaf] for leaf in range(len(spans))]
 
     def new_state(
         self,
@@ -278,7 +268,7 @@ def host_bytes(
     dtypes = _master_dtypes(layers_by_path(params, compute_dtype))
     leaves, tree = jax.tree.flatten(params)
     masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
-    state = result_shapes(optimizer.init, jax.tree.unflatten(tree, masters))
+    state = result_shapes(init_of(optimizer), jax.tree.unflatten(tree, masters))
     return _host_bytes(layers, jax.tree.leaves(state), Ownership(), widened, is_cpu=False)
 
 
@@ -320,10 +310,10 @@ def abstract(params: Any) -> Any:
     return jax.tree.map(shape_of, params)
 
 
-def _compute_dtype(params: Any, numerics: Numerics, placement: Placement) -> Any:
+def accelerator_dtype(params: Any) -> Any:
+    """The dtype in which an accelerator sees these parameters by default: `ACCELERATOR_DTYPE` for fp32, else None."""
     is_single = all(getattr(leaf, "dtype", None) == np.float32 for leaf in jax.tree.leaves(params))
-    by_default = ACCELERATOR_DTYPE if placement.platform != "cpu" and is_single else None
-    return by_default if numerics.compute_dtype is None else numerics.compute_dtype
+    return ACCELERATOR_DTYPE if is_single else None
 
 
 def _master_dtypes(layers: Sequence[Layer]) -> dict[int, np.dtype]:

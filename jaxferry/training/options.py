@@ -127,24 +127,26 @@ def read_options(
     merge_small: Any = True,
     granularity: Any = BLOCK,
 ) -> Options:
-    """Checks the arguments of `train_step`; reads plan and profile if they are files.
-
-    Raises:
-      InputError: if an argument is invalid.
-    """
+    """Checks the arguments of `train_step`; reads plan and profile if they are files."""
     if plan is not None and policy is not None:
         raise InputError(f"plan and policy exclude each other, got both (policy {policy!r}): give one")
     if policy is not None:
         make_policy(policy)
     check_granularity(granularity)
+    if reserve_factor is not None and not (_is_number(reserve_factor) and 0 <= reserve_factor <= 1):
+        raise InputError(f"reserve_factor must lie in [0, 1], got {reserve_factor!r}")
+    if clip_norm is not None and not (_is_number(clip_norm) and math.isfinite(clip_norm) and clip_norm > 0):
+        raise InputError(f"clip_norm must be a positive number or None, got {clip_norm!r}")
+    if weight is not None and not (isinstance(weight, str) and weight):
+        raise InputError(f"weight must be the name of an entry of the loss function's aux, or None, got {weight!r}")
     has_budget, dtype = memory_budget not in (None, "none"), read_compute_dtype(compute_dtype)
     numerics = Numerics(
-        clip_norm=_read_clip_norm(clip_norm),
+        clip_norm=clip_norm,
         compute_dtype=dtype,
         skip_nonfinite=_read_flag(skip_nonfinite, "skip_nonfinite"),
         check_gradients=None if check_gradients is None else _read_flag(check_gradients, "check_gradients"),
         accumulate=_read_count(accumulate, 1, "accumulate must be a number of micro-batches"),
-        weight=_read_weight(weight, accumulate),
+        weight=weight if accumulate > 1 else None,  # of one batch, a weight divides out
         extra_args=_read_extra_args(extra_args),
         loss_scale=_read_loss_scale(loss_scale, dtype, accumulate),
         trainable=trainable,
@@ -152,7 +154,7 @@ def read_options(
     planning = Planning(
         memory_budget_bytes=parse_bytes(memory_budget, "memory_budget") if has_budget else None,
         takes_device_budget=memory_budget is None,
-        reserve_factor=_read_reserve_factor(reserve_factor),
+        reserve_factor=reserve_factor,
         plan=_read_record(Plan, plan, "plan"),
         policy=policy,
         profile=profile if profile in (MEASURE, ESTIMATE) else _read_record(Profile, profile, "profile"),
@@ -167,24 +169,6 @@ def read_options(
         record_steps=_read_count(record_steps, 0, "record_steps must be a number of steps"),
         cached_shapes=_read_count(cached_shapes, 1, "cached_shapes must be a number of shapes"),
     )
-
-
-def _read_reserve_factor(value: Any) -> float | None:
-    if value is not None and not (_is_number(value) and 0 <= value <= 1):
-        raise InputError(f"reserve_factor must lie in [0, 1], got {value!r}")
-    return value
-
-
-def _read_clip_norm(value: Any) -> float | None:
-    if value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
-        raise InputError(f"clip_norm must be a positive number or None, got {value!r}")
-    return value
-
-
-def _read_weight(value: Any, accumulate: int) -> str | None:
-    if value is not None and not (isinstance(value, str) and value):
-        raise InputError(f"weight must be the name of an entry of the loss function's aux, or None, got {value!r}")
-    return value if accumulate > 1 else None  # of one batch, a weight divides out
 
 
 def _read_extra_args(value: Any) -> dict[str, Any] | None:
@@ -215,10 +199,6 @@ def _is_number(value: Any) -> bool:
 
 def read_compute_dtype(value: Any, name: str = "compute_dtype") -> Any:
     """Reads a floating dtype; None stays None.
-
-    Args:
-      value: the dtype, or its name.
-      name: what the user calls it, for errors.
 
     Raises:
       InputError: if it is no floating dtype of at least 16 bits that JAX has.

@@ -51,11 +51,7 @@ class MeasurementCache:
         self._surroundings = dict(surroundings)
 
     def get(self, content: str) -> float | None:
-        """Returns the number measured for this content, or None.
-
-        Args:
-          content: identifies what was measured, for example a program's text.
-        """
+        """Returns the number measured for this content, or None."""
         if self._directory is None:
             return None
         key = self._key(content)
@@ -113,12 +109,7 @@ def cache_directory() -> pathlib.Path | None:
 
 
 def surroundings(platform_name: str, device_kind: str) -> dict[str, Any]:
-    """Returns what times depend on besides the measured program: device, host, threads, versions, native libraries.
-
-    Args:
-      platform_name: JAX's name of the device's platform, "cpu" or "gpu".
-      device_kind: the device's own name.
-    """
+    """Returns what times depend on besides the measured program: device, host, threads, versions, native libraries."""
     return {
         "device": device_kind,
         "host_cpu": _host_cpu(),
@@ -127,8 +118,8 @@ def surroundings(platform_name: str, device_kind: str) -> dict[str, Any]:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
-        "jaxferry": _version("jaxferry"),
-        "scipy": _version("scipy"),
+        "jaxferry": installed_version("jaxferry"),
+        "scipy": installed_version("scipy"),
         "native": {name: _native(name) for name in sorted({"cpu", platform_name})},
     }
 
@@ -168,7 +159,8 @@ def _host_cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Returns the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -93,13 +93,7 @@ def sample_vectors(layer: Layer, where: Any) -> Vectors:
 
 
 class ProgramArguments:
-    """Makes arguments of a program: donated ones for each call, the others once.
-
-    Args:
-      programs: the compiled programs.
-      key: the program.
-      placement: where arguments live.
-    """
+    """Makes arguments of a program: donated ones for each call, the others once."""
 
     def __init__(self, programs: Programs, key: ProgramKey, placement: Placement) -> None:
         arguments = programs.lowered(key).args_info[0]

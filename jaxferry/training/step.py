@@ -131,7 +131,7 @@ class StepCompiler:
         self._variants, self._programs, self._given = variants, programs, profile
         self._profile = _recomputable(profile)
         self._resources, self._planning, self._numerics = resources, planning, numerics
-        self._begin = begin or _nothing
+        self._begin = begin or (lambda program: None)
         # A recorder marks each copy beside the program that queues it.
         self._joins = resources.transport.joins if resources.recorder is None else NO_JOINS
         self._widened = widened_groups(variants.base, variants.derivatives, numerics.accumulate)
@@ -216,7 +216,9 @@ class StepCompiler:
         peak_ahead = functools.partial(self._peak, program)
         ahead = loads_ahead(program, peak_ahead, self._planning.memory_budget_bytes)
         if self._resources.transport.reserves:
-            program = self._with_reserved_buffers(program, ahead)
+            # Those of layers that the next step loads early stay.
+            budget, peak = self._planning.memory_budget_bytes, lambda each: self._peak(each, ahead)
+            program = dataclasses.replace(program, reserved=groups_to_reserve(program, ahead, peak, budget))
         self._begin(program)
         is_recorded = self._resources.recorder is not None
         self._resources.transport.compile(program.loaded, program.reserved, program.stored, is_recorded)
@@ -239,12 +241,6 @@ class StepCompiler:
         kept = groups_to_keep(program, *self._counted(program), None if budget is None else budget - unsplit_bytes)
         keeping = dataclasses.replace(program, kept=kept)
         return keeping if self._peak(keeping).fits(budget) else program
-
-    def _with_reserved_buffers(self, program: StepProgram, ahead: Sequence[int]) -> StepProgram:
-        """The program that keeps the buffers of layers that the next step loads early."""
-        budget = self._planning.memory_budget_bytes
-        reserved = groups_to_reserve(program, ahead, lambda each: self._peak(each, ahead), budget)
-        return dataclasses.replace(program, reserved=reserved)
 
     def _predicted(self, program: StepProgram) -> StepProgram:
         """The program whose plan predicts its own times; those of a plan that the budget has changed are another's."""
@@ -271,6 +267,9 @@ class StepCompiler:
         """The program of the plan that fits into the memory budget."""
         budget, parts = self._planning.memory_budget_bytes, self._variants.base
         summed = self._summed_groups(plan)
+        # The uses of each update's groups, those of the most bytes first.
+        units = sorted(self._resources.optimizer.units_of(parts.layers), key=lambda unit: -unit.num_bytes)
+        updates = [[n for n, use in enumerate(parts.uses) if use.group in unit.layers] for unit in units]
 
         def program_of(plan: Plan) -> StepProgram:
             return self._lower(plan, frozenset(summed))
@@ -284,16 +283,10 @@ class StepCompiler:
             lambda plan: self._peak(program_of(plan)),
             self._variants.largest_first,
             parts.layers,
-            self._updates(),
+            updates,
             self._planning.takes_device_budget,
         )
         return program_of(fitted)
-
-    def _updates(self) -> list[list[int]]:
-        """The uses of each update's groups, those of the most bytes first."""
-        parts = self._variants.base
-        units = sorted(self._resources.optimizer.units_of(parts.layers), key=lambda unit: -unit.num_bytes)
-        return [[n for n, use in enumerate(parts.uses) if use.group in unit.layers] for unit in units]
 
     def _summed_groups(self, plan: Plan | None = None) -> list[int]:
         """The groups whose sums over micro-batches can leave the device, under this or any plan."""
@@ -356,10 +349,6 @@ class StepCompiler:
         updates = self._device_updates.compile(program, self._programs)
         given = (program, tasks, self._programs, self._resources, rules, norms, updates, constants)
         return RunnableStep(*given, ahead)
-
-
-def _nothing(program: StepProgram) -> None:
-    """Begins nothing."""
 
 
 def _recomputable(profile: Profile) -> Profile:

@@ -1,14 +1,8 @@
 """Times tasks of a host and of an accelerator, with cold caches, by the marks that steps use.
 
-A measurement is a warm-up and the median of repetitions. The median discards repetitions that other work on the machine
-disturbs.
-
-Empties a processor's caches, so that each repetition of a microbenchmark finds its arguments in memory.
-
-In a step, a layer's parameters, kept values and optimizer state were last used many layers ago. Repeated on the same
-arrays, the update of a small layer takes less than half of that time, since all of it stays in the caches.
-
-Times tasks of an accelerator by the marks that steps use (`transport/marks.py`).
+A measurement is a warm-up and the median of repetitions, which discards those that other work on the machine disturbs.
+Caches are emptied before each: in a step, a layer's parameters, kept values and optimizer state were last used many
+layers ago. Repeated on the same arrays, the update of a small layer takes less than half of that time.
 
     compute   products ... | empty caches | mark | program | mark | products ...    issued while products run
 
@@ -129,11 +123,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 class ColdCaches:
-    """Writes more bytes than the caches of a processor hold.
-
-    Args:
-      where: memory of the processor, unsharded.
-    """
+    """Writes more bytes than the caches of a processor hold."""
 
     def __init__(self, where: Any) -> None:
         [device] = where.device_set
@@ -159,11 +149,7 @@ def _written(array: jax.Array) -> jax.Array:
 
 @functools.cache
 def host_cache_bytes(cpus: pathlib.Path = _CPUS) -> int:
-    """The bytes of all caches of the host's processors, each shared one counted once; `UNKNOWN_BYTES` if unknown.
-
-    Args:
-      cpus: Linux's description of the processors.
-    """
+    """The bytes of all caches of the host's processors, each shared one counted once; `UNKNOWN_BYTES` if unknown."""
     sizes: dict[tuple[str, ...], int] = {}
     for cache in cpus.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
@@ -304,12 +290,7 @@ class DeviceTimer:
         return work_s
 
     def program(self, run: Callable[..., Any], prepare: Callable[[], Any]) -> Callable[[], float]:
-        """Times a program.
-
-        Args:
-          run: issues it.
-          prepare: makes its arguments, which it may donate.
-        """
+        """Times a program."""
         busy, last_end_s, gap_s = self._busy, math.inf, LEAST_LEAD_S
 
         def attempt(lead_s: float) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from jaxferry.training.cuts import split_flags, weighted
 from jaxferry.training.metrics import metrics_of
 from jaxferry.training.model import Model, abstract
 from jaxferry.training.options import Options
-from jaxferry.training.saving import content, copied_content, restored
+from jaxferry.training.saving import BackgroundSaves, content, copied_content, restored
 from jaxferry.training.step import Prepared
 from jaxferry.transport import Placement, choose_transport
 
@@ -51,7 +51,7 @@ class TrainStep:
             self._shared = Shared(self._placement, options.record_steps)
         self._compiler: Compiler | None = None
         self._newest: weakref.ref[TrainState] | None = None
-        self._saves = checkpoint.BackgroundSaves()
+        self._saves = BackgroundSaves()
 
     def init(self, params: Any) -> TrainState:
         """Copies parameters into host memory and initialises the optimizer's state there, layer by layer.
@@ -401,21 +401,22 @@ class TrainStep:
         with self.owner.using("TrainStep.restore"):
             self._saves.settle()
             known = self._compiler
+
+            def read(saved: checkpoint.Checkpoint) -> TrainState:
+                given = params
+                if given is None:
+                    given = saved.dictionary() if known is None else known.model.params
+                compiler = self._adopt(given)
+                return self._made(restored(saved, compiler.model, compiler.layers, self.owner))
+
             try:
-                state = checkpoint.load(path, lambda saved: self._restored(saved, params, known))
+                state = checkpoint.load(path, read)
             except JaxFerryError:
                 # A state in training keeps its model.
                 self._compiler = known
                 raise
             state.checkpoint = os.fspath(path)
             return state
-
-    def _restored(self, saved: checkpoint.Checkpoint, params: Any, known: Compiler | None) -> TrainState:
-        """Reads a checkpoint into a new state."""
-        if params is None:
-            params = saved.dictionary() if known is None else known.model.params
-        compiler = self._adopt(params)
-        return self._made(restored(saved, compiler.model, compiler.layers, self.owner))
 
     def _adopt(self, params: Any) -> Compiler:
         """Returns the compiler for a model's tree: the current one if the tree is the same, else a new one."""

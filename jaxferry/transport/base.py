@@ -8,6 +8,7 @@ native library's own queues).
 
 from __future__ import annotations
 
+import abc
 import collections
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -31,7 +32,7 @@ _OF_LOADS = frozenset({"unpack", "load", "load onto", "load vacant", "load unuse
 """Programs that move parameters; all others move gradients."""
 
 
-class Transport:
+class Transport(abc.ABC):
     """Moves layers and their gradients; the base class of all transports.
 
     Gradients have the dtypes of `Layer.trained`. Sums may have those of its `wide`: the host adds what arrives in fewer
@@ -84,7 +85,7 @@ class Transport:
             self.held.add(-size)
             raise
 
-    def vacate(self, held: DeviceLayer) -> None:
+    def vacate(self, held: DeviceLayer) -> None:  # noqa: B027 - nothing to do by default
         """Notes that all programs that read a device copy have been issued, for the load that will replace it.
 
         That load waits for these programs, and not for others. If a program reads the copy after all, it waits for all
@@ -128,7 +129,7 @@ class Transport:
         """Whether the host of an accelerator adds all that `store` adds to a stored gradient."""
         return False
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - nothing to do by default
         """Frees device memory that is kept for later loads."""
 
     def hold(self, copies: Sequence[CopyInFlight]) -> None:
@@ -136,9 +137,10 @@ class Transport:
         for copy in copies:
             copy.hold()
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - nothing to do by default
         """Waits for copies of gradients that nobody wants any more, and frees what is kept for them."""
 
+    @abc.abstractmethod
     def store(
         self,
         layer: int,
@@ -164,7 +166,6 @@ class Transport:
           into: vectors in pinned memory to overwrite, which are donated; None for the transport's own. The result's
             `vectors` replace them, in the same memory or in other.
         """
-        raise NotImplementedError
 
     def is_summed_on_host(self, gradient: HostGradient) -> bool:
         """Whether the device cannot add to a stored gradient, since it is summed where the optimizer reads it."""
@@ -172,13 +173,7 @@ class Transport:
         return not self._placement.is_cpu and (gradient.is_summed_on_host or is_copied)
 
     def add_on_host(self, layer: int, onto: HostGradient | None, more: HostGradient) -> HostGradient:
-        """Lets the host add a stored gradient to another one of the layer; returns the sum.
-
-        Args:
-          layer: the layer.
-          onto: the sum of earlier ones; None begins one in the dtypes of `wide`.
-          more: the gradient, which is consumed.
-        """
+        """Lets the host add a stored gradient to another one of the layer; returns the sum."""
 
         def add(targets: Sequence[np.ndarray]) -> None:
             for target, vector in zip(targets, self.gather(layer, more), strict=True):
@@ -275,26 +270,10 @@ class Transport:
         """The vectors that a step's gradient of a layer takes: for each, whether they are those of sums."""
         return (False,) if not widens else (True,) if is_summed else (False, True)
 
-    def compile(
+    def compile(  # noqa: B027 - nothing to do by default
         self, loads: Mapping[int, int], reserved: Collection[int], stored: Collection[int], marks: bool
     ) -> None:
-        """Compiles what a step runs to move layers, so that its first run need not.
-
-        Args:
-          loads: the number of loads of each layer.
-          reserved: the layers whose buffers stay for the next step.
-          stored: those whose gradients it stores.
-          marks: whether copies record when they start and end.
-        """
-
-    def queued(self, vectors: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> HostGradient:
-        """Wraps the gradient whose copy into `destinations` a program has queued: see `ProgramKey.stores`.
-
-        Args:
-          vectors: where it goes.
-          arrays: what is copied.
-        """
-        raise NotImplementedError
+        """Compiles what a step runs to move layers, so that its first run need not."""
 
     def written(self, vectors: Sequence[jax.Array]) -> HostGradient:
         """Wraps the gradient that a program has written into `destinations`."""
@@ -345,8 +324,9 @@ class Transport:
         shapes = tuple((vector.shape, vector.dtype) for vector in like)
         return self._spare.setdefault((layer, is_pinned or self._placement.is_cpu, shapes), [])
 
+    @abc.abstractmethod
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
-        raise NotImplementedError
+        """Starts the copy of a layer of this size for `load`, which counts it."""
 
     def _drop(self, held: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
         delete_all(held.arrays)
@@ -354,15 +334,7 @@ class Transport:
     def _store_rows(
         self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None, widens: bool
     ) -> HostGradient:
-        """Lets the host add gradients, of which rows of lookups become dense there, and frees the device's copy.
-
-        Args:
-          layer: the layer.
-          gradients: as for `store`.
-          onto: as for `store`.
-          mark: as for `store`.
-          widens: as for `store`.
-        """
+        """Lets the host add gradients, of which rows of lookups become dense there, and frees the device's copy."""
         total = self._begun_on_host(layer, widens) if onto is None else onto
         if self._placement.is_cpu:
             there, copy = gradients, None
@@ -416,14 +388,7 @@ class Transport:
 def add_gradients(
     layer: Layer, targets: Sequence[np.ndarray], gradients: Sequence[Gradient], placement: Placement
 ) -> None:
-    """Adds whole gradients to a layer's vectors in host memory, in place.
-
-    Args:
-      layer: the trained parameters, as the vectors hold them.
-      targets: the vectors.
-      gradients: one for each parameter, in memory that the CPU reads; waits for them.
-      placement: where arrays live.
-    """
+    """Adds whole gradients to a layer's vectors in host memory, in place."""
     reads = as_numpy if placement.is_cpu or can_view(placement) else np.asarray
     for leaf, gradient in zip(layer.leaves, layer.owned(jax.tree.map(reads, gradients)), strict=True):
         target = targets[leaf.vector][leaf.offset : leaf.offset + leaf.size]

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from jaxferry.errors import InputError
-from jaxferry.native import DTYPES, is_usable, unusable_reason
+from jaxferry.native import DTYPES, is_usable, twins, unusable_reason
 from jaxferry.partition import Gradient, Layer, RowGradient
 from jaxferry.transport.base import Transport, split
 from jaxferry.transport.ferry import Ferry
-from jaxferry.transport.held import DeviceLayer, HostGradient, PutCopy, delete_all
+from jaxferry.transport.held import CopyInFlight, DeviceLayer, HostGradient, PutCopy, delete_all
 from jaxferry.transport.marks import TaskMark
 from jaxferry.transport.pinned import Vectors, as_numpy, can_view
 from jaxferry.transport.placement import Placement
@@ -113,14 +113,16 @@ class DevicePut(Transport):
         device, gathered = self._placement.device, self._placement.update_output
 
         def unpack(vectors: Vectors) -> list[jax.Array]:
-            return layer.unpack(computable(vectors))
+            return layer.unpack(twins.to_device(vectors))
 
         def store(gradients: Sequence[Gradient], into: Vectors) -> Vectors:
-            return layer.pack(split(layer, gradients), computable(into))
+            return layer.pack(split(layer, gradients), twins.to_device(into))
 
         def pack(gradients: Sequence[Gradient]) -> Vectors:
             arrays = [gradient for gradient in gradients if not isinstance(gradient, RowGradient)]
-            return layer.pack_joined(arrays) if len(arrays) == len(gradients) else layer.pack(_dense(gradients))
+            if len(arrays) == len(gradients):
+                return layer.pack_joined(arrays)
+            return layer.pack([g.dense() if isinstance(g, RowGradient) else g for g in gradients])
 
         made = {
             "unpack": lambda: jax.jit(unpack, out_shardings=device),
@@ -130,19 +132,8 @@ class DevicePut(Transport):
         return made[name]() if name in made else super()._jitted(name, layer)
 
 
-def computable(host: Any) -> Any:
-    """Makes host arrays operands within a jitted function; on a CPU this placement copies nothing."""
-    return jax.device_put(host, jax.memory.Space.Device)
-
-
-class _PartCopy:
-    """A copy into parts of vectors: the pieces arrive in pinned memory of their own, and the CPU puts them together.
-
-    Args:
-      layer: some leaves of the layer that the vectors hold.
-      pieces: their vectors, which hold nothing else, and the copy that brings them.
-      into: the whole vectors, in pinned memory that the CPU reaches.
-    """
+class _PartCopy(CopyInFlight):
+    """A copy into parts of vectors: the pieces arrive in pinned memory of their own, and the CPU puts them together."""
 
     def __init__(self, layer: Layer, pieces: HostGradient, into: Vectors) -> None:
         self._layer, self._pieces, self._into = layer, pieces, into
@@ -153,17 +144,6 @@ class _PartCopy:
             self._pieces.copy.wait()
         _put_together(self._layer, list(map(as_numpy, self._pieces.vectors)), list(map(as_numpy, self._into)))
 
-    def hold(self) -> None:
-        """See `CopyInFlight`."""
-        self.wait()
-
-    def settle(self) -> None:
-        """See `CopyInFlight`."""
-        self.wait()
-
-    def forget(self) -> None:
-        """See `CopyInFlight`."""
-
 
 def _put_together(layer: Layer, pieces: Sequence[np.ndarray], into: Sequence[np.ndarray]) -> None:
     """Writes the leaves of a layer to their offsets; `pieces` hold nothing else, in the order of the offsets."""
@@ -172,10 +152,6 @@ def _put_together(layer: Layer, pieces: Sequence[np.ndarray], into: Sequence[np.
         start = filled[leaf.vector]
         into[leaf.vector][leaf.offset : leaf.offset + leaf.size] = pieces[leaf.vector][start : start + leaf.size]
         filled[leaf.vector] += leaf.size
-
-
-def _dense(gradients: Sequence[Gradient]) -> list[jax.Array]:
-    return [g.dense() if isinstance(g, RowGradient) else g for g in gradients]
 
 
 TRANSPORTS: dict[str, type[Transport]] = {"ferry": Ferry, "device_put": DevicePut}

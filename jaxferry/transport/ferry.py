@@ -40,14 +40,7 @@ from jaxferry.transport.shared_programs import shared_function
 def queue_stores(
     layer: Layer, sources: Sequence[jax.Array], into: Sequence[jax.Array], accumulate: bool = False
 ) -> list[jax.Array]:
-    """Queues the copies of a layer's joined gradients to its vectors in pinned memory, and returns these.
-
-    Args:
-      layer: the trained parameters.
-      sources: one array for each of `layer.transfers`.
-      into: the vectors.
-      accumulate: whether to add to what they hold.
-    """
+    """Queues the copies of a layer's joined gradients to its vectors in pinned memory, and returns these."""
     stored = list(into)
     for number, vector in enumerate(into):
         chosen = [i for i, transfer in enumerate(layer.transfers) if transfer.vector == number]
@@ -59,7 +52,7 @@ def queue_stores(
 Waiter = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 
 
-class StoredCopy:
+class StoredCopy(CopyInFlight):
     """One gradient on its way to host memory.
 
     Args:
@@ -199,7 +192,7 @@ class Ferry(Transport):
         return self.queued(_marked(store, (arrays, into), mark), arrays)
 
     def queued(self, vectors: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> HostGradient:
-        """See `Transport.queued`."""
+        """Wraps the gradient whose copy into `destinations` a program has queued: see `ProgramKey.stores`."""
         copy = StoredCopy(self._native, tuple(vectors), arrays, self._landed, self.in_flight)
         stored = HostGradient(copy.arrays, self._placement.is_cpu, copy)
         copy.gradient = weakref.ref(stored)
@@ -269,7 +262,8 @@ class Ferry(Transport):
         if reserved is None and not free:
             self._release_free()
         # What writes the vectors may be a program behind the last reader of the buffers.
-        is_ready = not self._placement.is_cpu and _are_ready(vectors)
+        sources: tuple[Any, ...] = vectors
+        is_ready = not self._placement.is_cpu and all(source.is_ready() for source in sources)
         given: tuple[Any, ...] = (vectors,)
         if reserved is not None:
             name, given = "load unused" if is_ready else "load onto", (vectors, reserved)
@@ -372,10 +366,6 @@ def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[]
         "store": lambda: jitted_store(False),
         "accumulate": lambda: jitted_store(True),
     }
-
-
-def _are_ready(arrays: Sequence[Any]) -> bool:
-    return all(array.is_ready() for array in arrays)
 
 
 def landed_program(placement: Placement) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -54,31 +55,30 @@ class DeviceLayer:
             self.forget()
 
 
-class CopyInFlight(Protocol):
-    """A copy of a gradient to host memory."""
+class CopyInFlight(abc.ABC):
+    """A copy of a gradient to host memory; unless overridden, one of the runtime, which no device waits for."""
 
+    @abc.abstractmethod
     def wait(self) -> None:
         """Waits on the host until the copy has ended."""
 
     def hold(self) -> None:
         """Makes the device wait for the copy before its next program."""
+        self.wait()
 
-    def forget(self) -> None:
+    def forget(self) -> None:  # noqa: B027 - nothing to do by default
         """Gives up what is kept for the copy; only after `hold`, once a program replaces the vectors."""
 
     def settle(self) -> None:
         """As `wait`, once a later copy of the transport has ended; another copy may have taken over the vectors."""
+        self.wait()
 
 
-class PutCopy:
+class PutCopy(CopyInFlight):
     """A copy by `jax.device_put`, whose sources stay on the device until it has ended.
 
     An array that is deleted earlier is freed by a thread of the runtime, at some time after the copy. Programs that are
     issued meanwhile find its memory in use, and take more. An array that is deleted after the copy is freed at once.
-
-    Args:
-      sources: arrays on the device that nothing else reads; a tree.
-      targets: the arrays that they are copied to; a tree.
     """
 
     def __init__(self, sources: Any, targets: Any) -> None:
@@ -89,14 +89,6 @@ class PutCopy:
         """See `CopyInFlight`; then frees the sources."""
         jax.block_until_ready(self._targets)
         self.forget()
-
-    def hold(self) -> None:
-        """See `CopyInFlight`; waits, since the device cannot wait for a copy of the runtime's."""
-        self.wait()
-
-    def settle(self) -> None:
-        """See `CopyInFlight`."""
-        self.wait()
 
     def forget(self) -> None:
         """Frees the sources."""
@@ -152,23 +144,13 @@ class HostGradient:
             jax.block_until_ready(self.vectors)
 
     def add_later(self, addend: Addend, copy: CopyInFlight | None) -> None:
-        """Lets the host add something; whoever reads the gradient next does so.
-
-        Args:
-          addend: waits for it and adds it.
-          copy: the copy that brings it.
-        """
+        """Lets the host add something; whoever reads the gradient next does so."""
         self.addends.append(addend)
         self.latest, self.is_summed_on_host = copy, True
 
 
 class HeldBytes:
-    """Counts bytes on the device; several threads may add.
-
-    Attributes:
-      now: the bytes now.
-      peak: the maximum of `now` since `reset_peak`.
-    """
+    """Counts bytes on the device, now and at their peak since `reset_peak`; several threads may add."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0

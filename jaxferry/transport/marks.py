@@ -127,7 +127,7 @@ class StepMarks:
     """The marks of one step; made by `Marks.begin`."""
 
     def __init__(self, marks: Marks) -> None:
-        self._marks = marks
+        self.marks = marks
         self._numbers: dict[int, int] = {}
         self._seen: dict[int, Future[float]] = {}
 
@@ -135,22 +135,13 @@ class StepMarks:
         """Returns the mark of one task."""
         return TaskMark(self, index)
 
-    def token(self, index: int) -> jax.Array:
-        """See `Marks.token`."""
-        return self._marks.token(index)
-
     def add(self, index: int, result: jax.Array) -> None:
         """Records that the program with this result has marked the task."""
-        self._numbers[index] = self._marks.count(index, result)
+        self._numbers[index] = self.marks.count(index, result)
 
     def after(self, index: int, results: Any) -> None:
-        """Marks the end of a program.
-
-        Args:
-          index: its task.
-          results: its results, or some of them.
-        """
-        mark = self._marks.after(index, jax.tree.leaves(results)[0])
+        """Marks the end of a program."""
+        mark = self.marks.after(index, jax.tree.leaves(results)[0])
         if isinstance(mark, int):
             self._numbers[index] = mark
         else:
@@ -158,7 +149,7 @@ class StepMarks:
 
     def watch(self, index: int, arrays: Sequence[jax.Array]) -> None:
         """Marks the end of a task by the time at which these arrays are ready."""
-        self._seen[index] = self._marks.when(arrays)
+        self._seen[index] = self.marks.when(arrays)
 
     def times(self) -> dict[int, tuple[float, float]]:
         """Returns start and end of each marked task, in seconds of the host's clock; NaN if unknown.
@@ -167,7 +158,7 @@ class StepMarks:
         """
         concurrent.futures.wait(self._seen.values())
         seen = {index: (math.nan, future.result()) for index, future in self._seen.items()}
-        return seen | self._marks.read(self._numbers)
+        return seen | self.marks.read(self._numbers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +170,7 @@ class TaskMark:
 
     def token(self) -> jax.Array:
         """Returns an operand for the program that marks the task."""
-        return self.step.token(self.index)
+        return self.step.marks.token(self.index)
 
     def add(self, result: jax.Array) -> None:
         """Records that program's result for the mark."""

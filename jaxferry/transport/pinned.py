@@ -1,15 +1,11 @@
-"""Vectors in pinned host memory, and what waits until the device has read them.
-
-Pinned memory as the CPU sees it: views in place of copies.
+"""Vectors in pinned host memory: views in place of copies, and what waits until the device has read them.
 
 `jax.device_put` between an accelerator's client and the CPU backend is a synchronous copy through a literal and a
 staging buffer. But pinned memory is host memory, so one address serves both: a NumPy view of it, and an array of the
 CPU backend on that view. Where the CPU cannot reach it, the functions here copy by `jax.device_put`.
 
-Waits in a thread for what the device still does with pinned memory whose owner is deleted.
-
-The owner is a transport with copies in flight, or a training state whose compute copy issued programs still read: the
-runtime frees pinned memory with its last reference, whatever the device does with it.
+The runtime frees pinned memory with its last reference, whatever the device does with it. So a thread waits for the
+device where an owner is deleted: a transport with copies in flight, or a training state that issued programs read.
 
 Python's garbage collector calls finalizers wherever Python allocates; up to 3.11 that includes JAX's own code. While
 JAX records a stack, it keeps it in a buffer of the thread (jaxlib/traceback.cc). A JAX function that records one too,
@@ -94,13 +90,7 @@ def on_cpu(arrays: Sequence[jax.Array], placement: Placement) -> Vectors:
 
 
 def borrowed(arrays: Sequence[jax.Array], placement: Placement, are_ready: bool = False) -> Vectors:
-    """As `on_cpu`, but the caller must keep the arrays alive: the views of a block of memory are made once.
-
-    Args:
-      arrays: as for `on_cpu`.
-      placement: where arrays live.
-      are_ready: whether the caller has waited for them.
-    """
+    """As `on_cpu`, but the caller must keep the arrays alive: the views of a block of memory are made once."""
     if not can_view(placement):
         return on_cpu(arrays, placement)
     if not are_ready:

@@ -229,10 +229,6 @@ class Placement:
 def check_passes(aval: Any, placement: Placement) -> None:
     """Checks that compiled programs take values of a dtype.
 
-    Args:
-      aval: shape and dtype of a value that programs read.
-      placement: where it is.
-
     Raises:
       InputError: if they do not. JAX 0.10 compares layouts of fewer than 8 bits an element wrongly on CPUs.
     """

@@ -24,12 +24,7 @@ _FUNCTIONS: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictio
 
 
 def shared_function(content: Hashable, make: Callable[[], Any]) -> Any:
-    """Returns the jitted function of this content: one that somebody holds, or a new one.
-
-    Args:
-      content: everything that the function depends on.
-      make: makes it; returns a function of `jax.jit`.
-    """
+    """Returns the jitted function of this content: one that somebody holds, or a new one."""
     key = (content, traced_settings())
     function = _FUNCTIONS.get(key)
     if function is None:

@@ -1,6 +1,6 @@
 """Weight offloading on one GPU: Beaumont, Eyraud-Dubois, Shilova and Zhao, "Weight Offloading Strategies", 2022.
 
-instance -> policies (which weights leave, and when) -> scheduling (the transfers) -> validation (in tests)
+instance -> policies (which weights leave, and when) -> scheduling (the transfers)
          -> bounds (a lower bound by MILP)
 """
 

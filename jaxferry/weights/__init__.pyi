@@ -1,13 +1,12 @@
 from .bounds import bound as bound
 from .bounds import transfer_bound_s as transfer_bound_s
-from .export import export_plan as export_plan
-from .export import instance_from_profile as instance_from_profile
 from .instance import Choice as Choice
 from .instance import Event as Event
 from .instance import Instance as Instance
 from .instance import Outcome as Outcome
 from .instance import Schedule as Schedule
-from .instance import read_instance as read_instance
+from .instance import export_plan as export_plan
+from .instance import instance_from_profile as instance_from_profile
 from .policies import POLICIES as POLICIES
 from .policies import check_policy as check_policy
 from .policies import greedy as greedy
@@ -16,5 +15,3 @@ from .policies import l2l as l2l
 from .policies import select as select
 from .policies import solve as solve
 from .scheduling import schedule_transfers as schedule_transfers
-from .validation import ScheduleError as ScheduleError
-from .validation import validate as validate

@@ -1,15 +1,22 @@
-"""Instances of Weight Offloading Strategies, and the results of a policy."""
+"""Instances of Weight Offloading Strategies, made of profiles, and the results of a policy, exported as plans.
+
+The engine updates parameters on the host, so every layer crosses the link before its forward anyway: it always makes
+choice (b). A selection adds choice (a): weights that are dropped after their forward and loaded again for their
+backward. These layers get mode RELOAD; all others stay until their backward (GFGB).
+"""
 
 import dataclasses
 import functools
 import itertools
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxferry.costs import Profile
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.records import check_keys, load_record, required
+from jaxferry.modes import Mode
+from jaxferry.records import check_keys, required
+from jaxferry.step import LayerPlan, Plan
 from jaxferry.units import format_bytes
 
 _LISTS = ("weights", "activations", "forward_s", "backward_s")
@@ -129,15 +136,6 @@ class Instance:
         return document | {name: getattr(self, name) for name in _SCALARS}
 
 
-def read_instance(path: str | os.PathLike[str]) -> Instance:
-    """Reads an instance from a JSON file.
-
-    Raises:
-      InputError: naming the file, and line and column of malformed JSON.
-    """
-    return load_record(path, Instance.from_json)
-
-
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{name} must be a number, got {value!r}")
@@ -194,11 +192,10 @@ class Schedule:
     events: tuple[Event, ...]
 
     @classmethod
-    def from_events(cls, events: Sequence[Event], duration_s: float | None = None) -> "Schedule":
-        """Sorts the events; the duration defaults to the last event's end."""
-        last = max((event.end_s for event in events), default=0.0)
+    def from_events(cls, events: Sequence[Event]) -> "Schedule":
+        """Sorts the events, of which the last one's end is the duration."""
         ordered = sorted(events, key=lambda event: (event.start_s, event.end_s))
-        return cls(last if duration_s is None else duration_s, tuple(ordered))
+        return cls(max((event.end_s for event in events), default=0.0), tuple(ordered))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,3 +240,48 @@ class Outcome:
             "schedule": [dataclasses.asdict(event) for event in events],
             "note": self.note,
         }
+
+
+def instance_from_profile(profile: Profile, memory_bytes: int) -> Instance:
+    """Converts a profile to an instance; the bandwidth is the average over all loads.
+
+    Parameterless compute counts with the layer that it follows or precedes. Layers of one parameter group count as if
+    each had its own weights, so memory is never underestimated.
+
+    Raises:
+      InputError: if the profile's loads take no time.
+    """
+    load_s = math.fsum(layer.load_s for layer in profile.layers)
+    param_bytes = sum(layer.param_bytes for layer in profile.layers)
+    if not load_s or not param_bytes:
+        raise InputError("load_s and param_bytes must be positive in some layer; otherwise the link has no bandwidth")
+    return Instance(
+        weights=tuple(layer.param_bytes for layer in profile.layers),
+        activations=(0, *(layer.activation_bytes for layer in profile.layers)),
+        forward_s=tuple(layer.forward_s + layer.inter_forward_s for layer in profile.layers),
+        backward_s=tuple(layer.backward_s + layer.inter_backward_s for layer in profile.layers),
+        memory_bytes=memory_bytes,
+        bandwidth_bytes_per_s=param_bytes / load_s,
+    )
+
+
+def export_plan(profile: Profile, policy: str, choices: Iterable[Choice]) -> Plan:
+    """Makes a plan for the engine: RELOAD where a weight is absent between forward and backward, else GFGB.
+
+    Args:
+      profile: the profile whose layers the choices number.
+      policy: the name of the policy that made the choices; the plan's policy is that name after `weights-`.
+      choices: as in an `Outcome`.
+
+    Raises:
+      InputError: if a choice names a layer that the profile does not have.
+    """
+    reloaded = {choice.layer for choice in choices if choice.before_backward}
+    unknown = [layer for layer in reloaded if not 0 <= layer < len(profile.layers)]
+    if unknown:
+        raise InputError(f"the choices are for another profile: it has no layer {unknown[0]}")
+    layers = tuple(
+        LayerPlan(layer.name, Mode.RELOAD if index in reloaded else Mode.GFGB)
+        for index, layer in enumerate(profile.layers)
+    )
+    return Plan(f"weights-{policy}", 1.0, layers)

@@ -209,8 +209,5 @@ class _Cycle:
             start_s = max(self.waiting[layer], self.offload_free_s)
             if start_s + self.instance.transfer_s(layer) > until_s:
                 return
-            self._copied(layer, start_s)
-
-    def _copied(self, layer: int, start_s: float) -> None:
-        self._offload(layer, start_s)
-        del self.waiting[layer]
+            self._offload(layer, start_s)
+            del self.waiting[layer]

@@ -155,6 +155,7 @@ import orbax.checkpoint as ocp
 from checkpoints import content
 from jaxferry import checkpoint
 from jaxferry.errors import CheckpointError
+from jaxferry.training import BackgroundSaves
 
 folder = sys.argv[1]
 save = ocp.Checkpointer.save
@@ -175,7 +176,7 @@ def error_after_an_interrupt(self, timeout=None):
 
 ocp.Checkpointer.save, began = slow, []
 error, concurrent.futures.Future.exception = concurrent.futures.Future.exception, error_after_an_interrupt
-saves = [checkpoint.BackgroundSaves() for _ in range(2)]
+saves = [BackgroundSaves() for _ in range(2)]
 saves[0].start(lambda: checkpoint.save(content(1), os.path.join(folder, "saved")))
 saves[1].start(broken)
 saves.clear()

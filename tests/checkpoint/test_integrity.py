@@ -175,13 +175,13 @@ FIELDS: dict[str, list[object]] = {
     "params": ["none", {}],
     "dtypes": [["float32"], ["float32", "O", "float32", "bfloat16"]],
     "dictionary_paths": [[["a"], ["a", "w"]], 3],
-    "loss_scale": [[INF, 0], [0, 0], ["1", 0], [1.0, -1]],
+    "loss_scale": [[INF, 0], [10**400, 0], [0, 0], ["1", 0], [1.0, -1]],
     "optimizer_keys": [{"nothing": "fry"}, []],
     "surplus": [1],
 }
 OF_LEAF: dict[str, list[object]] = {
     "shape": [[10**9] * 3, [-4, 4], [4.0, 4], [1] * 70, [0, 2**62, 2**62], [2, 8], [3, 4], [5, 4], None],
-    "dtype": ["object", "S4", "no such", 4],
+    "dtype": ["object", "S4", "no such", "(2,", ",", 4],
     "path": ["['a']['none']", "\ud800"],
     "axis": [2, True],
     "other": [0],

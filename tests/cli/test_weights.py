@@ -7,8 +7,9 @@ import pytest
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.modes import Mode
 from jaxferry.step import Plan
-from jaxferry.weights import POLICIES, Event, Instance, Schedule, validate
+from jaxferry.weights import POLICIES, Event, Instance, Schedule
 from profiles import INSTANCE
+from weight_schedules import validate
 
 
 @pytest.fixture

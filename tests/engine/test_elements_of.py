@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxferry.optimizer import LazyParameter, Stored, pieces
-from jaxferry.optimizer import given as lazy_parameter
+from jaxferry.optimizer import optimizer as lazy_parameter
 from jaxferry.partition import Part, Span
 
 INDICES = [..., slice(None), slice(2, 5), slice(0, 0), (slice(None), slice(1, 3)), (slice(1, 6), slice(0, 2)), (3, 1)]

@@ -168,7 +168,7 @@ def test_a_backward_that_runs_its_forward_again_reads_parameters(mode):
         step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=plan)
         state = step.init(params)
         parts = step.prepare(batch).partition
-        assert not derivatives_of(parts, "none")[parts.segments[0].program].reads_weights
+        assert not derivatives_of(parts, "none")[parts.segments[0].program].weights_read
         found = []
         for _ in range(3):
             state, metrics = step(state, batch)

@@ -17,8 +17,8 @@ import pytest
 import jaxferry
 from benchmarks.gpu import link_rates, overlap
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.native import checks, targets
 from jaxferry.native import self_tests as self_test
+from jaxferry.native import targets
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import Placement
 from native import emulated_cuda
@@ -477,7 +477,7 @@ class TestSelfTest:
     def test_it_passes_in_any_order_that_the_events_allow(self, library, seed):
         library.emulation_seed(seed)
         results = self_test.run_self_test(jax.devices()[0], num_bytes=2**16)
-        assert [(result.name, result.message) for result in results] == [(name, None) for name in checks.CHECKS]
+        assert [(result.name, result.message) for result in results] == [(name, None) for name in self_test.CHECKS]
 
     def test_a_product_in_panels_that_are_wrong_is_found(self, monkeypatch):
         function = targets.dha_matmul_gradient

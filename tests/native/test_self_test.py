@@ -19,7 +19,7 @@ from accelerator import emulate
 from broken_library import FAULTS, break_operations
 from jaxferry.errors import InputError, NativeError
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.native import LibraryStatus, checks, library, operations, run_self_test, targets
+from jaxferry.native import LibraryStatus, library, operations, run_self_test, targets
 from jaxferry.native import self_tests as self_test
 from jaxferry.step import LayerPlan, Plan
 from native.compile_for_gpu import compile_lowered, host_compute, instructions
@@ -77,7 +77,7 @@ def runs(monkeypatch):
 @pytest.fixture
 def unhurried(monkeypatch, cpu):
     """Each program of the self-test starts when no copy is queued: XLA frees what is donated to one that fails."""
-    jitted = checks.jitted
+    jitted = self_test.jitted
 
     def compiled(*args, **options):
         program = jitted(*args, **options)
@@ -89,7 +89,7 @@ def unhurried(monkeypatch, cpu):
 
         return run
 
-    monkeypatch.setattr(checks, "jitted", compiled)
+    monkeypatch.setattr(self_test, "jitted", compiled)
 
 
 def failures(results):
@@ -170,19 +170,19 @@ class TestChecks:
         monkeypatch.setattr(targets, "ferry_store", wrong)
         found = failures(run_self_test(jax.devices()[0]))
         assert found.keys() == {"store"}
-        assert int(found["store"].split()[0]) <= 4 * checks._NUM_GUARDS
+        assert int(found["store"].split()[0]) <= 4 * self_test._NUM_GUARDS
 
     def test_a_gradient_before_its_place_is_found(self, cpu, monkeypatch):
         function = targets.gradient_store
 
         def wrong(destination, gradient, offset, accumulate):
-            stored = function(destination, gradient[: checks._NUM_GUARDS] + 2, 0, accumulate)
+            stored = function(destination, gradient[: self_test._NUM_GUARDS] + 2, 0, accumulate)
             return function(stored, gradient, offset, accumulate)
 
         monkeypatch.setattr(targets, "gradient_store", wrong)
         found = failures(run_self_test(jax.devices()[0]))
         assert found.keys() == {"gradient"}
-        assert int(found["gradient"].split()[0]) <= 2 * checks._NUM_GUARDS
+        assert int(found["gradient"].split()[0]) <= 2 * self_test._NUM_GUARDS
 
     @pytest.mark.parametrize("number", [0, 1])
     def test_one_wrong_element_of_a_product_is_found(self, cpu, monkeypatch, number):
@@ -262,21 +262,21 @@ def library_exists(platform):
 
 
 def test_memory_that_an_earlier_run_has_left_is_no_right_result():
-    runs = [checks.Bench(jax.devices()[0], library("cpu"), 1024) for _ in range(2)]
-    assert checks.difference([runs[0].bits(64)], [runs[1].bits(64)]) is not None
-    assert checks.difference([runs[0].factors(64)], [runs[1].factors(64)]) is not None
+    runs = [self_test.Bench(jax.devices()[0], library("cpu"), 1024) for _ in range(2)]
+    assert self_test.difference([runs[0].bits(64)], [runs[1].bits(64)]) is not None
+    assert self_test.difference([runs[0].factors(64)], [runs[1].factors(64)]) is not None
 
 
 def test_differences_are_counted_in_bytes():
     known = np.arange(1024, dtype=np.float32)
     found = known.copy()
     found.view(np.uint8)[[0, 5, 4095]] ^= 1
-    assert checks.difference([found], [known]) == "3 of 4096 bytes differ"
-    assert checks.difference([found, known], [known, known]) == "3 of 8192 bytes differ"
-    assert checks.difference([known.copy()], [known]) is None
+    assert self_test.difference([found], [known]) == "3 of 4096 bytes differ"
+    assert self_test.difference([found, known], [known, known]) == "3 of 8192 bytes differ"
+    assert self_test.difference([known.copy()], [known]) is None
     minus, nan = np.array([-0.0], np.float32), np.array([math.nan], np.float32)
-    assert checks.difference([minus], [np.zeros(1, np.float32)]) == "1 of 4 bytes differ"
-    assert checks.difference([nan], [nan.copy()]) is None
+    assert self_test.difference([minus], [np.zeros(1, np.float32)]) == "1 of 4 bytes differ"
+    assert self_test.difference([nan], [nan.copy()]) is None
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_differences_are_counted_in_bytes():
     ],
 )
 def test_marks_lie_within_the_time_that_the_host_has_seen(load, program, is_right):
-    found = checks.time_difference(10.0, 11.0, [load, program])
+    found = self_test.time_difference(10.0, 11.0, [load, program])
     assert (found is None) == is_right
     assert is_right or found.endswith("but both ran within 0 to 1.000000 s")
 
@@ -417,7 +417,7 @@ def sharding(kind):
 def compiled():
     """The programs that the self-test has run, by their functions' names."""
     cuda_library()
-    found, jitted = {}, checks.jitted
+    found, jitted = {}, self_test.jitted
 
     def noted(function, **options):
         program = jitted(function, **options)
@@ -433,7 +433,7 @@ def compiled():
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checks, "jitted", noted)
+        patch.setattr(self_test, "jitted", noted)
         library("cpu")
         assert failures(run_self_test(jax.devices("cpu")[0])) == {}
     return found

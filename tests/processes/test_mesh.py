@@ -160,6 +160,38 @@ def test_a_model_may_name_the_axis_of_an_automatic_mesh(alone):
     assert_same([m["loss"] for m in metrics], [m["loss"] for m in alone[2]])
 
 
+def with_shard_map(x, **options):
+    own_rows = PartitionSpec("data")
+    return jax.shard_map(jnp.sin, in_specs=own_rows, out_specs=own_rows, **options)(x)
+
+
+NAMING = {
+    "shard_map": with_shard_map,
+    "shard_map with a mesh": lambda x: with_shard_map(x, mesh=mesh()),
+    "shard_map in a scan": lambda x: jax.lax.scan(lambda x, _: (jax.jit(with_shard_map)(x), None), x, length=2)[0],
+    "constraint": lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), PartitionSpec("data"))),
+}
+
+
+@pytest.mark.parametrize("naming", NAMING.values(), ids=NAMING)
+def test_a_model_that_names_a_mesh_of_other_devices_than_the_step_s_is_an_error_that_names_the_argument(naming):
+    def loss(params, x):
+        return jnp.mean(naming(x @ params["a"]) @ params["b"])
+
+    given = {name: np.eye(4, dtype=np.float32) for name in "ab"}, np.ones((8, 4), np.float32)
+    with jax.set_mesh(mesh()):
+        step = jaxferry.train_step(loss, optax.sgd(0.1), mesh=mesh())
+        _, metrics = step(step.init(given[0]), given[1])
+        assert_same(metrics["loss"], jax.jit(loss)(*given))
+        step = jaxferry.train_step(loss, optax.sgd(0.1))
+        state = step.init(given[0])
+        for call in (step, step.evaluate, lambda state, x: step.apply(state, loss, x)):
+            with pytest.raises(
+                InputError, match=r"over the mesh \{'data': 2\}, and the step trains on 1 device: .* mesh="
+            ):
+                call(state, given[1])
+
+
 def test_a_function_of_the_parameters_may_have_a_batch_that_devices_cannot_share(alone):
     step, state, _ = trained(mesh=mesh())
     assert_same(step.evaluate(state, *batches(1, 3)[0])[0], alone[0].evaluate(alone[1], *batches(1, 3)[0])[0])

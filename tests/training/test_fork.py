@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.checkpoint.background import BackgroundSaves, finish
+from jaxferry.training import BackgroundSaves, finish
 
 BATCH = np.ones((2, 4), np.float32)
 LONGEST_S = 60

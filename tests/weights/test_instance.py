@@ -6,7 +6,8 @@ import pathlib
 import pytest
 
 from jaxferry.errors import InputError
-from jaxferry.weights import Instance, read_instance
+from jaxferry.records import load_record
+from jaxferry.weights import Instance
 
 DOCUMENT = {
     "weights": [4, 6],
@@ -67,12 +68,12 @@ def test_missing_keys_are_named(key: str) -> None:
 def test_files_are_named_with_line_and_column(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "instance.json"
     path.write_text(json.dumps(DOCUMENT))
-    assert read_instance(path) == Instance.from_json(DOCUMENT)
+    assert load_record(path, Instance.from_json) == Instance.from_json(DOCUMENT)
     path.write_text('{"weights":\n [1,}')
     with pytest.raises(InputError, match=r"instance\.json, line 2, column 5"):
-        read_instance(path)
+        load_record(path, Instance.from_json)
     with pytest.raises(InputError, match="cannot read"):
-        read_instance(tmp_path / "none.json")
+        load_record(tmp_path / "none.json", Instance.from_json)
     path.write_text("[]")
     with pytest.raises(InputError, match=r"instance\.json: an instance must be a JSON object, got list"):
-        read_instance(path)
+        load_record(path, Instance.from_json)

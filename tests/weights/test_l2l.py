@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxferry.weights import Instance, l2l, validate
+from jaxferry.weights import Instance, l2l
+from weight_schedules import validate
 
 HIDDEN = 3072
 BLOCK_BYTES = (12 * HIDDEN**2 + 13 * HIDDEN) * 4

@@ -19,8 +19,8 @@ from jaxferry.weights import (
     schedule_transfers,
     solve,
     transfer_bound_s,
-    validate,
 )
+from weight_schedules import validate
 
 ROUNDING = 1e-9
 SOLVER = 1e-6

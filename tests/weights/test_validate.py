@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxferry.weights import Event, Instance, Schedule, ScheduleError, greedy, validate
+from jaxferry.weights import Event, Instance, Schedule, greedy
+from weight_schedules import ScheduleError, validate
 
 INSTANCE = Instance((5, 5, 5), (0, 1, 1, 1), (4, 4, 4), (6, 6, 6), 14, 1)
 

@@ -8,7 +8,7 @@ import bisect
 import itertools
 
 from jaxferry.errors import JaxFerryError
-from jaxferry.weights.instance import Event, Instance, Schedule
+from jaxferry.weights import Event, Instance, Schedule
 
 
 class ScheduleError(JaxFerryError):
