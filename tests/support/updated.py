@@ -44,7 +44,7 @@ PLACES = {
 }
 
 
-def plan_with(groups, mode=Mode.GFGB, streamed=()):
+def plan_with(groups=(), mode=Mode.GFGB, streamed=()):
     """A plan that updates these groups on the device; those of `streamed` come there for the update only."""
 
     def layer(name):
@@ -55,7 +55,7 @@ def plan_with(groups, mode=Mode.GFGB, streamed=()):
     return Plan("test", 1.0, tuple(map(layer, NAMES)))
 
 
-def make(groups, optimizer=None, mode=Mode.GFGB, streamed=(), **options):
+def make(groups=(), optimizer=None, mode=Mode.GFGB, streamed=(), **options):
     plan = plan_with(groups, mode, streamed)
     return jaxferry.train_step(loss_fn, optimizer or jaxferry.adamw(1e-2), plan=plan, **options)
 
