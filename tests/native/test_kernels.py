@@ -88,29 +88,6 @@ def test_a_gradient_is_added_in_fp32_and_rounded_once(cpu, dtype, gradient_dtype
     assert_same_bits(after, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_gathered_and_those_outside_are_nan(cpu, dtype):
-    table = normal(3 + 5 * 4, dtype)
-    indices = np.array([[4, 0, -1], [5, 2, 2**31 - 1]], np.int32)
-    arguments = [jnp.asarray(table), jnp.asarray(indices), scratch(4 * 5)]
-    result = [jax.ShapeDtypeStruct((2, 3, 4), dtype)]
-    [rows] = jax.jit(lambda *a: call("dha_gather", a, result, offset=3, rows=5, columns=4))(*arguments)
-    expected = np.full((2, 3, 4), np.nan, dtype)
-    inside = (indices >= 0) & (indices < 5)
-    expected[inside] = table[3:].reshape(5, 4)[indices[inside]]
-    assert_same_bits(rows, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_of_a_vector_are_read_in_any_shape(cpu, dtype):
-    vector = normal(100, dtype)
-    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in [(), (2, 5), (0, 3), (7,)]]
-    read = jax.jit(lambda vector: call("dha_read", [vector], shapes, offsets=[99, 3, 100, 0]))
-    parts = read(jnp.asarray(vector))
-    for part, offset, shape in zip(parts, [99, 3, 100, 0], shapes, strict=True):
-        assert_same_bits(part, vector[offset : offset + shape.size].reshape(shape.shape))
-
-
 def product(x, w):
     return np.matmul(x.astype(np.float64), w.astype(np.float64))
 
