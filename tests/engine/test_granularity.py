@@ -14,7 +14,7 @@ import models
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
 from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Plan, Source, Target, UpdateOrder
-from planned import assert_same_bits
+from planned import assert_same_bits, take_steps
 from steps import transport_of
 
 STEPS = 3
@@ -36,10 +36,7 @@ def mixed_plan(parts, seed):
 
 def train(task, steps=STEPS, **options):
     step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), **options)
-    state, losses = step.init(task.params), []
-    for _ in range(steps):
-        state, metrics = step(state, task.batch)
-        losses.append(float(metrics["loss"]))
+    state, losses = take_steps(step, step.init(task.params), [task.batch] * steps)
     return losses, state.params, step.prepare(task.batch)
 
 

@@ -13,7 +13,7 @@ import pytest
 import jaxferry
 import models
 from jaxferry.step import Updates
-from planned import assert_same_bits, step_of, train
+from planned import assert_near, assert_same_bits, step_of, take_steps, train
 from tolerances import LOSS_RTOL
 
 NUM_STEPS = 10
@@ -207,8 +207,7 @@ def test_lookahead_is_trained_on_its_pair_of_parameters():
         state, losses = train(jaxferry.train_step(loss_fn, optimizer), task, NUM_STEPS)
     np.testing.assert_allclose(losses, expected_losses, rtol=LOSS_RTOL)
     assert isinstance(state.params, optax.LookaheadParams)
-    for ours, theirs in zip(jax.tree.leaves(state.params.slow), jax.tree.leaves(expected.slow), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert_near(state.params.slow, expected.slow, rtol=1e-4, atol=1e-6)
 
 
 @functools.cache
@@ -259,8 +258,7 @@ def test_what_is_kept_in_the_state_is_used_as_optax_says():
     params, plain = plain_state(free, 4)
     ours = optax.contrib.schedule_free_eval_params(state.opt_state, state.params)
     theirs = optax.contrib.schedule_free_eval_params(plain, params)
-    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-6)
+    assert_near(ours, theirs, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -277,10 +275,7 @@ def test_a_state_of_such_an_optimizer_is_resumed(name, tmp_path):
     state, _ = train(step, TASK, 3)
     step.save(state, tmp_path / "saved")
     fresh = jaxferry.train_step(TASK.loss_fn, SEPARABLE[name])
-    resumed, more = fresh.restore(tmp_path / "saved"), []
-    for _ in range(3):
-        resumed, metrics = fresh(resumed, TASK.batch)
-        more.append(float(metrics["loss"]))
+    resumed, more = take_steps(fresh, fresh.restore(tmp_path / "saved"), [TASK.batch] * 3)
     assert more == losses[3:]
     assert_same_bits(resumed.opt_state, whole.opt_state)
 
@@ -310,8 +305,7 @@ def test_a_step_hands_on_the_arguments_of_its_own_to_the_optimizer(options):
             offsets["more"][1] = np.nan  # a late update reads what it was given
             expected, others = plain(expected, TASK.batch)
             np.testing.assert_allclose(metrics["loss"], others["loss"], rtol=LOSS_RTOL)
-    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert_near(state.params, expected.params, rtol=1e-5, atol=1e-6)
 
 
 def test_the_user_may_hand_on_another_value_than_the_loss():

@@ -19,6 +19,7 @@ from jaxferry.step import Kind, LayerPlan, Plan
 from jaxferry.step import streaming as planned_streaming
 from jaxferry.training import MeasurementCache
 from jaxferry.training import step as compiled_step
+from planned import take_steps
 from updated import OPTIONS, PARAMS, PLACES, assert_close, batch, loss_fn, make, plan_with, streaming, train
 from watched import Watch
 
@@ -147,10 +148,7 @@ def test_batches_whose_plans_differ_take_turns_with_a_state(monkeypatch):
     left = iter(plans)
     monkeypatch.setattr(compiled_step, "choose_plan", lambda *args: next(left))
     step = jaxferry.train_step(loss_fn, optimizer)
-    state, found = step.init(PARAMS), []
-    for words in batches:
-        state, metrics = step(state, words)
-        found.append(float(metrics["loss"]))
+    state, found = take_steps(step, step.init(PARAMS), batches)
     assert next(left, None) is None
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     assert_close(state.params, expected)

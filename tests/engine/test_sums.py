@@ -17,7 +17,7 @@ from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
 from jaxferry.optimizer import pinned_bytes
 from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Plan
-from planned import assert_same_bits, segment_names
+from planned import assert_same_bits, segment_names, take_steps
 from steps import with_sums_in_host_memory
 from watched import becomes, live_arrays, settled
 
@@ -198,10 +198,7 @@ def trained_with(places, granularity, options):
     step = jaxferry.train_step(
         shared_blocks, jaxferry.sgd(0.5), plan=Plan("any", 1.0, tuple(layers)), granularity=granularity, **options
     )
-    state, losses = step.init(params), []
-    for x in NARROW:
-        state, metrics = step(state, x)
-        losses.append(float(metrics["loss"]))
+    state, losses = take_steps(step, step.init(params), NARROW)
     return losses, state.params
 
 

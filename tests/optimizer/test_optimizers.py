@@ -14,7 +14,7 @@ import models
 from jaxferry.modes import Mode
 from jaxferry.native import StepRule
 from jaxferry.optimizer import FusedTransformation, FusedUpdate, HostRule, TreeUpdate
-from planned import assert_same_bits, plan_of, train
+from planned import assert_near, assert_same_bits, plan_of, train
 from tolerances import LOSS_RTOL
 
 NAMES = ("adam", "adamw", "lion", "sgd")
@@ -126,8 +126,7 @@ def test_training_agrees_with_optax(name):
     other, expected = train(jaxferry.train_step(net.loss_fn, theirs, clip_norm=1.0), net, 5)
     assert is_fused(state) and not is_fused(other)
     np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
-    for mine, same in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
-        np.testing.assert_allclose(mine, same, rtol=1e-5, atol=1e-6)
+    assert_near(state.params, other.params, rtol=1e-5, atol=1e-6)
 
 
 def test_training_agrees_with_a_plain_optax_loop(net):
@@ -182,8 +181,7 @@ def test_checkpoints_are_interchangeable_with_those_of_optax(name, saves, tmp_pa
     state, metrics = step(state, net.batch)
     restored, again = other(restored, net.batch)
     assert float(metrics["loss"]) == float(again["loss"])
-    for mine, same in zip(jax.tree.leaves(state.params), jax.tree.leaves(restored.params), strict=True):
-        np.testing.assert_allclose(mine, same, rtol=1e-5, atol=1e-6)
+    assert_near(state.params, restored.params, rtol=1e-5, atol=1e-6)
     assert_same_bits(
         [c for c in state.optimizer_state().values() if c.dtype == np.int32],
         [c for c in restored.optimizer_state().values() if c.dtype == np.int32],

@@ -56,11 +56,24 @@ def train(
     step: jaxferry.TrainStep, task: Task, num_steps: int, **kwargs: Any
 ) -> tuple[jaxferry.TrainState, list[float]]:
     """Trains from the task's parameters; returns state and losses."""
-    state, losses = step.init(task.params), []
-    for _ in range(num_steps):
-        state, metrics = step(state, task.batch, **kwargs)
+    return take_steps(step, step.init(task.params), [task.batch] * num_steps, **kwargs)
+
+
+def take_steps(
+    step: jaxferry.TrainStep, state: jaxferry.TrainState, batches: Iterable[Any], **kwargs: Any
+) -> tuple[jaxferry.TrainState, list[float]]:
+    """Takes a step for each batch; returns state and losses."""
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch, **kwargs)
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+def assert_near(tree: Any, other: Any, **tolerance: float) -> None:
+    """Every leaf of both trees is equal within a tolerance."""
+    for leaf, same in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(leaf, same, **tolerance)
 
 
 def assert_same_bits(tree: Any, other: Any) -> None:

@@ -13,7 +13,7 @@ import jaxferry
 import models
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.step import LayerPlan, Plan
-from planned import assert_same_bits, segment_names
+from planned import assert_near, assert_same_bits, segment_names, take_steps
 from steps import with_sums_in_host_memory
 
 N = 3
@@ -39,10 +39,7 @@ def batches(gpt):
 
 
 def train(step, params, batches):
-    state, losses = step.init(params), []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+    state, losses = take_steps(step, step.init(params), batches)
     return state, losses
 
 
@@ -153,8 +150,7 @@ def test_micro_batches_may_differ_in_shape_so_that_a_lookup_is_dense_in_some(len
     mean = jax.tree.map(lambda *each: sum(each) / N, *gradients)
     updates, _ = optax.adamw(1e-2).update(mean, optax.adamw(1e-2).init(params), params)
     expected = optax.apply_updates(params, updates)
-    for known, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(known, other, atol=1e-5)
+    assert_near(state.params, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -284,8 +280,7 @@ def test_the_gradient_of_weighed_micro_batches_is_that_of_one_large_batch(option
     np.testing.assert_allclose(metrics["grad_norm"], norm, **tolerance)
     for before, after, own in zip(*map(jax.tree.leaves, (WIDE, state.params, gradient)), strict=True):
         np.testing.assert_allclose(before - after, own, rtol=tolerance["rtol"], atol=1e-2 * tolerance["rtol"] ** 0.5)
-    for ours, theirs in zip(jax.tree.leaves(first), jax.tree.leaves(token_loss(WIDE, batches[0])), strict=True):
-        np.testing.assert_allclose(ours, theirs, **tolerance)
+    assert_near(first, token_loss(WIDE, batches[0]), **tolerance)
 
 
 def test_a_micro_batch_of_weight_zero_adds_nothing():
