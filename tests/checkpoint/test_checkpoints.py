@@ -101,15 +101,6 @@ def test_a_resumed_run_continues_bit_identically(make, tmp_path):
     assert_same_bits(resumed.params, whole.params)
 
 
-def test_a_checkpoint_is_restored_without_the_model_if_its_tree_is_of_dictionaries(gpt, tmp_path):
-    step = step_of(gpt, ADAMW)
-    state, _ = train(step, gpt, 2)
-    step.save(state, tmp_path / "saved")
-    step.save(state, tmp_path / "saved")
-    restored = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2)).restore(tmp_path / "saved")
-    assert_same_bits(restored.params, state.params)
-
-
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(gpt, tmp_path):
     step = step_of(gpt, ADAMW)
     step.save(step.init(gpt.params), tmp_path / "saved")

@@ -266,6 +266,7 @@ def test_what_is_kept_in_the_state_is_used_as_optax_says():
     [
         "tree of labels",
         "plateau",
+        "one pass",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("tree of masked decay", "ema of parameters")),
     ],
 )

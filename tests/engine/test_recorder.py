@@ -23,6 +23,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
 from jaxferry.step import Kind, Lane, LayerPlan, Operation, Plan, machine, repeat, schedule_step
 from jaxferry.transport import Marks, make_placement
+from models import chain
 from native_calls import load, wait
 from profiles import deterministic, lowered, planned
 from recorded import check_times
@@ -126,10 +127,7 @@ def test_arrays_may_be_deleted_while_somebody_waits_for_them():
 def perceptron(num_layers=4):
     params = {f"l{i}": {"w": np.full((WIDTH, WIDTH), 0.01, np.float32)} for i in range(num_layers)}
 
-    def loss_fn(params, x):
-        for name in params:
-            x = jnp.tanh(x @ params[name]["w"])
-        return jnp.mean(x**2)
+    loss_fn = chain()
 
     return loss_fn, params, np.ones((4, WIDTH), np.float32)
 

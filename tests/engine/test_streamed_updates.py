@@ -19,6 +19,7 @@ from jaxferry.step import Kind, LayerPlan, Plan
 from jaxferry.step import streaming as planned_streaming
 from jaxferry.training import MeasurementCache
 from jaxferry.training import step as compiled_step
+from models import chain
 from planned import take_steps
 from updated import OPTIONS, PARAMS, PLACES, assert_close, batch, loss_fn, make, plan_with, streaming, train
 from watched import Watch
@@ -199,10 +200,7 @@ def test_the_first_step_needs_no_more_memory_than_the_next(mode, monkeypatch):
     emulate(monkeypatch)
     params = {f"layer_{i:02}": {"w": np.eye(32, dtype=np.float32)} for i in range(12)}
 
-    def loss(params, x):
-        for layer in params.values():
-            x = jnp.tanh(x @ layer["w"])
-        return jnp.mean(x**2)
+    loss = chain()
 
     x = jnp.ones((2, 32))
     names = [segment.name for segment in partition(loss, params, (x,)).segments]

@@ -19,6 +19,7 @@ from jaxferry.native import library
 from jaxferry.partition import layers_by_path, leaf_paths, make_layer
 from jaxferry.step import LayerPlan, Operation, Plan
 from jaxferry.transport import DevicePut, Ferry, Placement, StoredCopy, hold_together, make_placement
+from models import chain
 from planned import assert_same_bits, plan_of, train, trained
 from steps import after_each_program, transport_of, with_sums_in_host_memory, wrap
 from watched import becomes, device_arrays, device_bytes, live_arrays, settled
@@ -353,10 +354,7 @@ LAYERS = {
 ROWS = np.ones((4, 64), np.float32)
 
 
-def deep_loss(params, x):
-    for layer in params.values():
-        x = jnp.tanh(x @ layer["w"] + layer["b"])
-    return jnp.mean(x**2)
+deep_loss = chain()
 
 
 @pytest.mark.usefixtures("accelerator")
@@ -466,11 +464,8 @@ def test_a_gradient_stays_until_its_norm_is_known_though_its_update_has_ended(tr
 
     monkeypatch.setattr(norms, "_norm_of_vectors", late)
 
-    def loss_fn(params, x):
-        # No program knows the norm of a gradient to which two add.
-        for name in ("l0", "l1", "l0"):
-            x = jnp.tanh(x @ params[name]["w"])
-        return jnp.mean(x**2)
+    # No program knows the norm of a gradient to which two add.
+    loss_fn = chain(("l0", "l1", "l0"))
 
     params = {f"l{i}": {"w": np.full((8, 8), 0.1 + 0.01 * i, np.float32)} for i in range(2)}
     places = {"l0": GradientPlace.HOST, "l1": GradientPlace.DEVICE, "l0#2": GradientPlace.HOST}

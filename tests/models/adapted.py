@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import Task, initialise, initialise_nnx, next_token_loss, split_nnx
+from models import Task, initialise_nnx, language_model, split_nnx
 
 
 class LoraDense(nn.Module):
@@ -52,13 +52,7 @@ class LoraNet(nn.Module):
 
 def linen_lora() -> Task:
     """Adapters beside frozen weights in one tree, by `stop_gradient`."""
-    model, batch = LoraNet(), jax.random.randint(jax.random.key(1), (2, 9), 0, 64)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        logits: Any = model.apply({"params": params}, batch[:, :-1])
-        return next_token_loss(logits, batch)
-
-    return Task(loss_fn, initialise(model)(jax.random.key(0), batch[:, :-1])["params"], batch)
+    return language_model(LoraNet())
 
 
 class NnxLoraNet(nnx.Module):

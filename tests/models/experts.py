@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import Task, initialise, initialise_nnx, next_token_loss, split_nnx
+from models import Task, first_columns, initialise, next_token_loss, nnx_task
 
 
 class DenseExperts(nn.Module):
@@ -138,9 +138,4 @@ class NnxSwitch(nnx.Module):
 
 def nnx_switch() -> Task:
     """Experts chosen by control flow."""
-    graph, params = split_nnx(initialise_nnx(lambda: NnxSwitch(16, nnx.Rngs(0))), nnx.Param)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        return ((nnx.merge(graph, params)(batch) - batch[:, :4]) ** 2).mean()
-
-    return Task(loss_fn, params, jax.random.normal(jax.random.key(1), (8, 16)))
+    return nnx_task(lambda: NnxSwitch(16, nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (8, 16)), first_columns)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models import Task, initialise, next_token_loss
+from models import Task, language_model
 
 
 class MixedBlock(nn.Module):
@@ -39,10 +37,4 @@ class MixedNet(nn.Module):
 
 def linen_mixed_dtypes() -> Task:
     """float32, bfloat16 and float16 parameters within one block."""
-    model, batch = MixedNet(), jax.random.randint(jax.random.key(1), (2, 9), 0, 64)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        logits: Any = model.apply({"params": params}, batch[:, :-1])
-        return next_token_loss(logits, batch)
-
-    return Task(loss_fn, initialise(model)(jax.random.key(0), batch[:, :-1])["params"], batch)
+    return language_model(MixedNet())

@@ -21,6 +21,7 @@ from jaxferry.native import checks, targets
 from jaxferry.native import self_tests as self_test
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import Placement
+from models import chain
 from native import emulated_cuda
 from native.native_operations import check_product, numbers
 from native.operations_suite import CopySuite, FerrySuite, MarkSuite, ProductSuite
@@ -411,10 +412,7 @@ class TestMarks(MarkSuite):
             name: {"w": np.full((8, 8), value, np.float32)} for name, value in (("a", 0.1), ("b", 0.2), ("c", 0.3))
         }
 
-        def loss_fn(params, x):
-            for name in params:
-                x = jax.numpy.tanh(x @ params[name]["w"])
-            return jax.numpy.mean(x**2)
+        loss_fn = chain()
 
         def train(num_steps, record_steps):
             step = jaxferry.train_step(

@@ -9,7 +9,6 @@ import types
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -22,6 +21,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import LibraryStatus, checks, library, operations, run_self_test, targets
 from jaxferry.native import self_tests as self_test
 from jaxferry.step import LayerPlan, Plan
+from models import chain
 from native.compile_for_gpu import compile_lowered, host_compute, instructions
 from native.cuda_library import cuda_library
 from steps import transport_of
@@ -301,15 +301,6 @@ def test_marks_lie_within_the_time_that_the_host_has_seen(load, program, is_righ
     assert is_right or found.endswith("but both ran within 0 to 1.000000 s")
 
 
-def make_loss():
-    def loss_fn(params, x):
-        for name in params:
-            x = jnp.tanh(x @ params[name]["w"])
-        return jnp.mean(x**2)
-
-    return loss_fn
-
-
 MODES = {"a": Mode.DHA, "b": Mode.GFGB, "c": Mode.DHA}
 PLAN = Plan("any", 1.0, tuple(LayerPlan(name, mode, GradientPlace.HOST) for name, mode in MODES.items()))
 BATCH = np.ones((4, 8), np.float32)
@@ -320,7 +311,7 @@ def train(transport=None):
     params = {name: {"w": np.full((8, 8), 0.1 + 0.1 * i, np.float32)} for i, name in enumerate(MODES)}
     losses, transports = [], []
     for _ in range(2):
-        step = jaxferry.train_step(make_loss(), optax.adam(1e-2), plan=PLAN, transport=transport, record_steps=2)
+        step = jaxferry.train_step(chain(), optax.adam(1e-2), plan=PLAN, transport=transport, record_steps=2)
         state = step.init(params)
         for _ in range(3):
             state, metrics = step(state, BATCH)
@@ -374,7 +365,7 @@ class TestFirstUse:
         for _ in range(2):
             with warnings.catch_warnings(), pytest.raises(InputError, match="needs the native library") as caught:
                 warnings.simplefilter("error")
-                jaxferry.train_step(make_loss(), optax.adam(1e-2), transport="ferry")
+                jaxferry.train_step(chain(), optax.adam(1e-2), transport="ferry")
             assert all(f"{name}: " in str(caught.value) for name in FAILED[operation])
 
     def test_the_library_of_a_gpu_is_tested_on_its_first_use(self, monkeypatch):

@@ -70,7 +70,7 @@ def take_steps(
     return state, losses
 
 
-def assert_near(tree: Any, other: Any, **tolerance: float) -> None:
+def assert_near(tree: Any, other: Any, **tolerance: Any) -> None:
     """Every leaf of both trees is equal within a tolerance."""
     for leaf, same in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
         np.testing.assert_allclose(leaf, same, **tolerance)

@@ -62,35 +62,24 @@ MODELS = {
 
 
 OFTEN = {
-    **dict.fromkeys(MODELS, ("memferry", "auto")),
-    "lookup that clips": ("auto",),
-    "lookup that accumulates": ("memferry",),
-    "frozen table": ("auto",),
-    "lookup": ("auto",),
-    "perceptron that offloads activations": ("memferry",),
-    "gpt": (),
-    "gpt that may recompute": (),
-    "gpt that offloads activations": (),
+    "lookup that clips": "auto",
+    "lookup that accumulates": "memferry",
+    "frozen table": "auto",
+    "lookup": "auto",
+    "perceptron that offloads activations": "memferry",
 }
-
-
 OFTEN_IN_A_BUDGET = {
-    **dict.fromkeys(MODELS, ("exact", "auto")),
-    "lookup that clips": ("exact",),
-    "lookup that accumulates": ("auto",),
-    "gpt": (),
-    "frozen table": (),
-    "lookup": ("exact",),
-    "perceptron that offloads activations": ("exact",),
-    "gpt that may recompute": (),
-    "gpt that offloads activations": (),
+    "lookup that clips": "exact",
+    "lookup that accumulates": "auto",
+    "lookup": "exact",
+    "perceptron that offloads activations": "exact",
 }
 
 
 def cases(often):
     """Every model with every policy; all but those that `often` names for a model are marked slow."""
     return [
-        pytest.param(name, policy, marks=() if policy in often[name] else pytest.mark.slow, id=f"{name}-{policy}")
+        pytest.param(name, policy, marks=() if policy == often.get(name) else pytest.mark.slow, id=f"{name}-{policy}")
         for name in MODELS
         for policy in policies()
     ]

@@ -52,11 +52,6 @@ def test_without_the_native_library_every_policy_trains_with_the_same_bits(gpt, 
     assert_same_bits(state.params, params)
 
 
-def test_an_unknown_policy_lists_the_known():
-    with pytest.raises(jaxferry.InputError, match="memferry"):
-        jaxferry.train_step(lambda p, b: p, optax.sgd(0.1), policy="memfairy")
-
-
 def test_a_policy_plans_with_the_given_profile_and_checks_that_it_fits_the_model(gpt, tmp_path):
     task = models.mlp(depth=3)
     step = step_of(gpt, SGD)

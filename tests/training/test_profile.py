@@ -24,6 +24,7 @@ from jaxferry.settings import own_settings
 from jaxferry.step import ProgramKey, ProgramKind, Source, Target
 from jaxferry.training import Effort, MeasuredLayers, MeasurementCache, cold_caches, measure_profile, surroundings
 from jaxferry.transport import make_placement
+from models import chain
 from planned import assert_same_bits, train
 from watched import live_arrays
 
@@ -417,10 +418,7 @@ def test_lengths_up_to_half_and_twice_a_measured_one_are_not_measured(tmp_path, 
 def test_sums_of_more_bits_are_measured_as_they_run(monkeypatch, kind):
     """One layer runs twice in 16 bits, so the host adds each gradient to an fp32 sum, which the update reads."""
 
-    def loss_fn(params, x):
-        for name in ("often", "once", "often"):
-            x = jnp.tanh(x @ params[name]["kernel"])
-        return jnp.mean(x**2)
+    loss_fn = chain(("often", "once", "often"))
 
     emulate(monkeypatch)
     params = {name: {"kernel": np.zeros((8, 8), np.float32)} for name in ("often", "once")}
