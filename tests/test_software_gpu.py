@@ -143,8 +143,16 @@ CHOSEN = {
         ["tests/gpu/test_operations.py", "-k", f"(Copies or Products or Ferry) and not ({SLOW_THERE})"],
         240,
     ),
-    "half precision": (["tests/training/test_loss_scale.py"], 13),
-    "transports": (["tests/engine/test_transfers.py", "-k", "what_is_loaded or dropped_first or rows_of_many"], 4),
+    "half precision": (["tests/training/test_loss_scale.py"], 8),
+    "transports": (
+        [
+            "tests/engine/test_transfers.py",
+            "tests/engine/test_memory.py",
+            "-k",
+            "is_loaded or dropped_first or of_many",
+        ],
+        4,
+    ),
 }
 """By what they show: tests to run, and how many of them at least."""
 

@@ -27,7 +27,6 @@ from native.cuda_library import cuda_library
 from steps import transport_of
 
 NAMES = ["load", "store", "product", "gradient", "mark"]
-ALL_BROKEN = {"load", "store", "product", "gradient", "mark"}
 BYTES = r"\d+ of \d+ bytes differ"
 
 # The checks that each broken operation fails. The mark's is of a load.
@@ -160,63 +159,52 @@ class TestChecks:
         assert found.keys() == {check}
         assert re.fullmatch(BYTES, found[check])
 
-    def test_a_store_before_its_place_is_found(self, cpu, monkeypatch):
-        function = targets.ferry_store
-
-        def wrong(arrays, destination, offsets, accumulate):
+    @pytest.mark.parametrize(
+        ("operation", "check", "wrong", "most_bytes"),
+        [
             # What the first copy writes, the others write again, but for the elements before them.
-            return function([arrays[0], *arrays], destination, [0, *offsets], accumulate)
-
-        monkeypatch.setattr(targets, "ferry_store", wrong)
+            (
+                "ferry_store",
+                "store",
+                lambda store: lambda arrays, to, offsets, adds: store([arrays[0], *arrays], to, [0, *offsets], adds),
+                4 * checks._NUM_GUARDS,
+            ),
+            (
+                "gradient_store",
+                "gradient",
+                lambda store: (
+                    lambda to, own, offset, adds: store(
+                        store(to, own[: checks._NUM_GUARDS] + 2, 0, adds), own, offset, adds
+                    )
+                ),
+                2 * checks._NUM_GUARDS,
+            ),
+            *(
+                ("dha_matmul", "product", lambda product, n=n: lambda *args: product(*args).at[n, -1].add(1), 2)
+                for n in (0, 1)
+            ),
+        ],
+    )
+    def test_few_wrong_elements_are_found(self, cpu, monkeypatch, operation, check, wrong, most_bytes):
+        monkeypatch.setattr(targets, operation, wrong(getattr(targets, operation)))
         found = failures(run_self_test(jax.devices()[0]))
-        assert found.keys() == {"store"}
-        assert int(found["store"].split()[0]) <= 4 * checks._NUM_GUARDS
+        assert found.keys() == {check}
+        assert re.fullmatch(BYTES, found[check]) and int(found[check].split()[0]) <= most_bytes
 
-    def test_a_gradient_before_its_place_is_found(self, cpu, monkeypatch):
-        function = targets.gradient_store
-
-        def wrong(destination, gradient, offset, accumulate):
-            stored = function(destination, gradient[: checks._NUM_GUARDS] + 2, 0, accumulate)
-            return function(stored, gradient, offset, accumulate)
-
-        monkeypatch.setattr(targets, "gradient_store", wrong)
-        found = failures(run_self_test(jax.devices()[0]))
-        assert found.keys() == {"gradient"}
-        assert int(found["gradient"].split()[0]) <= 2 * checks._NUM_GUARDS
-
-    @pytest.mark.parametrize("number", [0, 1])
-    def test_one_wrong_element_of_a_product_is_found(self, cpu, monkeypatch, number):
-        function = targets.dha_matmul
-
-        def wrong(*args):
-            made = function(*args)
-            return made.at[number, -1].add(1)
-
-        monkeypatch.setattr(targets, "dha_matmul", wrong)
-        found = failures(run_self_test(jax.devices()[0]))
-        assert found.keys() == {"product"}
-        assert re.fullmatch(r"[12] of \d+ bytes differ", found["product"])
-
-    def test_a_load_that_nothing_has_waited_for_is_found(self, cpu, monkeypatch):
+    @pytest.mark.parametrize("direction", ["load", "store"])
+    def test_a_copy_that_nothing_has_waited_for_is_found(self, cpu, monkeypatch, direction):
         def synchronize():
-            cpu.set_bandwidth("load", 0)
+            cpu.set_bandwidth(direction, 0)
             type(cpu).synchronize(cpu)
 
         monkeypatch.setattr(cpu, "synchronize", synchronize)
-        break_operations(monkeypatch, "silent", "ferry_wait")
-        cpu.set_bandwidth("load", 1.0)  # until the check has ended, no copy does
-        assert re.fullmatch(BYTES, failures(run_self_test(jax.devices()[0]))["load"])
-
-    def test_a_store_that_nothing_has_waited_for_is_found(self, cpu, monkeypatch):
-        def synchronize():
-            cpu.set_bandwidth("store", 0)
-            type(cpu).synchronize(cpu)
-
-        monkeypatch.setattr(cpu, "synchronize", synchronize)
-        monkeypatch.setattr(cpu, "wait_for", lambda addresses, sizes: None)
-        monkeypatch.setattr(self_test, "CHECKS", {"store": self_test.CHECKS["store"]})
-        cpu.set_bandwidth("store", 1.0)  # until the check has ended, no copy does
-        assert re.fullmatch(BYTES, failures(run_self_test(jax.devices()[0]))["store"])
+        if direction == "load":
+            break_operations(monkeypatch, "silent", "ferry_wait")
+        else:
+            monkeypatch.setattr(cpu, "wait_for", lambda addresses, sizes: None)
+            monkeypatch.setattr(self_test, "CHECKS", {"store": self_test.CHECKS["store"]})
+        cpu.set_bandwidth(direction, 1.0)  # until the check has ended, no copy does
+        assert re.fullmatch(BYTES, failures(run_self_test(jax.devices()[0]))[direction])
 
     def test_lists_of_marks_are_closed(self, cpu, monkeypatch):
         opened, closed, close = [], [], cpu.close_marks
@@ -230,7 +218,7 @@ class TestChecks:
         waited = []
         monkeypatch.setattr(cpu, "synchronize", lambda: waited.append(type(cpu).synchronize(cpu)))
         break_operations(monkeypatch, "failing")
-        assert failures(run_self_test(jax.devices()[0])).keys() == ALL_BROKEN
+        assert failures(run_self_test(jax.devices()[0])).keys() == set(NAMES)
         assert len(waited) == len(NAMES)
 
     def test_a_check_that_hangs_is_named_and_ends_the_self_test(self, cpu, monkeypatch):

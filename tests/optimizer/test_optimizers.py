@@ -11,7 +11,6 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.modes import Mode
 from jaxferry.native import StepRule
 from jaxferry.optimizer import FusedTransformation, FusedUpdate, HostRule, TreeUpdate
 from models import chain
@@ -20,7 +19,6 @@ from tolerances import LOSS_RTOL
 
 NAMES = ("adam", "adamw", "lion", "sgd")
 SCHEDULE = optax.linear_schedule(1e-3, 1e-2, 4)
-MIXED = [Mode.GFGB, Mode.RELOAD, Mode.RESIDENT, Mode.RELOAD]
 
 # eps is large beside the gradient of the keys' bias, which is zero but for rounding.
 ARGUMENTS = {

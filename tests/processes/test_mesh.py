@@ -376,19 +376,13 @@ def test_other_meshes_are_errors(options, message):
         jaxferry.train_step(loss_fn, optax.sgd(0.1), **options)
 
 
-def test_a_batch_that_the_devices_cannot_share_is_an_error():
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=mesh())
-    state = step.init(params())
-    with pytest.raises(InputError, match="must be a multiple of 2 devices: got 3"):
-        step(state, *batches(1, 3)[0])
-
-
-def test_plans_that_stream_updates_are_errors():
+def test_batches_that_the_devices_cannot_share_and_plans_that_stream_updates_are_errors():
     streamed = plan([Mode.GFGB] * 4, update=UpdatePlace.GPU)
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=mesh(), plan=streamed)
-    step.declare(params())
-    with pytest.raises(InputError, match="which several devices do not"):
-        step.prepare(*batches(1)[0])
+    for options, size, message in (({}, 3, "a multiple of 2 devices: got 3"), ({"plan": streamed}, 4, "do not")):
+        step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=mesh(), **options)
+        step.declare(params())
+        with pytest.raises(InputError, match=message):
+            step.prepare(*batches(1, size)[0])
 
 
 def test_a_mesh_of_one_device_is_that_device(alone):
