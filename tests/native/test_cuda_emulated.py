@@ -169,21 +169,19 @@ class TestFerry(FerrySuite):
         (byte,) = set(np.asarray(found).view(np.uint8).reshape(-1).tolist())
         return byte
 
-    def test_a_load_into_a_vacant_array_waits_for_its_last_use_and_not_for_later_work(
-        self, operations, library, lagging
+    @pytest.mark.parametrize(
+        ("is_vacant", "num_seeds", "expected"),
+        [
+            (True, 40, {0, 2}),  # never what the array's last use has written
+            (False, 20, {2}),
+            (2, 40, None),  # the caller has seen the last use end: what the load does not wait for may write after it
+        ],
+    )
+    def test_a_load_waits_for_all_earlier_work_or_the_last_use_of_its_array_or_nothing(
+        self, operations, library, lagging, is_vacant, num_seeds, expected
     ):
-        found = {self.load_between(operations, library, seed, lagging, is_vacant=True) for seed in range(40)}
-        # Never what the array's last use has written.
-        assert found == {0, 2}
-
-    def test_a_load_that_is_not_told_so_waits_for_all_earlier_work(self, operations, library, lagging):
-        found = {self.load_between(operations, library, seed, lagging, is_vacant=False) for seed in range(20)}
-        assert found == {2}
-
-    def test_a_load_whose_caller_has_seen_the_last_use_end_waits_for_nothing(self, operations, library, lagging):
-        found = {self.load_between(operations, library, seed, lagging, is_vacant=2) for seed in range(40)}
-        # What it does not wait for may write after it.
-        assert 1 in found
+        found = {self.load_between(operations, library, seed, lagging, is_vacant) for seed in range(num_seeds)}
+        assert found == expected or (expected is None and 1 in found)
 
     def test_an_array_is_vacant_for_one_load(self, operations, library, lagging):
         for seed in range(20):

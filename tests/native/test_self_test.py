@@ -318,11 +318,9 @@ class TestFirstUse:
         assert train("ferry") == (losses, ["Ferry", "Ferry"])
         assert len(runs) == 1
 
-    def test_the_library_of_a_cpu_is_tested_on_request_alone(self, cpu, runs):
+    def test_the_library_of_a_cpu_is_tested_on_request_alone_and_plain_copies_test_none(self, cpu, runs, request):
         assert train()[1] == ["Ferry", "Ferry"]
-        assert runs == []
-
-    def test_plain_copies_test_nothing(self, first_use, runs):
+        request.getfixturevalue("first_use")
         assert train("device_put")[1] == ["DevicePut", "DevicePut"]
         assert runs == []
 
