@@ -254,7 +254,7 @@ def test_the_last_steps_are_recorded_task_by_task(threads, transport, monkeypatc
         pytest.param(0, {"offload_activations": True}, marks=pytest.mark.slow),
     ],
 )
-def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, options):
+def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, options, tmp_path):
     draw = random.Random(seed)
     loss_fn, params, batch = network(draw)
     plan = random_plan(draw, loss_fn, params, batch, list(Mode))
@@ -273,6 +273,8 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, option
             timer.join()
         except KeyboardInterrupt:
             num_interrupts += 1
+            step.save(state, tmp_path / "saved")
+    assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
     timer.join()
     patch.undo()
     for _ in range(state.step):

@@ -192,6 +192,25 @@ def initialise_nnx(make: Callable[[], nnx.Module]) -> Any:
     return nnx.merge(nnx.graphdef(nnx.eval_shape(make)), quickly(lambda: nnx.state(make()))())
 
 
+class BlockNet(nn.Module):
+    """A language model of residual blocks between a table and a head, with a norm before the head if there is one."""
+
+    block: Any
+    depth: int = 3
+    table: Any = nn.Embed
+    norm: Any = None
+    head: Any = nn.Dense
+    vocab: int = 64
+    width: int = 16
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.table(self.vocab, self.width, name="embed")(tokens)
+        for i in range(self.depth):
+            x = self.block(name=f"block_{i}")(x)
+        return self.head(self.vocab, name="head")(x if self.norm is None else self.norm(name="norm")(x))
+
+
 def random_tokens(vocab: int = 64, length: int = 9) -> jax.Array:
     """Two rows of tokens."""
     return jax.random.randint(jax.random.key(1), (2, length), 0, vocab)
