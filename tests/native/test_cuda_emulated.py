@@ -20,7 +20,7 @@ from jaxferry.transport import Placement
 from models import chain
 from native import emulated_cuda
 from native.native_operations import check_product, numbers
-from native.operations_suite import CopySuite, FerrySuite, MarkSuite, ProductSuite
+from native.operations_suite import CopySuite, FerrySuite, MarkSuite, PanelSuite
 from planned import assert_same_bits
 from recorded import check_times
 
@@ -55,7 +55,7 @@ class TestCopies(CopySuite):
     pass
 
 
-class TestProducts(ProductSuite):
+class TestProducts(PanelSuite):
     @pytest.mark.parametrize("seed", seeds(20, quick=5))
     def test_no_order_that_the_events_allow_mixes_panels(self, operations, library, seed):
         library.emulation_seed(seed)
