@@ -13,6 +13,7 @@ import pytest
 from benchmarks.gpu import build, check, models, panel_rates, settings, steps
 from benchmarks.gpu.rates import Overlap, Rate
 from jaxferry.planner import policies
+from slowly import slow
 
 ROOT = pathlib.Path(__file__).parents[1]
 HANGS = "import time, threading\ndef waits_for_ever():\n    time.sleep(3600)\nwaits_for_ever()"
@@ -225,10 +226,7 @@ def test_where_one_way_to_build_fails_the_next_one_is_tried(tmp_path, monkeypatc
     "names",
     [
         ("plain", "native-overlapped", "l2l", "auto"),
-        pytest.param(
-            ("plain", "recipe", "native-overlapped", "zero-offload", "l2l", "auto", "auto-all-memory", "streamed"),
-            marks=pytest.mark.slow,
-        ),
+        *slow(("plain", "recipe", "native-overlapped", "zero-offload", "l2l", "auto", "auto-all-memory", "streamed")),
     ],
     ids=len,
 )

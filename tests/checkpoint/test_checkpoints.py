@@ -13,8 +13,9 @@ import jaxferry
 import models
 from jaxferry.modes import Mode
 from planned import assert_same_bits, plan_of, step_of, train
+from slowly import slow
 
-BOTH_LIBRARIES = pytest.mark.parametrize("make", [models.nnx_net, pytest.param(models.mlp, marks=pytest.mark.slow)])
+BOTH_LIBRARIES = pytest.mark.parametrize("make", [models.nnx_net, *slow(models.mlp)])
 MIXED = [Mode.GFGB, Mode.RELOAD, Mode.RESIDENT, Mode.RELOAD]
 ADAMW = optax.adamw(1e-2)
 X = jnp.ones((2, 4))

@@ -18,6 +18,7 @@ from jaxferry.native import library
 from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Plan
 from planned import assert_same_bits, plan_of, with_gradients
+from slowly import slow
 
 NUM_PRODUCTS, MATRIX = 300, np.full((128, 128), 0.01, np.float32)
 SIZE = 1 << 16
@@ -114,7 +115,7 @@ def rows_first(params, tokens, x):
     return jnp.mean((h @ params["table"].T @ params["table"] + x) ** 2)
 
 
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
 @pytest.mark.parametrize(
     ("modes", "gradient", "options"),
     [
@@ -198,9 +199,9 @@ def test_a_further_layer_takes_three_further_launches(accelerator, monkeypatch):
     assert round((numbers[1] - numbers[0]) / (8 * 6)) == 3, numbers
 
 
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("accumulate", [*slow(1), 3])
 @pytest.mark.parametrize("gradient", GradientPlace)
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
 @pytest.mark.parametrize("loss_fn", [rows_first, rows_last])
 def test_nor_does_it_where_rows_and_dense_gradients_of_a_table_are_added(
     monkeypatch, loss_fn, transport, gradient, accumulate
@@ -226,7 +227,7 @@ def test_nor_does_it_where_rows_and_dense_gradients_of_a_table_are_added(
     assert not accelerator.waits, accelerator.waits[0]
 
 
-@pytest.mark.parametrize("mode", [pytest.param(Mode.RESIDENT, marks=pytest.mark.slow), Mode.DHA])
+@pytest.mark.parametrize("mode", [*slow(Mode.RESIDENT), Mode.DHA])
 def test_a_state_may_be_forgotten_while_the_device_reads_its_parameters(accelerator, gpt, mode):
     emulator = library("cpu")
     step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan_of(gpt, [mode]))

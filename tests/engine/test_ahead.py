@@ -18,6 +18,7 @@ from jaxferry.step import Kind, Lane, LayerPlan, Plan
 from jaxferry.transport import Ferry, Placement
 from models import chain
 from planned import assert_same_bits, state_after
+from slowly import slow
 from steps import transport_of
 from watched import device_arrays
 
@@ -43,9 +44,7 @@ def made(modes=(Mode.DHA,) * (DEPTH // 2) + (Mode.GFGB,) * (DEPTH // 2), gradien
 
 
 # CI runs the engine's tests once more on the emulated accelerator, where one thread issues for the device.
-@pytest.fixture(
-    params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["a thread a lane", "one for the device"]
-)
+@pytest.fixture(params=[False, *slow(True)], ids=["a thread a lane", "one for the device"])
 def threads(request, monkeypatch):
     if request.param:
         emulate(monkeypatch)

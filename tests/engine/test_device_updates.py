@@ -21,9 +21,10 @@ from jaxferry.step import Kind, Lane, Operation, needed_bytes
 from jaxferry.step import streaming as planned_streaming
 from jaxferry.transport import Placement, pinned
 from recorded import check_times
+from slowly import slow, slow_cases
 from updated import (
+    ALL,
     PARAMS,
-    PLACES,
     WIDTH,
     WORDS,
     assert_close,
@@ -37,7 +38,6 @@ from updated import (
     train,
 )
 
-ALL = PLACES["all"]
 RESIDENT, STREAMED = {"groups": ["embed", "layer_1"]}, {"streamed": ["embed", "layer_1"]}
 KEPT = {**STREAMED, "mode": Mode.RESIDENT}
 """The new compute copy of what streams goes to host memory, or stays on the device."""
@@ -58,8 +58,10 @@ def in_parts(monkeypatch):
         ("ferry", True, RESIDENT, {"clip_norm": 0.5}),
         ("ferry", True, {**MIXED, "mode": Mode.RESIDENT}, {"accumulate": 2}),
         ("device_put", False, MIXED, {"clip_norm": 0.5}),  # the CPU cannot reach pinned memory
-        pytest.param("device_put", True, RESIDENT, {"accumulate": 2}, marks=pytest.mark.slow),
-        pytest.param("device_put", True, {**MIXED, "mode": Mode.RESIDENT}, {}, marks=pytest.mark.slow),
+        *slow_cases(
+            ("device_put", True, RESIDENT, {"accumulate": 2}),
+            ("device_put", True, {**MIXED, "mode": Mode.RESIDENT}, {}),
+        ),
     ],
     ids=str,
 )
@@ -330,9 +332,7 @@ def test_memory_counts_state_and_gradients_and_a_budget_below_moves_updates_to_t
     assert roomy.prepare(batch(0)).peak == on.peak and roomy.prepare(batch(0)).peak.total == on.peak.total
 
 
-@pytest.mark.parametrize(
-    "optimizer", [jaxferry.adamw(1e-2), pytest.param(JOINT, marks=pytest.mark.slow)], ids=["by layer", "joint"]
-)
+@pytest.mark.parametrize("optimizer", [jaxferry.adamw(1e-2), *slow(JOINT)], ids=["by layer", "joint"])
 @pytest.mark.filterwarnings("ignore:the optimizer looks at all parameters at once")
 def test_auto_on_a_known_gpu_is_plain_training_if_everything_fits_and_less_of_it_in_less_memory(optimizer, monkeypatch):
     expected_step = make(optimizer=optimizer)

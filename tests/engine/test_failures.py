@@ -15,6 +15,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.step import LayerPlan, Operation, Plan
 from jaxferry.transport import Placement
 from planned import assert_same_bits, state_after
+from slowly import slow, slow_cases
 from steps import fail, transport_of, with_sums_in_host_memory, wrap
 
 DEPTH = 3
@@ -22,7 +23,7 @@ BATCH = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 
 
 # CI runs the engine's tests once more on the emulated accelerator, where one thread issues for the device.
-@pytest.fixture(params=["lanes", pytest.param("one for the device", marks=pytest.mark.slow)])
+@pytest.fixture(params=["lanes", *slow("one for the device")])
 def threads(request, monkeypatch):
     if request.param != "lanes":
         emulate(monkeypatch)
@@ -48,9 +49,9 @@ def make(fault, *, gradient=GradientPlace.DEVICE, mode=Mode.GFGB, depth=DEPTH, *
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("mode", [Mode.RELOAD, pytest.param(Mode.RESIDENT, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("gradient", [GradientPlace.HOST, pytest.param(GradientPlace.DEVICE, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("offloads", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", [Mode.RELOAD, *slow(Mode.RESIDENT)])
+@pytest.mark.parametrize("gradient", [GradientPlace.HOST, *slow(GradientPlace.DEVICE)])
+@pytest.mark.parametrize("offloads", [False, *slow(True)])
 def test_a_callback_that_raises_before_any_update_costs_no_step_and_no_bit(gradient, mode, offloads, tmp_path):
     fault, depth = Fault(), 6 if offloads else DEPTH
     step, params = make(fault, gradient=gradient, mode=mode, clip_norm=1e3, depth=depth)
@@ -197,11 +198,13 @@ def test_an_update_task_that_fails_before_any_update_rolls_back_a_step_that_has_
     ("sums", "clip_norm"),
     [
         ("on the device", None),
-        pytest.param("by transfers", 1.0, marks=pytest.mark.slow),
-        pytest.param("by programs", None, marks=pytest.mark.slow),
-        pytest.param("on the device", 1.0, marks=pytest.mark.slow),
-        pytest.param("by transfers", None, marks=pytest.mark.slow),
-        pytest.param("by programs", 1.0, marks=pytest.mark.slow),
+        *slow_cases(
+            ("by transfers", 1.0),
+            ("by programs", None),
+            ("on the device", 1.0),
+            ("by transfers", None),
+            ("by programs", 1.0),
+        ),
     ],
 )
 def test_a_micro_batch_that_fails_is_rolled_back_or_takes_the_state_to_the_last_update(sums, clip_norm, tmp_path):

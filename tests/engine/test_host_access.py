@@ -15,6 +15,7 @@ from jaxferry.native import is_available, library
 from jaxferry.partition import host_stores, partition
 from jaxferry.step import LayerPlan, Plan, ProgramKind, Source, Target, program_keys
 from planned import assert_near, assert_same_bits, plan_of, train, trained, with_gradients
+from slowly import slow
 from steps import transport_of
 
 STEPS = 6
@@ -146,7 +147,7 @@ def reloading(task):
 
 
 @pytest.mark.cpu_device  # its step is that of the module
-@pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize("after", [*slow(1), 6])
 def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, reloading, task, monkeypatch):
     step, expected, losses = reloading
     state = step.init(task.params)

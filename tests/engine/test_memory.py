@@ -19,6 +19,7 @@ from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Loads, Plan
 from models import chain
 from planned import assert_same_bits, plan_of, train
+from slowly import slow, slow_cases
 from steps import after_each_program, transport_of, with_sums_in_host_memory
 from watched import becomes, device_arrays, device_bytes, live_arrays, settled, watched_steps
 
@@ -163,10 +164,7 @@ deep_loss = chain()
 
 
 @pytest.mark.usefixtures("accelerator")
-@pytest.mark.parametrize(
-    ("accumulate", "num_frozen"),
-    [(1, 3), (2, 0), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 0), (2, 3)))],
-)
+@pytest.mark.parametrize(("accumulate", "num_frozen"), [(1, 3), (2, 0), *slow_cases((1, 0), (2, 3))])
 def test_steps_in_a_row_need_no_more_memory_than_one(accumulate, num_frozen, monkeypatch):
     plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.RELOAD, GradientPlace.DEVICE) for name in LAYERS))
     trainable = {name: index >= num_frozen for index, name in enumerate(LAYERS)}
@@ -224,7 +222,7 @@ def tied(first):
 
 @pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
-@pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("first", [*slow(True), False])
 def test_tied_tables_keep_no_more_pinned_memory_after_more_steps(first, transport):
     loss_fn, params, batch = tied(first)
     step = jaxferry.train_step(loss_fn, ADAMW, transport=transport)
@@ -243,7 +241,7 @@ def test_tied_tables_keep_no_more_pinned_memory_after_more_steps(first, transpor
 
 
 @pytest.mark.usefixtures("accelerator")
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
 def test_rows_of_many_micro_batches_are_added_as_they_come(transport):
     def loss_fn(params, tokens):
         return jnp.mean(jnp.tanh(params["table"][tokens] @ params["w"]) ** 2)

@@ -29,6 +29,7 @@ from jaxferry.step import (
 from models import encoder_decoder, random_streams
 from planned import assert_same_bits, plan_of, state_after, train
 from profiles import lowered, transformer, with_modes
+from slowly import slow_cases
 from steps import fail, wrap
 from watched import SCALARS_BYTES, becomes, live_arrays, settled, watched_steps
 
@@ -310,9 +311,7 @@ def make(fault, **options):
     ("kind", "threads"),
     [
         (Kind.FETCH, "one for the device"),
-        pytest.param(Kind.SAVE, "lanes", marks=pytest.mark.slow),
-        pytest.param(Kind.SAVE, "one for the device", marks=pytest.mark.slow),
-        pytest.param(Kind.FETCH, "lanes", marks=pytest.mark.slow),
+        *slow_cases((Kind.SAVE, "lanes"), (Kind.SAVE, "one for the device"), (Kind.FETCH, "lanes")),
     ],
 )
 def test_a_move_that_fails_costs_no_step_and_no_bit(kind, threads, monkeypatch):

@@ -14,6 +14,7 @@ import jaxferry
 import models
 from jaxferry.step import Updates
 from planned import assert_near, assert_same_bits, step_of, take_steps, train
+from slowly import slow, slow_but
 from tolerances import LOSS_RTOL
 
 NUM_STEPS = 10
@@ -120,25 +121,7 @@ SEPARABLE = {
     "plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(0.5, patience=2, rtol=0.2)),
     "one pass": jaxferry.adamw(SCHEDULE, eps=1e-3, mask=each(lambda _, ndim: ndim > 1)),
 }
-LESS_OFTEN = (
-    "masked",
-    "tree of masked decay",
-    "schedule-free",
-    "joined schedules",
-    "labels",
-    "hyperparameters",
-    "masked decay",
-    "by value",
-    "prefix tree of labels",
-    "ema of updates",
-    "adafactor",
-    "lamb",
-    "lars",
-    "adaptive clipping",
-    "schedule",
-    "muon",
-    "ema of parameters",
-)
+OFTEN = ("tree of labels", "noise", "plateau", "one pass")
 JOINT = {
     "global norm": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3)),
     "global norm of a part": optax.multi_transform(
@@ -156,9 +139,7 @@ JOINT = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LESS_OFTEN else name for name in SEPARABLE]
-)
+@pytest.mark.parametrize("name", slow_but(OFTEN, SEPARABLE))
 def test_a_separable_optimizer_is_overlapped_and_agrees_with_plain_optax(name):
     expected = models.plain_loop(TASK, SEPARABLE[name], NUM_STEPS)[1]
     step = jaxferry.train_step(TASK.loss_fn, SEPARABLE[name])
@@ -172,15 +153,7 @@ def test_a_separable_optimizer_is_overlapped_and_agrees_with_plain_optax(name):
     assert step.prepare(TASK.batch).plan.updates is expected_updates
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        if name in ("global norm", "accumulation", "polyak", *CHANGING)
-        else pytest.param(name, marks=pytest.mark.slow)
-        for name in JOINT
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(("global norm", "accumulation", "polyak", *CHANGING), JOINT))
 def test_a_joint_optimizer_is_warned_about_and_agrees_with_plain_optax(name):
     expected = models.plain_loop(TASK, JOINT[name], NUM_STEPS)[1]
     step = jaxferry.train_step(TASK.loss_fn, JOINT[name])
@@ -227,15 +200,7 @@ def plain_state(optimizer, num_steps):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "tree of labels",
-        "plateau",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("ema of parameters", "hyperparameters", "schedule-free")
-        ),
-    ],
+    "name", ["tree of labels", "plateau", *slow("ema of parameters", "hyperparameters", "schedule-free")]
 )
 def test_the_state_is_handed_back_as_optax_makes_it(name):
     optimizer = SEPARABLE[name]
@@ -262,13 +227,7 @@ def test_what_is_kept_in_the_state_is_used_as_optax_says():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "tree of labels",
-        "plateau",
-        "one pass",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tree of masked decay", "ema of parameters")),
-    ],
+    "name", ["tree of labels", "plateau", "one pass", *slow("tree of masked decay", "ema of parameters")]
 )
 def test_a_state_of_such_an_optimizer_is_resumed(name, tmp_path):
     step = step_of(TASK, SEPARABLE[name])

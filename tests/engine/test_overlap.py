@@ -23,6 +23,7 @@ from jaxferry.step import Kind, LayerPlan, Operation, Plan, chrome_trace
 from jaxferry.transport import HostGradient
 from planned import assert_same_bits
 from recorded import check_times
+from slowly import slow, slow_cases
 from steps import Serial, delay, fail, transport_of, with_sums_in_host_memory, wrap
 from watched import has_not_grown, settled_arrays
 
@@ -54,7 +55,7 @@ def random_plan(draw, loss_fn, params, batch, modes):
     return Plan("any", 1.0, tuple(LayerPlan(name, draw.choice(modes), draw.choice(places)) for name in names))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 8))])
 def test_random_plans_sizes_and_delays_have_the_bits_of_the_serial_order(seed, monkeypatch):
     """Every second network clips and has Optax's updates, one thread for the device, or plain copies.
 
@@ -189,10 +190,10 @@ def lookup(draw):
     return loss_fn, {name: params[name] for name in ("table", "l0")}, batch
 
 
-@pytest.mark.parametrize("threads", ["lanes", pytest.param("one for the device", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("make", [network, pytest.param(lookup, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("accumulate", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("threads", ["lanes", *slow("one for the device")])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
+@pytest.mark.parametrize("make", [network, *slow(lookup)])
+@pytest.mark.parametrize("accumulate", [2, *slow(1)])
 def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, monkeypatch):
     """A short soak test; `benchmarks/soak.py` takes 2,000 steps and measures host memory too."""
     if threads != "lanes":
@@ -221,8 +222,8 @@ def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, mo
     assert live()[1] <= num_threads  # threads of other tests may end meanwhile
 
 
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("threads", ["lanes", pytest.param("one for the device", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
+@pytest.mark.parametrize("threads", ["lanes", *slow("one for the device")])
 def test_the_last_steps_are_recorded_task_by_task(threads, transport, monkeypatch):
     if threads != "lanes":
         emulate(monkeypatch)
@@ -251,7 +252,7 @@ def test_the_last_steps_are_recorded_task_by_task(threads, transport, monkeypatc
     [
         (0, {}),
         *(pytest.param(seed, {}, marks=pytest.mark.slow) for seed in (1, 2)),
-        pytest.param(0, {"offload_activations": True}, marks=pytest.mark.slow),
+        *slow_cases((0, {"offload_activations": True})),
     ],
 )
 def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, options, tmp_path):
@@ -285,7 +286,7 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, option
     assert transport_of(step, batch).held.now == resident
 
 
-@pytest.mark.parametrize("threads", [pytest.param("lanes", marks=pytest.mark.slow), "one for the device"])
+@pytest.mark.parametrize("threads", [*slow("lanes"), "one for the device"])
 def test_device_bytes_count_what_a_state_holds_whatever_the_batches_and_the_other_states(threads, monkeypatch):
     if threads != "lanes":
         emulate(monkeypatch)

@@ -15,6 +15,7 @@ from jaxferry.native import library
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import make_placement, pinned
 from planned import assert_same_bits
+from slowly import slow, slow_cases
 from watched import becomes, live_arrays, settled
 
 NUM_STEPS = 6
@@ -147,7 +148,7 @@ def train(transport, optimizer="fused", plan="loads", num_steps=NUM_STEPS, **opt
     [
         ("ferry", "fused", "in host memory", {"clip_norm": 0.1}),
         ("device_put", "optax", "loads", {"accumulate": 2}),
-        pytest.param("ferry", "optax", "in host memory", {}, marks=pytest.mark.slow),
+        *slow_cases(("ferry", "optax", "in host memory", {})),
     ],
 )
 def test_an_accelerator_trains_with_the_bits_of_a_cpu(monkeypatch, transport, optimizer, plan, options):
@@ -193,7 +194,7 @@ def crossings(monkeypatch):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
 def test_no_gradient_and_no_compute_copy_crosses_between_the_clients(
     accelerator, crossings, transport, optimizer, plan
 ):

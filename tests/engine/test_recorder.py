@@ -27,6 +27,7 @@ from models import chain
 from native_calls import load, wait
 from profiles import deterministic, lowered, planned
 from recorded import check_times
+from slowly import slow
 from steps import fail
 from watched import has_not_grown, settled_arrays
 
@@ -163,8 +164,8 @@ def test_copies_are_recorded_as_long_as_the_link_takes():
 
 
 @pytest.mark.usefixtures("issued")
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_whatever_the_plan_times_fit_the_tasks_and_memory_is_flat(seed, transport):
     draw, (loss_fn, params, batch) = random.Random(seed), perceptron()
     layers = [LayerPlan(name, draw.choice(list(Mode)), draw.choice(list(GradientPlace))) for name in params]

@@ -21,10 +21,9 @@ from jaxferry.training import MeasurementCache
 from jaxferry.training import step as compiled_step
 from models import chain
 from planned import take_steps
-from updated import OPTIONS, PARAMS, PLACES, assert_close, batch, loss_fn, make, plan_with, streaming, train
+from slowly import slow
+from updated import ALL, PARAMS, assert_close, batch, loss_fn, make, plan_with, streaming, train
 from watched import Watch
-
-ALL = PLACES["all"]
 
 
 @pytest.fixture
@@ -38,13 +37,13 @@ COPIES = pytest.mark.parametrize("mode", [Mode.GFGB, Mode.RESIDENT])
 
 
 @pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize(("name", "transport"), [("bfloat16", "ferry"), ("clipped", "device_put")])
-def test_losses_and_states_have_the_same_bits_whether_the_copy_stays_or_not(name, transport):
+@pytest.mark.parametrize(
+    ("options", "transport"), [({"compute_dtype": jnp.bfloat16}, "ferry"), ({"clip_norm": 0.5}, "device_put")]
+)
+def test_losses_and_states_have_the_same_bits_whether_the_copy_stays_or_not(options, transport):
     found = []
     for mode in (Mode.GFGB, Mode.RESIDENT):
-        step = make(
-            ["layer_0"], mode=mode, streamed=["embed", "layer_1", "layer_2"], transport=transport, **OPTIONS[name]
-        )
+        step = make(["layer_0"], mode=mode, streamed=["embed", "layer_1", "layer_2"], transport=transport, **options)
         state, losses = train(step, step.init(PARAMS), 6)
         kinds = {task.kind for task in step.prepare(batch(0)).schedule.tasks}
         assert Kind.REFRESH not in kinds and (Kind.LOAD in kinds) == (mode is Mode.GFGB)
@@ -174,9 +173,8 @@ def test_a_budget_below_moves_updates_to_the_host(mode):
     [
         {},
         {"mode": Mode.RESIDENT},
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ({"mode": Mode.DHA}, {"clip_norm": 0.5}, {"accumulate": 2})),
-        pytest.param({"mode": Mode.RESIDENT, "clip_norm": 0.5}, marks=pytest.mark.slow),
-        pytest.param({"mode": Mode.RESIDENT, "accumulate": 2}, marks=pytest.mark.slow),
+        *slow({"mode": Mode.DHA}, {"clip_norm": 0.5}, {"accumulate": 2}),
+        *slow({"mode": Mode.RESIDENT, "clip_norm": 0.5}, {"mode": Mode.RESIDENT, "accumulate": 2}),
     ],
     ids=str,
 )

@@ -18,6 +18,7 @@ from jaxferry.errors import InputError
 from jaxferry.partition import partition, partition_forward
 from metrics_files import read_losses, read_metrics
 from plain_optax import assert_same_losses
+from slowly import slow, slow_but
 from small_examples import DROPOUT, IMAGES, LLAMAS, MODELS, SMALL, vocabulary
 
 PUBLISHED = {
@@ -46,10 +47,6 @@ PUBLISHED = {
     ("llama", "3-8b"): 8_030_261_248,
 }
 """The parameter counts of the published checkpoints."""
-
-
-def slow_but(quick, cases):
-    return [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.parametrize(("name", "size"), slow_but([("gpt2", "124m")], PUBLISHED))
@@ -125,16 +122,14 @@ def images_of(seed, step):
     return digits.Batches(digits.load()[0], 16, seed)(step)["images"]
 
 
-@pytest.mark.parametrize("draw", [rows_of, *(pytest.param(x, marks=pytest.mark.slow) for x in (labels_of, images_of))])
+@pytest.mark.parametrize("draw", [rows_of, *slow(labels_of, images_of)])
 def test_a_batch_depends_on_seed_and_step_alone(draw):
     np.testing.assert_array_equal(draw(0, 7), draw(0, 7))
     assert not (draw(0, 8) == draw(0, 7)).all()
     assert not (draw(1, 7) == draw(0, 7)).all()
 
 
-@pytest.mark.parametrize(
-    "make", [gpt2_data.Batches, *(pytest.param(x, marks=pytest.mark.slow) for x in (bert_data.Pairs, "roberta"))]
-)
+@pytest.mark.parametrize("make", [gpt2_data.Batches, *slow(bert_data.Pairs, "roberta")])
 def test_a_text_shorter_than_a_row_is_refused(make, cache, text):
     tokens, more = np.arange(9, dtype=np.uint16), [vocabulary(100)] if make is bert_data.Pairs else []
     if make == "roberta":

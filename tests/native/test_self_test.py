@@ -24,6 +24,7 @@ from jaxferry.step import LayerPlan, Plan
 from models import chain
 from native.compile_for_gpu import compile_lowered, host_compute, instructions
 from native.cuda_library import cuda_library
+from slowly import slow_but
 from steps import transport_of
 
 NAMES = ["load", "store", "product", "gradient", "mark"]
@@ -95,13 +96,6 @@ def failures(results):
     return {result.name: result.message for result in results if not result.passed}
 
 
-def slow_but(*quick, of):
-    """The parameters of a test; all but the quick ones are marked as slow."""
-    as_tuples = [each if isinstance(each, tuple) else (each,) for each in of]
-    known = [each if isinstance(each, tuple) else (each,) for each in quick]
-    return [pytest.param(*each, marks=[] if each in known else [pytest.mark.slow]) for each in as_tuples]
-
-
 class TestChecks:
     def test_a_library_that_does_what_plain_jax_does_passes(self, cpu, device):
         results = run_self_test(device)
@@ -126,7 +120,7 @@ class TestChecks:
         if "mark" in found:
             assert found["mark"].startswith("the load's mark is ")
 
-    @pytest.mark.parametrize("operation", slow_but("ferry_load", "scratch", of=[*FAILED, "ferry_wait", "scratch"]))
+    @pytest.mark.parametrize("operation", slow_but(("ferry_load", "scratch"), [*FAILED, "ferry_wait", "scratch"]))
     def test_an_error_of_an_operation_fails_its_checks_with_its_text(self, unhurried, monkeypatch, operation):
         break_operations(monkeypatch, "failing", operation)
         found = failures(run_self_test(jax.devices()[0]))
@@ -326,7 +320,7 @@ class TestFirstUse:
 
     @pytest.mark.parametrize(
         ("operation", "fault"),
-        slow_but(("ferry_store", "silent"), ("dha_matmul", "failing"), of=list(itertools.product(FAILED, FAULTS))),
+        slow_but([("ferry_store", "silent"), ("dha_matmul", "failing")], itertools.product(FAILED, FAULTS)),
     )
     def test_after_a_failure_training_goes_on_with_plain_copies(self, first_use, runs, monkeypatch, operation, fault):
         expected = train("device_put")[0]
@@ -345,7 +339,7 @@ class TestFirstUse:
         assert "`jaxferry doctor`" in text and "`jaxferry build-native`" in text and "\n" not in text
         assert len(runs) == 1
 
-    @pytest.mark.parametrize("operation", slow_but("mark", of=FAILED))
+    @pytest.mark.parametrize("operation", slow_but(["mark"], FAILED))
     def test_an_explicit_ferry_is_an_error_that_names_the_check(self, first_use, monkeypatch, operation):
         break_operations(monkeypatch, "silent", operation)
         for _ in range(2):

@@ -15,6 +15,7 @@ from jaxferry.native import StepRule
 from jaxferry.optimizer import FusedTransformation, FusedUpdate, HostRule, TreeUpdate
 from models import chain
 from planned import assert_near, assert_same_bits, train
+from slowly import slow_but
 from tolerances import LOSS_RTOL
 
 NAMES = ("adam", "adamw", "lion", "sgd")
@@ -109,13 +110,7 @@ def test_each_is_separable(net, name):
         assert not TreeUpdate(optimizer, tree, avals).mixes
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("adamw", "lion", "nesterov") else pytest.param(name, marks=pytest.mark.slow)
-        for name in ARGUMENTS
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(("adamw", "lion", "nesterov"), ARGUMENTS))
 def test_training_agrees_with_optax(name):
     (ours, theirs), net = pair(name), two_layers()
     state, losses = train(jaxferry.train_step(net.loss_fn, ours, clip_norm=1.0), net, 5)

@@ -28,6 +28,7 @@ from jaxferry.step import LayerPlan, Plan, ProgramKind, Source, Target
 from jaxferry.transport import make_placement
 from native.compile_for_gpu import compile_lowered
 from native.compile_for_gpu import text as compiled_text
+from slowly import slow
 from watched import SCALARS_BYTES, most_on_one_device
 
 pytestmark = pytest.mark.cpu_device  # one accelerator is no mesh
@@ -111,10 +112,9 @@ JOINT = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
     [
         {"plan": plan(), "remat": "full", "offload_activations": True, "record_steps": 2},
         {"plan": plan(IN_HOST_MEMORY, gradient=GradientPlace.HOST), "accumulate": 2},
-        pytest.param({"policy": "auto", "profile": "estimate", "remat": "auto"}, marks=pytest.mark.slow),
+        *slow({"policy": "auto", "profile": "estimate", "remat": "auto"}),
         pytest.param({"optimizer": optax.adafactor(1e-2)}, marks=pytest.mark.slow, id="adafactor"),
-        pytest.param({"plan": ON_DEVICES, "optimizer": optax.adafactor(1e-2)}, marks=pytest.mark.slow),
-        pytest.param({"plan": ON_DEVICES, "optimizer": JOINT}, marks=pytest.mark.slow),
+        *slow({"plan": ON_DEVICES, "optimizer": optax.adafactor(1e-2)}, {"plan": ON_DEVICES, "optimizer": JOINT}),
     ],
     ids=str,
 )

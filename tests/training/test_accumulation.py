@@ -15,6 +15,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.step import LayerPlan, Plan
 from models import chain
 from planned import assert_near, assert_same_bits, segment_names, take_steps
+from slowly import slow
 from steps import with_sums_in_host_memory
 
 N = 3
@@ -103,7 +104,7 @@ def bad_loss(params, x):
     return jnp.mean((x @ params["a"]["w"]) ** 2)
 
 
-@pytest.mark.parametrize("place", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, N))])
+@pytest.mark.parametrize("place", [0, *slow(*range(1, N))])
 def test_a_loss_that_is_not_finite_drops_what_was_accumulated(place):
     params, x = {"a": {"w": np.eye(4, dtype=np.float32)}}, np.ones((2, 4), np.float32)
     batches = [x * (np.nan if i == place else 1.0) for i in range(N)]
@@ -125,9 +126,7 @@ def test_a_loss_that_is_not_finite_drops_what_was_accumulated(place):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params, expected.params)
 
 
-@pytest.mark.parametrize(
-    "lengths", [(8, 30, 8), *(pytest.param(x, marks=pytest.mark.slow) for x in ((30, 8, 8), (8, 8, 30)))]
-)
+@pytest.mark.parametrize("lengths", [(8, 30, 8), *slow((30, 8, 8), (8, 8, 30))])
 def test_micro_batches_may_differ_in_shape_so_that_a_lookup_is_dense_in_some(lengths):
     generator = np.random.default_rng(0)
     params = {
@@ -148,13 +147,7 @@ def test_micro_batches_may_differ_in_shape_so_that_a_lookup_is_dense_in_some(len
     assert_near(state.params, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        "dhd",
-        *(pytest.param(order, marks=pytest.mark.slow) for order in ("nhd", "hdd", "dnd", "ddh", "dhh", "hdh", "ddn")),
-    ],
-)
+@pytest.mark.parametrize("order", ["dhd", *slow("nhd", "hdd", "dnd", "ddh", "dhh", "hdh", "ddn")])
 def test_micro_batches_may_differ_in_shape_and_so_in_where_their_plans_add_up_gradients(gpt, monkeypatch, order):
     """Plans that sum on the device, by programs in host memory, or in host memory for lack of room."""
     rows = {"d": [0, 1], "h": [1], "n": [1, 0, 1]}

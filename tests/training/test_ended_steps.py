@@ -7,6 +7,7 @@ import jaxferry
 import models
 from jaxferry.step import Operation
 from planned import assert_same_bits, step_of, train, trained
+from slowly import slow
 from steps import fail
 
 SGD = optax.sgd(0.1)
@@ -21,11 +22,9 @@ def whole_gpt():
 PROGRAMS = (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"clip_norm": 1.0}, {"skip_nonfinite": True}))]
-)
+@pytest.mark.parametrize("options", [{}, *slow({"clip_norm": 1.0}, {"skip_nonfinite": True})])
 @pytest.mark.parametrize("operations", [PROGRAMS, (Operation.OFFLOAD,), (Operation.UPDATE,)], ids=lambda o: o[0].value)
-@pytest.mark.parametrize("after", [0, pytest.param(2, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize("after", [0, *slow(2), 6])
 def test_a_failed_task_is_rolled_back_or_damages_the_state_and_names_its_layer(
     whole_gpt, monkeypatch, tmp_path, operations, after, options
 ):

@@ -16,6 +16,7 @@ import models
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.step import Kind, LayerPlan, Plan
 from planned import assert_near, assert_same_bits, train
+from slowly import slow
 from tolerances import LOSS_RTOL, PARAMS_RTOL
 from watched import live_arrays
 
@@ -98,13 +99,7 @@ def frozen_copies(state):
     ]
 
 
-@pytest.mark.parametrize(
-    "say",
-    [
-        *("tree of labels", "one pass"),
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("function", "prefix tree", "labels", "masks")),
-    ],
-)
+@pytest.mark.parametrize("say", [*("tree of labels", "one pass"), *slow("function", "prefix tree", "labels", "masks")])
 def test_however_it_is_said_it_is_what_plain_optax_does(task, say):
     inner = ADAMW
     expected, expected_losses = plain(task, inner, 10)
@@ -173,7 +168,7 @@ def test_the_copy_of_a_frozen_parameter_is_never_written_again_and_the_only_one(
     assert not masters_beside(state, known)
 
 
-@pytest.mark.parametrize("given", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
+@pytest.mark.parametrize("given", [*slow(jnp.float32), jnp.bfloat16])
 def test_a_frozen_parameter_keeps_its_dtype_and_bits_whatever_the_compute_dtype(task, given, tmp_path):
     params = jax.tree.map(
         lambda x, label: x if label == "adapter" else x.astype(given), task.params, labels(task.params)
@@ -207,9 +202,7 @@ def test_a_layer_that_is_frozen_and_resident_is_loaded_once(task):
     assert now["block_0"] is held["block_0"] and now["table"] is held["table"]
 
 
-@pytest.mark.parametrize(
-    "spoken", ["tree", *(pytest.param(x, marks=pytest.mark.slow) for x in ("function", "argument"))]
-)
+@pytest.mark.parametrize("spoken", ["tree", *slow("function", "argument")])
 def test_a_joint_optimizer_of_the_trained_parameters_leaves_the_others_frozen(task, spoken):
     inner = CLIPPED
     expected = plain(task, inner, 5)[1]
@@ -301,12 +294,8 @@ def quantised(dtype):
     return models.Task(loss_fn, params, draw.normal(size=(8, WIDTH)).astype(np.float32))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [jnp.int8, *(pytest.param(x, marks=pytest.mark.slow) for x in (jnp.complex64, bool, jnp.int32, jnp.float8_e4m3fn))],
-    ids=str,
-)
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [jnp.int8, *slow(jnp.complex64, bool, jnp.int32, jnp.float8_e4m3fn)], ids=str)
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
 def test_frozen_parameters_of_dtypes_that_cannot_be_trained_are_as_plain_optax_sees_them(dtype, transport, tmp_path):
     task = quantised(dtype)
     adapters = {name: layer["lora"] for name, layer in task.params.items()}

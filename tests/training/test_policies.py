@@ -10,10 +10,11 @@ from jaxferry.costs import LayerProfile, Profile
 from jaxferry.modes import Mode
 from jaxferry.planner import policies
 from planned import assert_same_bits, step_of, train, trained
+from slowly import slow_but
 from tolerances import LOSS_RTOL
 
 FEW = ("go-memferry",)
-WITHOUT_MOST = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in sorted(policies())]
+WITHOUT_MOST = slow_but(FEW, sorted(policies()))
 SGD, ADAMW_SLOW = optax.sgd(0.1), optax.adamw(1e-3)
 
 

@@ -15,6 +15,7 @@ from jaxferry.modes import Mode
 from models import Task, plain_loop
 from planned import assert_near, assert_same_bits, plan_of, take_steps, train
 from scanned import DEPTH
+from slowly import slow
 from tolerances import LOSS_RTOL
 from watched import live_arrays
 
@@ -33,7 +34,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", ["linen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nnx", "lax"))])
+@pytest.mark.parametrize("name", ["linen", *slow("nnx", "lax")])
 def test_scanned_models_train_as_plain_optax_does_under_every_plan(name):
     task, optimizer = MODELS[name](), optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p))
     params, expected = plain_loop(task, optimizer, 10)

@@ -12,6 +12,7 @@ import models
 from jaxferry.modes import Mode
 from jaxferry.transport import Placement
 from planned import assert_same_bits, plan_of, step_of, train
+from slowly import slow
 from tolerances import LOSS_RTOL, PARAMS_RTOL
 
 
@@ -59,12 +60,7 @@ def test_aux_outputs_come_back_in_their_own_tree(gpt):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"policy": "l2l", "clip_norm": 0.1},
-        *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"remat": "full", "accumulate": 2})),
-    ],
-    ids=str,
+    "options", [{"policy": "l2l", "clip_norm": 0.1}, *slow({}, {"remat": "full", "accumulate": 2})], ids=str
 )
 def test_aux_may_run_the_model_again_after_the_loss(options):
     def apply(params, x):
