@@ -78,11 +78,6 @@ def test_an_optimizer_that_keeps_a_key_trains_and_resumes_bit_by_bit(tmp_path):
     assert_same_bits(resumed.params, state.params)
 
 
-@pytest.fixture(scope="module")
-def gpt():
-    return models.mlp(depth=2)
-
-
 @pytest.mark.slow
 @BOTH_LIBRARIES
 def test_a_resumed_run_continues_bit_identically(make, tmp_path):

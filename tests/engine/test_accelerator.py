@@ -24,11 +24,6 @@ NUM_PRODUCTS, MATRIX = 300, np.full((128, 128), 0.01, np.float32)
 SIZE = 1 << 16
 
 
-@pytest.fixture
-def accelerator(monkeypatch):
-    return emulate(monkeypatch)
-
-
 def pinned(accelerator, value=1.0):
     return jax.block_until_ready(jax.device_put(np.full(SIZE, value, np.float32), accelerator.placement.pinned))
 

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jaxferry
-from accelerator import emulate
 from jaxferry.errors import JaxFerryError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.optimizer import arrays
@@ -40,11 +39,6 @@ def made(**options):
     return jaxferry.train_step(
         loss_fn, optax.sgd(0.1), **{"plan": plan(), "compute_dtype": np.float32, "transport": "ferry", **options}
     )
-
-
-@pytest.fixture
-def accelerator(monkeypatch):
-    return emulate(monkeypatch)
 
 
 @pytest.fixture

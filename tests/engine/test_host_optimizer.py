@@ -31,11 +31,6 @@ NOISE = {"noise": optax.chain(optax.add_noise(0.01, 0.55, 0), optax.sgd(0.1))}
 
 
 @pytest.fixture(scope="module")
-def gpt():
-    return models.mlp(depth=2)
-
-
-@pytest.fixture(scope="module")
 def net():
     """Faster to trace than a transformer, but also has matrices, vectors and a table."""
     return models.adapters(depth=2)

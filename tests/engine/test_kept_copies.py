@@ -8,7 +8,6 @@ import optax
 import pytest
 
 import jaxferry
-import models
 from jaxferry.engine import peak_bytes
 from jaxferry.modes import Mode
 from planned import assert_same_bits, plan_of
@@ -16,11 +15,6 @@ from slowly import slow
 from steps import transport_of
 
 N = 3
-
-
-@pytest.fixture(scope="module")
-def gpt():
-    return models.mlp(depth=2)
 
 
 def count_loads(transport, monkeypatch):

@@ -11,7 +11,6 @@ import pytest
 
 import jaxferry
 import models
-from accelerator import emulate
 from jaxferry.engine import Peak, fit
 from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.native import library
@@ -144,11 +143,6 @@ def test_bulk_loads_end_where_a_layer_has_to_be_loaded_twice(gpt):
     plan = Plan("zero-offload", 1.0, tuple(LayerPlan(f"l{i}", Mode.GFGB) for i in range(3)), loads=Loads.BULK)
     fitted = fit(plan, 2, lambda plan: Peak(0, 0, plan.modes.count(Mode.GFGB)), [], layers)
     assert (fitted.modes.count(Mode.RELOAD), fitted.loads) == (1, Loads.LAYERWISE)
-
-
-@pytest.fixture
-def accelerator(monkeypatch):
-    emulate(monkeypatch)
 
 
 LAYERS = {

@@ -1,11 +1,8 @@
 """Overlapping steps are bit-identical to sequential tasks under any plan, sizes and delays."""
 
 import itertools
-import pathlib
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -22,6 +19,7 @@ from jaxferry.partition import partition
 from jaxferry.step import Kind, LayerPlan, Operation, Plan, chrome_trace
 from jaxferry.transport import HostGradient
 from planned import assert_same_bits
+from python_runs import run_python
 from recorded import check_times
 from slowly import slow, slow_cases
 from steps import Serial, delay, fail, transport_of, with_sums_in_host_memory, wrap
@@ -173,11 +171,8 @@ print("leaving", flush=True)
 
 
 def test_leaving_the_process_waits_for_updates_that_are_under_way():
-    root = pathlib.Path(jaxferry.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=500, cwd=root)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split().count("updated") == 2
-    assert done.stdout.split()[-1] == "updated"
+    printed = run_python("-c", LEAVING).split()
+    assert printed.count("updated") == 2 and printed[-1] == "updated"
 
 
 def lookup(draw):

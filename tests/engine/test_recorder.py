@@ -1,10 +1,7 @@
 """Recorded task times when one thread issues all tasks, against the simulator and the emulated link."""
 
 import math
-import pathlib
 import random
-import subprocess
-import sys
 import threading
 import time
 
@@ -26,6 +23,7 @@ from jaxferry.transport import Marks, make_placement
 from models import chain
 from native_calls import load, wait
 from profiles import deterministic, lowered, planned
+from python_runs import run_python
 from recorded import check_times
 from slowly import slow
 from steps import fail
@@ -120,9 +118,7 @@ for _ in range(60):
 @pytest.mark.slow
 def test_arrays_may_be_deleted_while_somebody_waits_for_them():
     """Without copies of the arrays, JAX crashes in nearly every run."""
-    root = pathlib.Path(jaxferry.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", DELETING], capture_output=True, text=True, timeout=500, cwd=root)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", DELETING)
 
 
 def perceptron(num_layers=4):

@@ -36,11 +36,6 @@ def placement(request, monkeypatch):
 ADAMW = optax.adamw(1e-3)
 
 
-@pytest.fixture(scope="module")
-def gpt():
-    return models.mlp(depth=2)
-
-
 def test_what_is_loaded_is_what_was_packed_and_is_counted_while_held(placement):
     layers = layers_by_path(PARAMS)
     layer = next(layer for layer in layers if layer.name == "a")

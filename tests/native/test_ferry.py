@@ -1,9 +1,6 @@
 """Copies that run while XLA computes: the CPU's queues and their link emulator."""
 
 import ctypes
-import os
-import subprocess
-import sys
 import threading
 
 import jax
@@ -12,6 +9,7 @@ import numpy as np
 import pytest
 
 from native_calls import add, load, store, wait
+from python_runs import run_python
 
 # Tests keep arrays alive until their copies have ended: XLA reuses the memory of unreferenced results.
 
@@ -181,6 +179,4 @@ source = jnp.ones(2_500_000)
 array = load([source], [jnp.zeros(2_500_000)])
 {body}
 """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", script)

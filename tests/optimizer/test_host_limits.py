@@ -1,13 +1,12 @@
 """How much host memory there is: the machine, control groups, XLA's pool of pinned memory."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from control_groups import real_group, write
 from jaxferry.optimizer import host_memory
+from python_runs import run_python
 
 GIB = 2**30
 
@@ -121,10 +120,7 @@ def test_reading_a_file_twice_leaves_the_memory_of_a_real_control_group_free(tmp
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     most = str(512 * 2**20)
     with real_group("memory", {"memory.limit_in_bytes": most}, {"memory.max": most}) as enter:
-        command = [sys.executable, "-c", enter + READ_TWICE, str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    before, after = map(int, done.stdout.split())
+        before, after = map(int, run_python("-c", enter + READ_TWICE, file).split())
     assert after > before - 32 * 2**20
 
 

@@ -1,10 +1,7 @@
 """Host memory is checked before it is allocated."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -25,6 +22,7 @@ from jaxferry.optimizer import host_memory
 from jaxferry.step import Kind
 from jaxferry.transport import Allocator, Placement
 from jaxferry.units import format_bytes, parse_bytes
+from python_runs import run_python
 from watched import live_arrays, settled
 
 pytestmark = pytest.mark.cpu_device  # XLA pins more than is asked for; tests of that emulate a device
@@ -207,10 +205,8 @@ except jaxferry.HostMemoryError as error:
 
 
 def test_a_limit_on_the_address_space_is_an_error_too():
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "ulimit -v" in done.stdout and "training needs 1.25 GiB" in done.stdout
+    printed = run_python("-c", SCRIPT, JAX_PLATFORMS="cpu")
+    assert "ulimit -v" in printed and "training needs 1.25 GiB" in printed
 
 
 def trained():
@@ -320,10 +316,7 @@ KEPT = {
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory):
     """The most memory beside what was there before, by the way in which a state is made."""
-    path = str(tmp_path_factory.mktemp("peaks") / "saved")
-    done = subprocess.run([sys.executable, str(WITH_PEAKS), path], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return json.loads(run_python(WITH_PEAKS, tmp_path_factory.mktemp("peaks") / "saved"))
 
 
 @pytest.mark.parametrize("way", KEPT)

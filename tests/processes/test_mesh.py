@@ -5,10 +5,7 @@ Here they are two CPU devices (`conftest.py`); more of them are those of another
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -28,6 +25,7 @@ from jaxferry.step import LayerPlan, Plan, ProgramKind, Source, Target
 from jaxferry.transport import make_placement
 from native.compile_for_gpu import compile_lowered
 from native.compile_for_gpu import text as compiled_text
+from python_runs import run_python
 from slowly import slow
 from watched import SCALARS_BYTES, most_on_one_device
 
@@ -396,11 +394,8 @@ WITH_DEVICES = Path(__file__).parents[1] / "support" / "mesh_losses.py"
 def losses_of_models(num_devices, place, *names):
     """The losses of models on meshes of up to this many devices, by name and number, beside those of plain Optax."""
     flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(WITH_DEVICES), str(num_devices), place.value, *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    given = (WITH_DEVICES, num_devices, place.value, *names)
+    return json.loads(run_python(*given, timeout_s=3600, XLA_FLAGS=flags, JAX_PLATFORMS="cpu").splitlines()[-1])
 
 
 def check_losses(found):

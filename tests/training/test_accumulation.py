@@ -21,11 +21,6 @@ from steps import with_sums_in_host_memory
 N = 3
 
 
-@pytest.fixture(scope="module")
-def gpt():
-    return models.mlp(depth=2)
-
-
 def batches_of(task):
     """Seven batches of the task's shape."""
 

@@ -25,11 +25,6 @@ from watched import device_bytes
 RTOL = {"rtol": LOSS_RTOL, "atol": 1e-6}
 
 
-@pytest.fixture(scope="module")
-def gpt():
-    return models.mlp(depth=2)
-
-
 def logits_fn(params, tokens):
     return models.GPT(depth=2, block=models.Mlp).apply({"params": params}, tokens)
 

@@ -1,9 +1,6 @@
 """Parameters of several dtypes in one tree: the loss sees each in its own; updates are in fp32."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +13,7 @@ import models
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.step import LayerPlan, Plan
 from planned import segment_names, train
+from python_runs import run_python
 from tolerances import LOSS_RTOL
 
 DTYPES = {"w": jnp.bfloat16, "scale": jnp.float32, "b": jnp.float16}
@@ -151,5 +149,4 @@ else:
 
 @pytest.mark.slow
 def test_parameters_in_float64_train_by_plain_copies():
-    environment = {**os.environ, "JAX_ENABLE_X64": "1"}
-    subprocess.run([sys.executable, "-c", FLOAT64], env=environment, check=True)
+    run_python("-c", FLOAT64, JAX_ENABLE_X64="1")

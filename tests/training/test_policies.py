@@ -19,11 +19,6 @@ SGD, ADAMW_SLOW = optax.sgd(0.1), optax.adamw(1e-3)
 
 
 @pytest.fixture(scope="module")
-def gpt():
-    return models.mlp(depth=2)
-
-
-@pytest.fixture(scope="module")
 def whole_gpt():
     """The same model with more blocks, for tests that depend on their number."""
     return models.mlp()

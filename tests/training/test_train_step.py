@@ -15,12 +15,6 @@ from planned import assert_same_bits, plan_of, step_of, train
 from slowly import slow
 from tolerances import LOSS_RTOL, PARAMS_RTOL
 
-
-@pytest.fixture(scope="module")
-def gpt():
-    return models.mlp(depth=2)
-
-
 SGD = optax.sgd(0.1)
 
 
