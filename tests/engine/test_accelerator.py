@@ -17,7 +17,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
 from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Plan
-from planned import assert_same_bits, plan_of, with_gradients
+from planned import assert_same_bits, plan_of
 from slowly import slow
 
 NUM_PRODUCTS, MATRIX = 300, np.full((128, 128), 0.01, np.float32)
@@ -123,7 +123,7 @@ def rows_first(params, tokens, x):
 )
 def test_the_issuing_thread_never_waits(accelerator, gpt, transport, modes, gradient, options):
     """It waits neither for the device nor for the host; where nothing can be issued it sleeps."""
-    plan = with_gradients(plan_of(gpt, modes), [gradient])
+    plan = plan_of(gpt, modes, [gradient])
     step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan, transport=transport, **options)
     state = step.init(gpt.params)
     for _ in range(6):

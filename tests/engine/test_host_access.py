@@ -14,7 +14,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import is_available, library
 from jaxferry.partition import host_stores, partition
 from jaxferry.step import LayerPlan, Plan, ProgramKind, Source, Target, program_keys
-from planned import assert_near, assert_same_bits, plan_of, train, trained, with_gradients
+from planned import assert_near, assert_same_bits, plan_of, train, trained
 from slowly import slow
 from steps import transport_of
 
@@ -49,7 +49,7 @@ def test_neither_a_reserve_factor_nor_reads_by_copies_change_a_bit(factor, modes
     expected, losses = trained(task, ADAMW, STEPS, transport="device_put")
     options = {"reserve_factor": factor}
     if modes is not None:
-        plan = with_gradients(plan_of(task, modes), list(GradientPlace)[: len(modes)])
+        plan = plan_of(task, modes, list(GradientPlace)[: len(modes)])
         options = {"plan": plan, "transport": "device_put"}
     state, others = run(task, **options)
     assert others == losses
@@ -66,7 +66,7 @@ def test_direct_host_access_is_within_rounding_and_has_the_same_bits_whatever_ha
     expected, losses = trained(task, MOMENTUM, STEPS, transport="device_put")
     results = []
     for places in ([GradientPlace.DEVICE], [GradientPlace.HOST], [GradientPlace.HOST, GradientPlace.DEVICE]):
-        plan = with_gradients(plan_of(task, [Mode.DHA]), places)
+        plan = plan_of(task, [Mode.DHA], places)
         results.append(run(task, plan, MOMENTUM, transport="ferry"))
     np.testing.assert_allclose(results[0][1], losses, rtol=TOLERANCE)
     assert_near(results[0][0].params, expected, atol=20 * TOLERANCE)
@@ -87,7 +87,7 @@ def test_the_reserve_factor_decides_which_gradients_are_written_by_the_backward(
 
 def test_products_that_go_to_the_host_by_panels_are_within_rounding(monkeypatch, task):
     monkeypatch.setattr(host_stores, "FUSED_BYTES", 0)
-    plan = with_gradients(plan_of(task, [Mode.GFGB]), [GradientPlace.HOST])
+    plan = plan_of(task, [Mode.GFGB], [GradientPlace.HOST])
     _, losses = run(task, optimizer=MOMENTUM, transport="device_put", clip_norm=0.5)
     written = []
     by_panels = host_stores.operations.dha_matmul_gradient

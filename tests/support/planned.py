@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable
@@ -19,16 +18,10 @@ from jaxferry.step import LayerPlan, Plan
 from models import Task
 
 
-def plan_of(task: Task, modes: Iterable[Mode]) -> Plan:
-    """A plan that gives the segments these modes in turn."""
-    layers = [LayerPlan(name, mode) for name, mode in zip(segment_names(task), itertools.cycle(modes), strict=False)]
+def plan_of(task: Task, modes: Iterable[Mode], places: Iterable[GradientPlace] = (GradientPlace.DEVICE,)) -> Plan:
+    """A plan that gives the segments these modes and gradient places in turn."""
+    layers = map(LayerPlan, segment_names(task), itertools.cycle(modes), itertools.cycle(places))
     return Plan("test", 1.0, tuple(layers))
-
-
-def with_gradients(plan: Plan, places: Iterable[GradientPlace]) -> Plan:
-    """The plan with these gradient places in turn."""
-    pairs = zip(plan.layers, itertools.cycle(places), strict=False)
-    return dataclasses.replace(plan, layers=tuple(dataclasses.replace(p, gradient=place) for p, place in pairs))
 
 
 @functools.lru_cache(maxsize=16)

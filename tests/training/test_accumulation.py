@@ -1,7 +1,6 @@
 """Gradients of several micro-batches for one update."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,8 @@ import pytest
 import jaxferry
 import models
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.step import LayerPlan, Plan
 from models import chain
-from planned import assert_near, assert_same_bits, segment_names, take_steps
+from planned import assert_near, assert_same_bits, plan_of, take_steps
 from slowly import slow
 from steps import with_sums_in_host_memory
 
@@ -38,11 +36,6 @@ def batches(gpt):
 def train(step, params, batches):
     state, losses = take_steps(step, step.init(params), batches)
     return state, losses
-
-
-def plan_of(task, modes, places):
-    kinds = zip(segment_names(task), itertools.cycle(modes), itertools.cycle(places))
-    return Plan("any", 1.0, tuple(LayerPlan(name, mode, place) for name, mode, place in kinds))
 
 
 def test_gradients_stay_on_the_device_within_the_budget_and_else_are_added_up_in_host_memory(gpt, batches):

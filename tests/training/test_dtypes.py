@@ -1,7 +1,5 @@
 """Parameters of several dtypes in one tree: the loss sees each in its own; updates are in fp32."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +9,7 @@ import pytest
 import jaxferry
 import models
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.step import LayerPlan, Plan
-from planned import segment_names, train
+from planned import plan_of, train
 from python_runs import run_python
 from tolerances import LOSS_RTOL
 
@@ -72,11 +69,6 @@ def plain_loop(task, optimizer, num_steps):
         masters, state, loss = step(masters, state)
         losses.append(float(loss))
     return masters, losses
-
-
-def plan_of(task, modes, places):
-    kinds = zip(segment_names(task), itertools.cycle(modes), itertools.cycle(places))
-    return Plan("any", 1.0, tuple(LayerPlan(name, mode, place) for name, mode, place in kinds))
 
 
 @pytest.mark.parametrize(

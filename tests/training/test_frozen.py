@@ -13,9 +13,9 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.modes import GradientPlace, Mode
+from jaxferry.modes import Mode
 from jaxferry.step import Kind, LayerPlan, Plan
-from planned import assert_near, assert_same_bits, train
+from planned import assert_near, assert_same_bits, plan_of, train
 from slowly import slow
 from tolerances import LOSS_RTOL, PARAMS_RTOL
 from watched import live_arrays
@@ -48,18 +48,6 @@ def task():
 def plain(task, inner, num_steps):
     """Parameters and losses of plain Optax that trains by `inner` and freezes by label."""
     return models.plain_loop(task, by_label(inner), num_steps)
-
-
-@functools.cache
-def segment_names(task):
-    step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), trainable=is_trained)
-    step.init(task.params)
-    return [segment.name for segment in step.prepare(task.batch).partition.segments]
-
-
-def plan_of(task, modes, places=(GradientPlace.DEVICE,)):
-    kinds = zip(segment_names(task), itertools.cycle(modes), itertools.cycle(places))
-    return Plan("any", 1.0, tuple(LayerPlan(name, mode, place) for name, mode, place in kinds))
 
 
 def tasks_of(step, task, kind):
@@ -304,8 +292,8 @@ def test_frozen_parameters_of_dtypes_that_cannot_be_trained_are_as_plain_optax_s
         return task.loss_fn({name: {**task.params[name], "lora": adapters[name]} for name in adapters}, batch)
 
     _, expected = models.plain_loop(models.Task(loss_of_adapters, adapters, task.batch), ADAMW, 4)
-    modes = itertools.cycle([Mode.RELOAD, Mode.DHA, Mode.GFGB, Mode.RESIDENT])
-    plan = Plan("any", 1.0, tuple(LayerPlan(name, mode) for name, mode in zip(task.params, modes, strict=False)))
+    modes = (Mode.RELOAD, Mode.DHA, Mode.GFGB, Mode.RESIDENT)
+    plan = Plan("any", 1.0, tuple(map(LayerPlan, task.params, itertools.cycle(modes))))
     step = jaxferry.train_step(
         task.loss_fn, ADAMW, plan=plan, transport=transport, trainable=lambda path: "lora" in path
     )
