@@ -18,6 +18,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
 from jaxferry.step import Kind, LayerPlan, Operation, Plan, chrome_trace
 from jaxferry.transport import HostGradient
+from models import chain
 from planned import assert_same_bits
 from python_runs import run_python
 from recorded import check_times
@@ -119,13 +120,7 @@ def test_the_host_updates_what_has_arrived_while_the_rest_is_on_its_way(transpor
     """Offloads end for the issuing thread once they are issued, long before the device has done them."""
     emulate(monkeypatch)
     params = {f"l{i}": {"w": np.eye(8, dtype=np.float32)} for i in range(5)}
-
-    def loss_fn(params, x):
-        for i in range(5):
-            x = jnp.tanh(x @ params[f"l{i}"]["w"])
-        return jnp.mean(x**2)
-
-    step = jaxferry.train_step(loss_fn, jaxferry.adam(1e-2), transport=transport, merge_small=False)
+    step = jaxferry.train_step(chain(), jaxferry.adam(1e-2), transport=transport, merge_small=False)
     state, batch, updated, waited = step.init(params), np.ones((4, 8), np.float32), [], []
     state, _ = step(state, batch)  # updates of the first step wait for all gradients
     state.block_until_ready()

@@ -22,6 +22,7 @@ from jaxferry.optimizer import host_memory
 from jaxferry.step import Kind
 from jaxferry.transport import Allocator, Placement
 from jaxferry.units import format_bytes, parse_bytes
+from models import chain
 from python_runs import run_python
 from watched import live_arrays, settled
 
@@ -122,13 +123,8 @@ def test_sums_of_16_bit_gradients_in_fp32_count_too(monkeypatch):
 
 
 def test_the_first_batch_shows_what_sums_of_several_uses_need(monkeypatch):
-    def loss_fn(params, x):
-        for name in "abab":
-            x = jnp.tanh(x @ params[name])
-        return jnp.mean(x)
-
     monkeypatch.setenv(host_memory.VARIABLE, "35MiB")
-    step = jaxferry.train_step(loss_fn, optax.adamw(1e-3), compute_dtype=jnp.bfloat16)
+    step = jaxferry.train_step(chain("abab"), optax.adamw(1e-3), compute_dtype=jnp.bfloat16)
     state = step.init(dict.fromkeys("ab", np.zeros((1000, 1000), np.float32)))
     with pytest.raises(jaxferry.HostMemoryError, match=r"a step needs .*sums of gradients 7\.63 MiB"):
         step(state, np.zeros((1, 1000), np.float32))
@@ -137,11 +133,6 @@ def test_the_first_batch_shows_what_sums_of_several_uses_need(monkeypatch):
 def test_sums_that_exist_before_the_first_step_count_once(monkeypatch):
     """On an accelerator a thread makes them while the step is compiled."""
 
-    def loss_fn(params, x):
-        for name in "abab":
-            x = jnp.tanh(x @ params[name])
-        return jnp.mean(x)
-
     def pinned():
         there = [array for array in live_arrays() if array.sharding.memory_kind == "pinned_host"]
         # Other tests may have left arrays of several devices.
@@ -149,7 +140,7 @@ def test_sums_that_exist_before_the_first_step_count_once(monkeypatch):
         return sum({array.unsafe_buffer_pointer(): array.nbytes for array in there}.values())
 
     def step_within(most):
-        step = jaxferry.train_step(loss_fn, jaxferry.sgd(1.0), compute_dtype=jnp.bfloat16)
+        step = jaxferry.train_step(chain("abab"), jaxferry.sgd(1.0), compute_dtype=jnp.bfloat16)
         state, before = step.init(dict.fromkeys("ab", np.zeros((500, 500), np.float32))), pinned()
         monkeypatch.setattr(host_memory, "limits", lambda: [host_memory.Limit(most + before - pinned(), "the test")])
         state, _ = step(state, np.zeros((1, 500), np.float32))
