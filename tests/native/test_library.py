@@ -100,8 +100,8 @@ REFUSED = {
     ),
     "another platform": ({"platform": "CUDA"}, "is for platform 'CUDA', not 'cpu'"),
     "missing operations": ({"targets": TARGETS[:-2]}, f"lacks {TARGETS[-2]}, {TARGETS[-1]}"),
-    "no JSON": ({"info": "no JSON"}, "JSON"),
-    "a list": ({"info": "[]"}, ""),
+    "no JSON": ({"info": "no JSON"}, "is not a native library (Expecting value"),
+    "a list": ({"info": "[]"}, "is for platform None, not 'cpu'"),
     "nested JSON": ({"info": "[" * 100_000}, "nested JSON"),
 }
 
