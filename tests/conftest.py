@@ -166,6 +166,12 @@ def cpu_by_default(request, monkeypatch):
         yield
 
 
+@pytest.fixture(scope="session")
+def gpt():
+    """A small model that many tests train."""
+    return importlib.import_module("models").mlp(depth=2)
+
+
 @pytest.fixture
 def allowed_nans():
     """Lets a test make a NaN on purpose, in a run of the tests under jax_debug_nans too."""

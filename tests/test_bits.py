@@ -12,7 +12,7 @@ from tolerances import LOSS_RTOL, PARAMS_RTOL
 
 CASES = matrix.covering(matrix.MOVES)
 CASES += matrix.covering(matrix.AXES, CASES)
-HALF_RTOL = 2e-2
+HALF_RTOL, NORM_HALF_RTOL = 2e-2, 2e-2
 
 
 def test_the_cases_cover_every_pair_of_values_that_is_possible():
@@ -25,13 +25,14 @@ def test_the_cases_cover_every_pair_of_values_that_is_possible():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(value for _, value in case))
 def test_losses_and_parameters_are_those_of_plain_optax(case, monkeypatch):
     is_exact, case = matrix.only_moves(case), dict(case)
-    expected, expected_params = matrix.plain_optax(*(case[name] for name in matrix.PLAIN))
+    expected, expected_norms, expected_params = matrix.plain_optax(*(case[name] for name in matrix.PLAIN))
     known = matrix.reference(case) if is_exact else None
     if case["device"] == "emulated":
         emulate(monkeypatch)
     found = matrix.train_as(case)
     is_half = case["dtype"] == "bfloat16"
     np.testing.assert_allclose(found.losses, expected, rtol=HALF_RTOL if is_half else LOSS_RTOL)
+    np.testing.assert_allclose(found.norms, expected_norms, rtol=NORM_HALF_RTOL if is_half else PARAMS_RTOL)
     for ours, theirs in zip(found.params, expected_params, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=PARAMS_RTOL, atol=5e-2 if is_half else 1e-5)
     assert len(set(found.losses)) > 1
@@ -40,6 +41,8 @@ def test_losses_and_parameters_are_those_of_plain_optax(case, monkeypatch):
     assert saved == (case["offload"] == "offloaded")
     assert bool(found.state.host.on_device) == (case["update"] == "resident")
     assert bool(found.state.host.streamed) == (case["update"] == "gpu")
+    if case["device"] == "emulated":
+        assert {v.sharding.memory_kind for vectors in found.state.host.vectors for v in vectors} == {"pinned_host"}
     if known is not None:
         assert (found.losses, found.norms) == (known.losses, known.norms)
         assert_same_bits(found.params, known.params)

@@ -3,22 +3,32 @@
 import json
 import os
 import pathlib
-import random
-import signal
 import subprocess
 import sys
-import tarfile
-import time
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks.gpu import build, check, link_rates, models, overlap, panel_rates, settings, stages, steps
+from benchmarks.gpu import build, check, models, panel_rates, settings, steps
 from benchmarks.gpu.rates import Overlap, Rate
 from jaxferry.planner import policies
+from slowly import slow
 
 ROOT = pathlib.Path(__file__).parents[1]
+HANGS = "import time, threading\ndef waits_for_ever():\n    time.sleep(3600)\nwaits_for_ever()"
+
+
+def rows_of(out):
+    return [json.loads(line) for line in (out / "check.jsonl").read_text().splitlines()]
+
+
+def nvcc():
+    """The compiler of this machine, or that of gpu-packages."""
+    found = sorted(pathlib.Path(sys.prefix).glob("gpu-packages/nvidia/cu*/bin/nvcc"))
+    path = build.find_tool("nvcc") or (str(found[-1]) if found else None)
+    assert path, "there is no nvcc: `make test` puts one beside the environment"
+    return path
 
 
 def run_check(out, *arguments, **environment):
@@ -133,209 +143,6 @@ def test_a_recomputed_llama_has_the_loss_of_the_other():
     assert ["remat" in jaxpr or "checkpoint" in jaxpr for jaxpr in jaxprs] == [False, True]
 
 
-def rows_of(out):
-    return [json.loads(line) for line in (out / "check.jsonl").read_text().splitlines()]
-
-
-def outcomes_of(out):
-    return {row["stage"]: row["outcome"] for row in rows_of(out) if "outcome" in row}
-
-
-def archived(out):
-    with tarfile.open(out / "check.tar.gz") as archive:
-        return {entry.name: archive.extractfile(entry).read().decode() for entry in archive.getmembers()}
-
-
-def stub(name, code, limit_s=60.0, **options):
-    return stages.Stage(name, (sys.executable, "-c", code), limit_s, **options)
-
-
-@pytest.fixture
-def short(monkeypatch):
-    monkeypatch.setattr(stages, "LEAST_S", 0.01)
-
-
-HANGS = "import time, threading\ndef waits_for_ever():\n    time.sleep(3600)\nwaits_for_ever()"
-
-
-def test_each_stage_leaves_its_outcome_its_results_and_its_last_words(tmp_path, short):
-    made = stages.Check(tmp_path, 60, {})
-    made.run(
-        stub("good", "from benchmarks.gpu.stages import emit; emit(a=1); emit(b=[2]); print('said')", env=ROOT_PATH),
-        stub("bad", "import sys; print('RESULT {\"c\": 3}'); sys.exit('no such thing')"),
-        stub("crash", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
-        stages.Stage("missing", ("no-such-program",), 5.0),
-        stub("dependent", "print('never')", needs=("good", "bad")),
-    )
-    expected = {"good": "passed", "bad": "failed", "crash": "crashed", "missing": "failed", "dependent": "left out"}
-    assert made.outcomes == outcomes_of(tmp_path) == expected
-    rows = rows_of(tmp_path)
-    assert [row["result"] for row in rows if "result" in row] == [{"a": 1}, {"b": [2]}, {"c": 3}]
-    summaries = {row["stage"]: row for row in rows if "outcome" in row}
-    assert summaries["bad"]["last"] == ["no such thing"] and summaries["bad"]["status"] == 1
-    assert any("Segmentation fault" in line for line in summaries["crash"]["last"])
-    assert summaries["dependent"]["last"] == ["needs bad"]
-    assert not made.has_passed
-    kept = archived(tmp_path)
-    assert kept["check.jsonl"] == (tmp_path / "check.jsonl").read_text()
-    assert "said" in kept["logs/good.log"]
-
-
-ROOT_PATH = {"PYTHONPATH": str(ROOT)}
-
-
-def test_a_stage_that_hangs_is_ended_with_its_stack_and_the_next_one_runs(tmp_path, short):
-    made = stages.Check(tmp_path, 60, {})
-    made.run(stub("hangs", HANGS, 5.0), stub("next", "pass"))
-    assert made.outcomes == {"hangs": "timed out", "next": "passed"}
-    log = archived(tmp_path)["logs/hangs.log"]
-    assert "Fatal Python error: Aborted" in log and "waits_for_ever" in log
-
-
-def wait_for_the_end_of(number):
-    while pathlib.Path(f"/proc/{number}").exists():
-        state = pathlib.Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        if state == "Z":
-            break
-        time.sleep(0.01)
-
-
-def test_what_a_stage_has_started_ends_with_it(tmp_path, short):
-    child = tmp_path / "child"
-    code = f"import subprocess; p = subprocess.Popen(['sleep', '3600']); open({str(child)!r}, 'w').write(str(p.pid))"
-    stages.Check(tmp_path, 60, {}).run(stub("parent", code))
-    wait_for_the_end_of(int(child.read_text()))
-
-
-def test_so_does_a_contender_that_steps_have_started(tmp_path, short):
-    child = tmp_path / "child"
-    code = f"""
-import os, sys
-from benchmarks.gpu import steps
-sleeper = "import os, time; open({str(child)!r}, 'w').write(str(os.getpid())); time.sleep(3600)"
-steps.run_contender("sleeper", [sys.executable, "-c", sleeper], dict(os.environ), 3600)
-"""
-    made = stages.Check(tmp_path, 60, {})
-    made.run(stub("steps", code, 10.0, env=ROOT_PATH))
-    assert made.outcomes == {"steps": "timed out"}
-    wait_for_the_end_of(int(child.read_text()))
-
-
-def test_without_time_left_stages_are_left_out(tmp_path):
-    made = stages.Check(tmp_path, 0.0, {})
-    made.run(stub("late", "print(1)"))
-    assert outcomes_of(tmp_path) == {"late": "left out"}
-    assert not made.has_passed
-
-
-def test_the_archive_is_limited_and_keeps_both_ends_of_long_logs(tmp_path):
-    (tmp_path / "logs").mkdir()
-    noise = random.Random(0).randbytes(300_000)
-    (tmp_path / "logs" / "long.log").write_bytes(b"begin " + noise.hex().encode() + b" end")
-    (tmp_path / "check.jsonl").write_text("{}\n")
-    stages.write_archive(tmp_path, 100_000)
-    assert (tmp_path / "check.tar.gz").stat().st_size <= 100_000
-    kept = archived(tmp_path)
-    assert kept["check.jsonl"] == "{}\n"
-    assert kept["logs/long.log"].startswith("begin ") and kept["logs/long.log"].endswith(" end")
-
-
-def test_in_the_archive_json_stays_whole(tmp_path):
-    (tmp_path / "logs").mkdir()
-    noise = random.Random(0).randbytes(100_000).hex()
-    (tmp_path / "logs" / "long.log").write_text(noise)
-    (tmp_path / "rates.json").write_text(json.dumps({"noise": noise[:50_000]}))
-    stages.write_archive(tmp_path, 60_000)
-    assert (tmp_path / "check.tar.gz").stat().st_size <= 60_000
-    assert json.loads(archived(tmp_path)["rates.json"]) == {"noise": noise[:50_000]}
-
-
-def test_a_resumed_check_leaves_out_what_has_passed_and_only_chooses(tmp_path, short):
-    first = stages.Check(tmp_path, 60, {})
-    first.run(stub("one", "pass"), stub("two", "raise SystemExit(3)"))
-    again = stages.Check(tmp_path, 60, {}, resume=True)
-    again.run(stub("one", "raise SystemExit(4)"), stub("two", "pass"), stub("three", "pass"))
-    assert outcomes_of(tmp_path) == {"one": "passed", "two": "passed", "three": "passed"}
-    assert again.has_passed
-    some = stages.Check(tmp_path, 60, {}, only=["t"])
-    some.run(stub("one", "pass"), stub("two", "pass"), stub("three", "pass"))
-    assert some.outcomes == {"two": "passed", "three": "passed"}
-    # What the earlier check found stays.
-    [earlier] = tmp_path.glob("check-*.jsonl")
-    assert '"stage": "one"' in earlier.read_text()
-
-
-def test_what_chosen_stages_need_runs_too(tmp_path, short):
-    made = stages.Check(tmp_path, 60, {}, only=["steps_b"])
-    assert made.prepare([stub("build", "pass")], ["steps_"]) == ("build",)
-    assert made.prepare([stub("reference", "pass")], ["smoke_"]) == ("reference",)
-    made.run(stub("steps_a", "pass", needs=("build",)), stub("steps_b", "pass", needs=("build",)))
-    assert made.outcomes == {"build": "passed", "steps_b": "passed"}
-
-
-def test_another_try_is_forgotten_once_its_stage_has_passed(tmp_path, short):
-    first = stages.Check(tmp_path, 60, {})
-    first.run(stub("a", "raise SystemExit(3)", again={}))
-    first.run_failed_again()
-    assert first.outcomes == {"a": "failed", "a_again": "failed"}
-    stages.Check(tmp_path, 60, {}, resume=True).run(stub("a", "pass"))
-    assert stages.Check(tmp_path, 60, {}, resume=True).has_passed
-
-
-def test_failed_stages_run_again_with_the_environment_that_they_state(tmp_path, short):
-    code = "import os, sys; sys.exit(0 if os.environ.get('BLOCKING') else 'once')"
-    made = stages.Check(tmp_path, 60, {})
-    made.run(stub("a", code, again={"BLOCKING": "1"}), stub("b", code), stub("c", "pass", again={"BLOCKING": "1"}))
-    made.run_failed_again()
-    assert made.outcomes == {"a": "failed", "b": "failed", "c": "passed", "a_again": "passed"}
-
-
-def test_a_check_whose_output_nobody_reads_goes_on(tmp_path):
-    program = f"""
-import pathlib, sys
-from benchmarks.gpu import stages
-stages.LEAST_S = 0.01
-made = stages.Check(pathlib.Path({str(tmp_path)!r}), 60, {{}})
-def run(check):
-    for name in "abc":
-        check.run(stages.Stage(name, (sys.executable, "-c", "pass"), 60))
-status = stages.main_with(made, run)
-sys.stdout = None
-sys.exit(status)
-"""
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w") as closed:
-        finished = subprocess.run([sys.executable, "-c", program], env=os.environ | ROOT_PATH, stdout=closed)
-    assert finished.returncode == 0
-    assert outcomes_of(tmp_path) == dict.fromkeys("abc", "passed")
-    assert '"stage": "c"' in archived(tmp_path)["check.jsonl"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_check_that_is_ended_loses_nothing(tmp_path, number):
-    program = f"""
-import pathlib, sys
-from benchmarks.gpu import stages
-stages.LEAST_S = 0.01
-made = stages.Check(pathlib.Path({str(tmp_path)!r}), 600, {{}})
-def run(check):
-    check.run(stages.Stage("first", (sys.executable, "-c", "print('done')"), 60))
-    check.run(stages.Stage("second", (sys.executable, "-c", "print('begun', flush=True); input()"), 600))
-    check.run(stages.Stage("third", (sys.executable, "-c", "pass"), 60))
-sys.exit(stages.main_with(made, run))
-"""
-    process = subprocess.Popen([sys.executable, "-c", program], env=os.environ | ROOT_PATH, stdin=subprocess.PIPE)
-    log = tmp_path / "logs" / "second.log"
-    while not (log.exists() and "begun" in log.read_text()):
-        time.sleep(0.05)
-    process.send_signal(number)
-    assert process.wait() == 128 + number
-    assert outcomes_of(tmp_path)["first"] == "passed" and outcomes_of(tmp_path)["second"] == "cut off"
-    kept = archived(tmp_path)
-    assert "begun" in kept["logs/second.log"] and '"cut off"' in kept["check.jsonl"]
-
-
 def test_what_was_measured_and_is_not_as_expected_is_named():
     expected = {"measured_over_predicted": [0.9, 1.1], "measured_over_bound": 1.15, "all_memory_over_plain": 1.03}
     rows = [
@@ -377,10 +184,7 @@ def test_a_transfer_is_hidden_as_far_as_both_take_no_longer_than_one():
 
 
 def test_nvcc_alone_builds_the_library_where_there_is_no_cmake(tmp_path):
-    found = sorted(pathlib.Path(sys.prefix).glob("gpu-packages/nvidia/cu*/bin/nvcc"))
-    nvcc = build.find_tool("nvcc") or (str(found[-1]) if found else None)
-    assert nvcc, "there is no nvcc: `make test` puts one beside the environment"
-    (command,) = build.nvcc_commands(nvcc, tmp_path, "90")
+    (command,) = build.nvcc_commands(nvcc(), tmp_path, "90")
     named = {pathlib.Path(part).name for part in map(str, command)}
     assert {"rows.cu", "product.cc", "checks.cc"} <= named
     # What nvcc would run, without the minutes that it takes.
@@ -403,11 +207,7 @@ def test_rates_of_panels_are_those_of_the_copies_alone(tmp_path, monkeypatch):
 
 
 def test_the_program_that_times_panels_is_valid():
-    nvcc = build.find_tool("nvcc") or str(
-        max(pathlib.Path(sys.prefix).glob("gpu-packages/nvidia/cu*/bin/nvcc"), default="")
-    )
-    assert nvcc, "there is no nvcc: `make test` puts one beside the environment"
-    command = [*panel_rates.build_command(nvcc, "unused", "90")[:-4], "-Xcompiler", "-fsyntax-only,-Wall", "-c"]
+    command = [*panel_rates.build_command(nvcc(), "unused", "90")[:-4], "-Xcompiler", "-fsyntax-only,-Wall", "-c"]
     done = subprocess.run([*map(str, command), panel_rates.PROGRAM], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -421,21 +221,12 @@ def test_where_one_way_to_build_fails_the_next_one_is_tried(tmp_path, monkeypatc
     assert not (tmp_path / "wrong").exists()
 
 
-def test_the_benchmarks_of_links_import_without_a_gpu():
-    assert link_rates.ROWS[0] == 1
-    assert link_rates.ROWS[-1] == 16384
-    assert overlap.SIDE % 128 == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
         ("plain", "native-overlapped", "l2l", "auto"),
-        pytest.param(
-            ("plain", "recipe", "native-overlapped", "zero-offload", "l2l", "auto", "auto-all-memory", "streamed"),
-            marks=pytest.mark.slow,
-        ),
+        *slow(("plain", "recipe", "native-overlapped", "zero-offload", "l2l", "auto", "auto-all-memory", "streamed")),
     ],
     ids=len,
 )

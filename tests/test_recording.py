@@ -11,22 +11,16 @@ import jaxferry
 from jaxferry.cli.recording import Recording, make_recording
 from jaxferry.errors import InputError, StateError
 from jaxferry.step import Kind, Lane, Plan, simulate
+from models import chain
 
 WIDTH, DEPTH = 16, 3
 LAYER_BYTES = 4 * WIDTH * WIDTH
 
 
-def loss_fn(params, batch):
-    x = batch
-    for i in range(DEPTH):
-        x = jnp.tanh(x @ params[f"layer_{i}"])
-    return (x**2).mean()
-
-
 @pytest.fixture(scope="module")
 def recording():
     params = {f"layer_{i}": np.eye(WIDTH, dtype=np.float32) for i in range(DEPTH)}
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), accumulate=2, record_steps=4)
+    step = jaxferry.train_step(chain(), optax.sgd(0.1), accumulate=2, record_steps=4)
     state, batch = step.init(params), jnp.ones((2, WIDTH))
     for _ in range(7):
         state, _ = step(state, batch)
@@ -50,14 +44,14 @@ def test_offloads_have_the_bytes_that_the_transport_is_given(is_tight):
     """Sums in fp32 leave twice the bytes of bfloat16 gradients; within a tight budget, each gradient leaves."""
     params, batch = {f"layer_{i}": np.eye(WIDTH, dtype=np.float32) for i in range(DEPTH)}, jnp.ones((2, WIDTH))
     options = {"compute_dtype": jnp.bfloat16, "accumulate": 3, "record_steps": 6}
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), **options)
+    step = jaxferry.train_step(chain(), optax.sgd(0.1), **options)
     state = step.init(params)
     if is_tight:
         options["plan"] = step.prepare(batch).plan  # no copies stay under a given plan
-        step = jaxferry.train_step(loss_fn, optax.sgd(0.1), **options)
+        step = jaxferry.train_step(chain(), optax.sgd(0.1), **options)
         step.declare(params)
         budget = step.prepare(batch).peak.total - 1
-        step = jaxferry.train_step(loss_fn, optax.sgd(0.1), memory_budget=budget, **options)
+        step = jaxferry.train_step(chain(), optax.sgd(0.1), memory_budget=budget, **options)
         state = step.init(params)
     prepared, given = step.prepare(batch), []
     transport = prepared.runner.runnable.resources.transport
@@ -94,7 +88,7 @@ def test_a_recording_round_trips_through_a_file(recording, tmp_path):
 
 
 def test_a_recording_needs_recorded_steps():
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    step = jaxferry.train_step(chain(), optax.sgd(0.1))
     state = step.init({f"layer_{i}": np.eye(WIDTH, dtype=np.float32) for i in range(DEPTH)})
     with pytest.raises(StateError, match="record_steps="):
         make_recording(step, state, step.prepare(jnp.ones((2, WIDTH))))
@@ -124,7 +118,7 @@ def test_programs_that_use_host_memory_move_its_bytes(recording):
     plan = recording.plan.to_json()
     for layer in plan["layers"]:
         layer.update(mode="DHA", gradient="host")
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=Plan.from_json(plan), record_steps=2)
+    step = jaxferry.train_step(chain(), optax.sgd(0.1), plan=Plan.from_json(plan), record_steps=2)
     state = step.init({f"layer_{i}": np.eye(WIDTH, dtype=np.float32) for i in range(DEPTH)})
     for _ in range(3):
         state, _ = step(state, jnp.ones((2, WIDTH)))

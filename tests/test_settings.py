@@ -18,6 +18,7 @@ import pytest
 import jaxferry
 from jaxferry import checkpoint, settings
 from planned import assert_same_bits
+from python_runs import run_python
 from settings_runs import FLAGS, loss_fn, make_params, set_flag
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
@@ -315,8 +316,7 @@ kept = [np.zeros(size) for size in range(1, 5000)]
 
 def test_a_long_run_under_debug_nans_leaves_memory_whole():
     """In a process of its own: copies into freed memory end it after some dozens of steps."""
-    path = os.pathsep.join([str(pathlib.Path(__file__).parent / "support"), os.environ.get("PYTHONPATH", "")])
-    subprocess.run([sys.executable, "-c", LONG], env={**os.environ, "PYTHONPATH": path}, check=True)
+    run_python("-c", LONG)
 
 
 TESTS = pathlib.Path(__file__).parent

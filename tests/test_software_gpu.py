@@ -8,6 +8,7 @@ import re
 import pytest
 
 import software_gpu
+from slowly import slow
 
 pytestmark = [software_gpu.needed, pytest.mark.timeout(900)]
 
@@ -111,7 +112,7 @@ def test_a_load_waits_for_its_buffer_and_not_for_all_compute_before_it(tmp_path)
     assert num_loads > 20 and num_early > 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", *slow("bfloat16")])
 def test_algorithms_of_products_with_host_memory_are_known_before_the_first_step(dtype):
     [row] = rows(software_gpu.run("algorithms_on_device.py", dtype))
     before, *after = row["algorithms"]
@@ -143,8 +144,16 @@ CHOSEN = {
         ["tests/gpu/test_operations.py", "-k", f"(Copies or Products or Ferry) and not ({SLOW_THERE})"],
         240,
     ),
-    "half precision": (["tests/training/test_loss_scale.py"], 13),
-    "transports": (["tests/engine/test_transfers.py", "-k", "what_is_loaded or dropped_first or rows_of_many"], 4),
+    "half precision": (["tests/training/test_loss_scale.py"], 8),
+    "transports": (
+        [
+            "tests/engine/test_transfers.py",
+            "tests/engine/test_memory.py",
+            "-k",
+            "is_loaded or dropped_first or of_many",
+        ],
+        4,
+    ),
 }
 """By what they show: tests to run, and how many of them at least."""
 

@@ -13,8 +13,9 @@ import jaxferry
 import models
 from jaxferry.modes import Mode
 from planned import assert_same_bits, plan_of, step_of, train
+from slowly import slow
 
-BOTH_LIBRARIES = pytest.mark.parametrize("make", [models.nnx_net, pytest.param(models.mlp, marks=pytest.mark.slow)])
+BOTH_LIBRARIES = pytest.mark.parametrize("make", [models.nnx_net, *slow(models.mlp)])
 MIXED = [Mode.GFGB, Mode.RELOAD, Mode.RESIDENT, Mode.RELOAD]
 ADAMW = optax.adamw(1e-2)
 X = jnp.ones((2, 4))
@@ -77,11 +78,6 @@ def test_an_optimizer_that_keeps_a_key_trains_and_resumes_bit_by_bit(tmp_path):
     assert_same_bits(resumed.params, state.params)
 
 
-@pytest.fixture(scope="module")
-def gpt():
-    return models.mlp(depth=2)
-
-
 @pytest.mark.slow
 @BOTH_LIBRARIES
 def test_a_resumed_run_continues_bit_identically(make, tmp_path):
@@ -99,15 +95,6 @@ def test_a_resumed_run_continues_bit_identically(make, tmp_path):
         more.append(float(metrics["loss"]))
     assert more == losses[3:]
     assert_same_bits(resumed.params, whole.params)
-
-
-def test_a_checkpoint_is_restored_without_the_model_if_its_tree_is_of_dictionaries(gpt, tmp_path):
-    step = step_of(gpt, ADAMW)
-    state, _ = train(step, gpt, 2)
-    step.save(state, tmp_path / "saved")
-    step.save(state, tmp_path / "saved")
-    restored = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2)).restore(tmp_path / "saved")
-    assert_same_bits(restored.params, state.params)
 
 
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(gpt, tmp_path):

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 from unittest import mock
 
 import numpy as np
@@ -16,6 +14,7 @@ from jaxferry import checkpoint
 from jaxferry.checkpoint import arrays, leaves
 from jaxferry.optimizer import Stored
 from jaxferry.partition import Span
+from python_runs import run_python
 
 MIB = 2**20
 SHAPES = [(), (1,), (17,), (4, 6), (3, 5, 7), (2, 1, 9), (7, 1), (1, 7), (5, 4, 3, 2)]
@@ -171,8 +170,5 @@ print([list(peaks(path + str(i), Drawn(json.loads(shape)))) for i, shape in enum
 def test_saving_and_restoring_a_large_leaf_takes_no_more_than_a_piece(tmp_path):
     """128 MiB of numbers that do not get smaller when encoded; a piece is at most 64 MiB."""
     shapes = [(8192, 4096), (2, 4096, 4096), (32 * MIB,)]
-    command = [sys.executable, "-c", PEAKS, str(tmp_path / "saved"), *(str(list(shape)) for shape in shapes)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    peaks = json.loads(done.stdout)
+    peaks = json.loads(run_python("-c", PEAKS, tmp_path / "saved", *map(list, shapes)))
     assert len(peaks) == len(shapes) and all(0 < max(each) <= 96 * MIB for each in peaks), peaks

@@ -19,18 +19,6 @@ from jaxferry import checkpoint
 SAVE, ABOUT = "save_0", "about/metadata"
 
 
-@pytest.fixture(scope="module")
-def saved_once(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("once")
-    checkpoint.save(content(), folder / "saved")
-    return folder / "saved"
-
-
-@pytest.fixture
-def saved(saved_once, tmp_path):
-    return shutil.copytree(saved_once, tmp_path / "saved")
-
-
 def files_of(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
@@ -45,10 +33,6 @@ def change_about(folder, change):
     about = json.loads((folder / ABOUT).read_text())
     change(about)
     (folder / ABOUT).write_text(json.dumps(about))
-
-
-def test_what_is_saved_is_read_bit_by_bit(saved):
-    assert plain(checkpoint.load(saved)) == plain(content())
 
 
 @pytest.mark.parametrize("num_flips", [pytest.param(4, id="few"), pytest.param(250, marks=pytest.mark.slow, id="many")])
@@ -159,14 +143,6 @@ def test_an_older_checkpoint_is_restored_with_a_warning_and_replaced_by_one_with
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert plain(checkpoint.load(path)) == plain(first)
-
-
-def test_a_checkpoint_can_still_be_read_by_orbax_alone(saved):
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        items = ocp.args.Composite(about=ocp.args.JsonRestore(), arrays=ocp.args.StandardRestore())
-        read = checkpointer.restore(saved / SAVE, items)
-    assert read["about"]["step"] == 0
-    np.testing.assert_array_equal(read["arrays"]["params"]["1"], content().params["['a']['v']"])
 
 
 NAN, INF = float("nan"), float("inf")

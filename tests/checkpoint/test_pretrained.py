@@ -1,8 +1,6 @@
 """Safetensors files read into host layers: values, names, errors and memory use."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import jaxferry
 from jaxferry.checkpoint import pretrained
 from jaxferry.optimizer import initialise
 from planned import assert_same_bits
+from python_runs import run_python
 
 RNG = np.random.default_rng(0)
 TENSORS = {
@@ -296,13 +295,6 @@ def test_reading_takes_less_than_a_tenth_more_host_memory_than_the_masters(dtype
     # The largest is a third of the whole: it fits nowhere twice.
     shapes = {"embed": (1000, 43000), "head": (2000, 12000)} | {f"layer_{i}": (1000, 12000) for i in range(5)}
     file = save({name: np.full(shape, 0.5, dtype) for name, shape in shapes.items()}, tmp_path / "large.safetensors")
-    result = subprocess.run(
-        [sys.executable, "-c", READ, str(file)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    taken, masters = map(int, result.stdout.split())
+    taken, masters = map(int, run_python("-c", READ, file).split())
     assert masters == 4 * sum(rows * columns for rows, columns in shapes.values()) > 500e6
     assert taken < 1.1 * masters

@@ -19,18 +19,6 @@ from jaxferry import checkpoint
 from jaxferry.checkpoint import saves
 
 
-@pytest.fixture(scope="module")
-def saved_once(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("once")
-    checkpoint.save(content(0), folder / "saved")
-    return folder / "saved"
-
-
-@pytest.fixture
-def saved(saved_once, tmp_path):
-    return shutil.copytree(saved_once, tmp_path / "saved")
-
-
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 

@@ -78,10 +78,7 @@ LINES = [
     (f"profile --model {NAME}:f --machine h100-pcie5", "has no function 'f'"),
     ("profile --model mine.py:value --machine h100-pcie5", "has no function 'value'"),
     ("profile --model mine.py:number", r"must return \(loss_fn, params, batch\), got int"),
-    (
-        "profile --model mine.py:sized --machine h100-pcie5",
-        r"TypeError: sized.. missing 1 required positional",
-    ),
+    ("profile --model mine.py:sized --machine h100-pcie5", r"TypeError: sized.. missing 1 required positional"),
     *(
         (f"profile --model {NAME}:shapes --machine h100-pcie5 --compute-dtype {name}", f"floating .* got '{name}'")
         for name in ("float99", "int32", "bool", "complex64")
@@ -148,11 +145,7 @@ FILES = [
     ("plan", PROFILE % '[{"name": "a"}]', 'bad.json: layer "a": key "param_bytes" is missing'),
     ("weights", '{"weights": [5,\n?]}', "bad.json, line 2, column 1"),
     ("weights", json.dumps(INSTANCE | {"weights": []}), "bad.json: weights must name at least one layer"),
-    (
-        "weights",
-        json.dumps(INSTANCE | {"forward_s": [4, 4, 4, -4]}),
-        r"bad.json: forward_s\[3\] must be finite",
-    ),
+    ("weights", json.dumps(INSTANCE | {"forward_s": [4, 4, 4, -4]}), r"bad.json: forward_s\[3\] must be finite"),
     ("weights", json.dumps(INSTANCE | {"backward_s": [4, 4, 4, float("nan")]}), r"backward_s\[3\] must .* got nan"),
     ("report", "{}", "bad.json: format must be"),
     ("report", "[", "malformed JSON in bad.json"),

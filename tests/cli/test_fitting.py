@@ -52,8 +52,7 @@ class Fake:
 
 @pytest.mark.parametrize("own", [1, 7, 50, 999])
 @pytest.mark.parametrize(
-    "need",
-    [lambda n: 100 + 10 * n, lambda n: 10 * n, lambda n: 1000 + max(20 * n, 3 * n + 5000), lambda n: n * n + 50],
+    "need", [lambda n: 100 + 10 * n, lambda n: 10 * n, lambda n: 1000 + max(20 * n, 3 * n + 5000), lambda n: n * n + 50]
 )
 @pytest.mark.parametrize("budget", [6_003, 10_000, 123_456])
 def test_the_largest_batch_is_that_of_trying_all(own, need, budget):

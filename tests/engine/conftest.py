@@ -17,6 +17,12 @@ def on_device(request, monkeypatch):
 
 
 @pytest.fixture
+def accelerator(monkeypatch):
+    """The emulated accelerator, on which everything runs."""
+    return emulate(monkeypatch)
+
+
+@pytest.fixture
 def engine_settings():
     """JAX's settings as inside a step, for tests that call parts of the engine by themselves."""
     with own_settings():

@@ -17,15 +17,11 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
 from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Plan
-from planned import assert_same_bits, plan_of, with_gradients
+from planned import assert_same_bits, plan_of
+from slowly import slow
 
 NUM_PRODUCTS, MATRIX = 300, np.full((128, 128), 0.01, np.float32)
 SIZE = 1 << 16
-
-
-@pytest.fixture
-def accelerator(monkeypatch):
-    return emulate(monkeypatch)
 
 
 def pinned(accelerator, value=1.0):
@@ -114,7 +110,7 @@ def rows_first(params, tokens, x):
     return jnp.mean((h @ params["table"].T @ params["table"] + x) ** 2)
 
 
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
 @pytest.mark.parametrize(
     ("modes", "gradient", "options"),
     [
@@ -127,7 +123,7 @@ def rows_first(params, tokens, x):
 )
 def test_the_issuing_thread_never_waits(accelerator, gpt, transport, modes, gradient, options):
     """It waits neither for the device nor for the host; where nothing can be issued it sleeps."""
-    plan = with_gradients(plan_of(gpt, modes), [gradient])
+    plan = plan_of(gpt, modes, [gradient])
     step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan, transport=transport, **options)
     state = step.init(gpt.params)
     for _ in range(6):
@@ -163,12 +159,7 @@ def test_a_wait_of_the_issuing_thread_is_noted(accelerator, gpt, monkeypatch, wa
 
 
 def dense_chain(depth):
-    def loss_fn(params, x):
-        for number in range(depth):
-            x = jnp.tanh(x @ params[f"layer_{number}"])
-        return jnp.mean(x**2)
-
-    return loss_fn, {f"layer_{number}": np.eye(8, dtype=np.float32) for number in range(depth)}
+    return models.chain(), {f"layer_{number}": np.eye(8, dtype=np.float32) for number in range(depth)}
 
 
 def test_a_further_layer_takes_three_further_launches(accelerator, monkeypatch):
@@ -198,9 +189,9 @@ def test_a_further_layer_takes_three_further_launches(accelerator, monkeypatch):
     assert round((numbers[1] - numbers[0]) / (8 * 6)) == 3, numbers
 
 
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("accumulate", [*slow(1), 3])
 @pytest.mark.parametrize("gradient", GradientPlace)
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
 @pytest.mark.parametrize("loss_fn", [rows_first, rows_last])
 def test_nor_does_it_where_rows_and_dense_gradients_of_a_table_are_added(
     monkeypatch, loss_fn, transport, gradient, accumulate
@@ -226,7 +217,7 @@ def test_nor_does_it_where_rows_and_dense_gradients_of_a_table_are_added(
     assert not accelerator.waits, accelerator.waits[0]
 
 
-@pytest.mark.parametrize("mode", [pytest.param(Mode.RESIDENT, marks=pytest.mark.slow), Mode.DHA])
+@pytest.mark.parametrize("mode", [*slow(Mode.RESIDENT), Mode.DHA])
 def test_a_state_may_be_forgotten_while_the_device_reads_its_parameters(accelerator, gpt, mode):
     emulator = library("cpu")
     step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan_of(gpt, [mode]))

@@ -4,7 +4,7 @@ import collections
 import gc
 import time
 
-import jax
+import jax  # noqa: F401 - a condition of skipif reads it
 import numpy as np
 import optax
 import pytest
@@ -16,7 +16,9 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
 from jaxferry.step import Kind, Lane, LayerPlan, Plan
 from jaxferry.transport import Ferry, Placement
+from models import chain
 from planned import assert_same_bits, state_after
+from slowly import slow
 from steps import transport_of
 from watched import device_arrays
 
@@ -29,10 +31,7 @@ def perceptron():
     generator = np.random.default_rng(0)
     params = {f"l{i}": {"w": generator.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.1} for i in range(DEPTH)}
 
-    def loss_fn(params, x):
-        for name in params:
-            x = jax.numpy.tanh(x @ params[name]["w"])
-        return jax.numpy.mean(x**2)
+    loss_fn = chain()
 
     return loss_fn, params
 
@@ -45,9 +44,7 @@ def made(modes=(Mode.DHA,) * (DEPTH // 2) + (Mode.GFGB,) * (DEPTH // 2), gradien
 
 
 # CI runs the engine's tests once more on the emulated accelerator, where one thread issues for the device.
-@pytest.fixture(
-    params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["a thread a lane", "one for the device"]
-)
+@pytest.fixture(params=[False, *slow(True)], ids=["a thread a lane", "one for the device"])
 def threads(request, monkeypatch):
     if request.param:
         emulate(monkeypatch)

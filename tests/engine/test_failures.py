@@ -14,7 +14,9 @@ from faults import Fault, identity_that_calls
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.step import LayerPlan, Operation, Plan
 from jaxferry.transport import Placement
+from models import chain
 from planned import assert_same_bits, state_after
+from slowly import slow, slow_cases
 from steps import fail, transport_of, with_sums_in_host_memory, wrap
 
 DEPTH = 3
@@ -22,39 +24,43 @@ BATCH = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 
 
 # CI runs the engine's tests once more on the emulated accelerator, where one thread issues for the device.
-@pytest.fixture(params=["lanes", pytest.param("one for the device", marks=pytest.mark.slow)])
+@pytest.fixture(params=["lanes", *slow("one for the device")])
 def threads(request, monkeypatch):
     if request.param != "lanes":
         emulate(monkeypatch)
 
 
-def make(fault, *, gradient=GradientPlace.DEVICE, mode=Mode.GFGB, **options):
+def make(fault, *, gradient=GradientPlace.DEVICE, mode=Mode.GFGB, depth=DEPTH, **options):
     """A step of a perceptron with a residual around each layer, whose backward of each layer calls `fault`."""
 
     faulty = identity_that_calls(fault)
 
     def loss_fn(params, x):
-        for i in range(DEPTH):
+        for i in range(depth):
             x = x + faulty(jnp.tanh(x @ params[f"l{i}"]["w"] + params[f"l{i}"]["b"]))
         return jnp.mean((x - 1) ** 2)
 
     generator = np.random.default_rng(0)
     params = {
         f"l{i}": {"w": generator.normal(size=(8, 8)).astype(np.float32), "b": np.zeros(8, np.float32)}
-        for i in range(DEPTH)
+        for i in range(depth)
     }
-    plan = Plan("any", 1.0, tuple(LayerPlan(f"l{i}", mode, gradient) for i in range(DEPTH)))
+    plan = Plan("any", 1.0, tuple(LayerPlan(f"l{i}", mode, gradient) for i in range(depth)))
     return jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), plan=plan, **options), params
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("mode", [Mode.RELOAD, pytest.param(Mode.RESIDENT, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("gradient", [GradientPlace.HOST, pytest.param(GradientPlace.DEVICE, marks=pytest.mark.slow)])
-def test_a_callback_that_raises_before_any_update_costs_no_step_and_no_bit(gradient, mode, tmp_path):
-    fault = Fault()
-    step, params = make(fault, gradient=gradient, mode=mode, clip_norm=1e3)
+@pytest.mark.parametrize("mode", [Mode.RELOAD, *slow(Mode.RESIDENT)])
+@pytest.mark.parametrize("gradient", [GradientPlace.HOST, *slow(GradientPlace.DEVICE)])
+@pytest.mark.parametrize("offloads", [False, *slow(True)])
+def test_a_callback_that_raises_before_any_update_costs_no_step_and_no_bit(gradient, mode, offloads, tmp_path):
+    fault, depth = Fault(), 6 if offloads else DEPTH
+    step, params = make(fault, gradient=gradient, mode=mode, clip_norm=1e3, depth=depth)
     expected = [state_after(step, params, BATCH, n).params for n in range(5)]
-    for at in range(1, 2 * DEPTH + 1):
+    if offloads:
+        options = {"gradient": gradient, "mode": mode, "clip_norm": 1e3, "depth": depth}
+        step, _ = make(fault, offload_activations=True, **options)
+    for at in range(1, 2 * depth + 1):
         state = state_after(step, params, BATCH, 2)
         fault.arm(at)
         with pytest.raises(
@@ -64,7 +70,7 @@ def test_a_callback_that_raises_before_any_update_costs_no_step_and_no_bit(gradi
                 state, metrics = step(state, BATCH)
         assert caught.value.layer in params
         assert_same_bits(state.params, expected[state.step])
-        if at == DEPTH:
+        if at == depth:
             step.save(state, tmp_path / "saved")
             assert_same_bits(step.restore(tmp_path / "saved").params, expected[state.step])
         while state.step < 4:
@@ -193,11 +199,13 @@ def test_an_update_task_that_fails_before_any_update_rolls_back_a_step_that_has_
     ("sums", "clip_norm"),
     [
         ("on the device", None),
-        pytest.param("by transfers", 1.0, marks=pytest.mark.slow),
-        pytest.param("by programs", None, marks=pytest.mark.slow),
-        pytest.param("on the device", 1.0, marks=pytest.mark.slow),
-        pytest.param("by transfers", None, marks=pytest.mark.slow),
-        pytest.param("by programs", 1.0, marks=pytest.mark.slow),
+        *slow_cases(
+            ("by transfers", 1.0),
+            ("by programs", None),
+            ("on the device", 1.0),
+            ("by transfers", None),
+            ("by programs", 1.0),
+        ),
     ],
 )
 def test_a_micro_batch_that_fails_is_rolled_back_or_takes_the_state_to_the_last_update(sums, clip_norm, tmp_path):
@@ -292,9 +300,7 @@ def loss_of_what_the_host_returns(on_host):
 
     def loss_fn(params, x):
         x = jax.pure_callback(on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-        for name in sorted(params):
-            x = jnp.tanh(x @ params[name])
-        return jnp.mean(x**2)
+        return chain()(params, x)
 
     return loss_fn
 
@@ -358,11 +364,7 @@ def test_a_failure_within_a_layer_names_it_and_leaves_the_state(entry, transport
     step = jaxferry.train_step(loss_fn, optax.adam(1e-2), transport=transport)
     state = step.init({f"w{i}": np.full((256, 256), 0.01, np.float32) for i in range(3)})
     x = np.ones((8, 256), np.float32)
-    run = {
-        "step": step,
-        "evaluate": step.evaluate,
-        "apply": lambda state, x: step.apply(state, loss_fn, x),
-    }[entry]
+    run = {"step": step, "evaluate": step.evaluate, "apply": lambda state, x: step.apply(state, loss_fn, x)}[entry]
     step(state, x), step.evaluate(state, x)
     pattern = re.compile(r"the (forward|evaluation) of layer 'w0' failed.*no such token", re.DOTALL)
     with pytest.raises(jaxferry.TaskError, match=pattern) as caught:

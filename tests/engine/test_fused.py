@@ -17,6 +17,7 @@ from jaxferry.partition import make_layer
 from jaxferry.step import Arrival
 from jaxferry.transport import make_placement
 from planned import assert_same_bits
+from slowly import slow, slow_but
 from tolerances import FUSED_RTOL
 
 # Updates of the host alone; what an accelerator changes for them is a parameter of the tests.
@@ -148,9 +149,7 @@ def assert_near(ours, theirs):
 OFTEN = ("mask", "nadamw", "lion", "momentum")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in PAIRS]
-)
+@pytest.mark.parametrize("name", slow_but(OFTEN, PAIRS))
 def test_100_steps_are_those_of_optax(is_fused, name):
     ours, theirs = PAIRS[name]
     assert is_fused(ours) and not is_fused(theirs)
@@ -177,7 +176,7 @@ def test_100_clipped_and_scaled_steps_of_every_dtype_are_those_of_optax(dtype):
     assert_same_bits(vector, packed[0])
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES[:1], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])])
+@pytest.mark.parametrize("dtype", [*DTYPES[:1], *slow(*DTYPES[1:])])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_scale_of_one_changes_no_bit_and_another_divides_first(which, dtype):
     def run(scale, factor, clip_norm=None):

@@ -21,6 +21,7 @@ from jaxferry.step import LayerPlan, Plan, ProgramKind, Source, Target, program_
 from jaxferry.transport import Ferry, make_placement
 from native.compile_for_gpu import compile_lowered, copied_after_stores, host_compute, instructions, text
 from native.cuda_library import cuda_library
+from slowly import slow, slow_cases
 
 CONFIG = gpt2.Config(num_layers=2, num_heads=4, channels=256, max_length=128, vocab_size=4096)
 
@@ -176,7 +177,7 @@ def stored_values(executable):
     return results, stored
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [*slow(jnp.float16), jnp.bfloat16])
 def test_norms_and_finiteness_are_those_of_the_rounded_values_that_are_stored(dtype):
     cuda_library()
     half, num_norms, num_flags = make_model(CONFIG, dtype=dtype), 0, 0
@@ -238,12 +239,7 @@ def test_without_the_library_programs_copy_the_layer_themselves_and_compute_noth
 
 
 @pytest.mark.parametrize(
-    ("name", "moves"),
-    [
-        pytest.param("load", "ferry_load", marks=pytest.mark.slow),
-        pytest.param("load onto", "ferry_load", marks=pytest.mark.slow),
-        ("store", "ferry_store"),
-    ],
+    ("name", "moves"), [*slow_cases(("load", "ferry_load"), ("load onto", "ferry_load")), ("store", "ferry_store")]
 )
 def test_marks_stay_behind_the_copies_that_they_time(model, name, moves):
     placement, layers = make_placement(), model.parts.layers

@@ -14,7 +14,8 @@ import models
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
 from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Plan, Source, Target, UpdateOrder
-from planned import assert_same_bits
+from planned import assert_same_bits, take_steps
+from slowly import slow
 from steps import transport_of
 
 STEPS = 3
@@ -36,10 +37,7 @@ def mixed_plan(parts, seed):
 
 def train(task, steps=STEPS, **options):
     step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), **options)
-    state, losses = step.init(task.params), []
-    for _ in range(steps):
-        state, metrics = step(state, task.batch)
-        losses.append(float(metrics["loss"]))
+    state, losses = take_steps(step, step.init(task.params), [task.batch] * steps)
     return losses, state.params, step.prepare(task.batch)
 
 
@@ -69,7 +67,7 @@ def test_layers_are_the_matrices_of_each_module_and_the_vectors_of_a_block():
     )
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, *slow(1)])
 def test_layers_of_a_segment_read_in_place_beside_loaded_ones(task, loaded, seed):
     """The products of the native library round otherwise, so losses are equal within fp32."""
     plan = mixed_plan(parts_of(task), seed)
@@ -105,7 +103,7 @@ def test_a_program_waits_for_the_loads_of_the_layers_that_it_reads():
     assert [pair for pair in zip(*kept, strict=True) if pair[0] != pair[1]] == [(first, again)]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 6))])
 def test_no_step_holds_more_parameters_than_counted(task, seed):
     plan = mixed_plan(parts_of(task), seed)
     step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), granularity=MODULE, plan=plan)

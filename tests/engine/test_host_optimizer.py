@@ -1,5 +1,4 @@
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-import jaxferry
 import models
 from jaxferry.optimizer import TreeUpdate, path_names
-from planned import assert_same_bits, plan_of, train
-from tolerances import PARAMS_RTOL
 
 SEPARABLE = {
     "sgd": optax.sgd(0.1),
@@ -31,17 +27,7 @@ SEPARABLE = {
         lambda p: jax.tree.map(lambda x: "w" if x.ndim > 1 else "b", p),
     ),
 }
-JOINT = {
-    "global norm": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
-    "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
-    "accumulation": optax.MultiSteps(optax.sgd(0.1), 2),
-}
 NOISE = {"noise": optax.chain(optax.add_noise(0.01, 0.55, 0), optax.sgd(0.1))}
-
-
-@pytest.fixture(scope="module")
-def gpt():
-    return models.mlp(depth=2)
 
 
 @pytest.fixture(scope="module")
@@ -53,42 +39,6 @@ def net():
 def shapes(task):
     leaves, tree = jax.tree.flatten(task.params)
     return tree, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-
-
-@pytest.mark.slow  # test_optax.py has the same transformations in training steps
-@pytest.mark.parametrize("name", SEPARABLE)
-def test_a_separable_optimizer_is_run_by_layer_as_plain_optax_would(net, name):
-    expected, _ = models.plain_loop(net, SEPARABLE[name], 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        state, _ = train(jaxferry.train_step(net.loss_fn, SEPARABLE[name]), net, 3)
-    assert len(state.host.units) == len(state.host.layers)
-    ours = jax.tree_util.tree_flatten_with_path(state.params)[0]
-    for (path, mine), theirs in zip(ours, jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=PARAMS_RTOL, atol=2e-5, err_msg=jax.tree_util.keystr(path))
-
-
-@pytest.mark.slow  # so has it these
-@pytest.mark.parametrize("name", JOINT)
-def test_an_optimizer_that_mixes_leaves_is_found_and_run_jointly_with_a_warning(net, name):
-    expected, _ = models.plain_loop(net, JOINT[name], 3)
-    step = jaxferry.train_step(net.loss_fn, JOINT[name])
-    with pytest.warns(UserWarning, match="overlap"):
-        state, _ = train(step, net, 3)
-    assert len(state.host.units) == 1
-    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=PARAMS_RTOL, atol=1e-5)
-
-
-def test_a_mask_given_as_a_whole_tree_is_taken_apart(net):
-    mask = jax.tree.map(lambda p: p.ndim > 1, net.params)
-    optimizer = optax.chain(optax.masked(optax.scale(0.5), mask), optax.sgd(0.1))
-    losses = models.plain_loop(net, optimizer, 3)[1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        state, ours = train(jaxferry.train_step(net.loss_fn, optimizer), net, 3)
-    assert len(state.host.units) == len(state.host.layers)
-    np.testing.assert_allclose(ours, losses, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -154,41 +104,3 @@ def test_equal_layers_have_the_same_update_and_others_have_not(gpt):
 
     masked = contents(optax.adamw(1e-2, mask=only_first))
     assert masked[0] != masked[1]
-
-
-def test_the_state_survives_another_arrangement(gpt):
-    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2))
-    state, _ = train(step, gpt, 2)
-    params, moments = state.params, {n: np.array(leaf) for n, leaf in state.optimizer_state().items()}
-    layers = state.host.layers
-    state.arrange(tuple(reversed(layers)))
-    assert_same_bits(state.params, params)
-    assert_same_bits(state.optimizer_state(), moments)
-    state, _ = step(state, gpt.batch)
-    assert state.host.layers == layers
-    expected, _ = train(jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2)), gpt, 3)
-    assert_same_bits(state.params, expected.params)
-
-
-def test_16_bit_parameters_have_fp32_masters(net):
-    half = models.Task(net.loss_fn, jax.tree.map(lambda x: x.astype(jnp.bfloat16), net.params), net.batch)
-    step = jaxferry.train_step(half.loss_fn, optax.sgd(1e-4), plan=plan_of(half, ["GFGB"]))
-    state, _ = train(step, half, 2)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
-    assert {v.dtype for vectors in state.host.vectors for v in vectors} == {jnp.dtype("bfloat16")}
-    assert any(not np.array_equal(a, a.astype(jnp.bfloat16)) for a in jax.tree.leaves(state.params))
-
-
-def test_parameters_of_mixed_dtypes_have_a_vector_for_each():
-    def loss_fn(params, x):
-        for layer in ("a", "b"):
-            x = (x @ params[layer]["w"]).astype(jnp.float32) * params[layer]["scale"]
-        return x.mean() ** 2
-
-    layer = {"w": jnp.ones((4, 4), jnp.bfloat16) / 4, "scale": jnp.ones(4, jnp.float32)}
-    params = {"a": layer, "b": layer}
-    task = models.Task(loss_fn, params, jnp.ones((2, 4), jnp.bfloat16))
-    step = jaxferry.train_step(loss_fn, optax.sgd(1e-3))
-    state, losses = train(step, task, 4)
-    assert [str(v.dtype) for v in state.host.vectors[0]] == ["float32", "bfloat16"]
-    assert losses == sorted(losses, reverse=True)

@@ -10,6 +10,7 @@ import pytest
 from jaxferry.errors import InputError
 from jaxferry.processes import distributed
 from process_runs import free_address
+from slowly import slow_cases
 
 START = ["-c", "from jaxferry.processes import distributed; distributed.start(join_timeout_s=2)"]
 TRAIN = ["-m", "jaxferry", "train", "--model", "gpt2:tiny", "--distributed", "--join-timeout", "2"]
@@ -35,9 +36,7 @@ def ended(arguments, *present):
     return [(process.returncode, error) for process, error in zip(running, errors, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("present", "missing"), [((0,), ["1", "2"]), pytest.param((0, 2), ["1"], marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize(("present", "missing"), [((0,), ["1", "2"]), *slow_cases(((0, 2), ["1"]))], ids=str)
 def test_processes_name_those_that_do_not_come(present, missing):
     for status, error in ended(START, *present):
         assert status != 0

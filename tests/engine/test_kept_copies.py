@@ -8,18 +8,13 @@ import optax
 import pytest
 
 import jaxferry
-import models
 from jaxferry.engine import peak_bytes
 from jaxferry.modes import Mode
 from planned import assert_same_bits, plan_of
+from slowly import slow
 from steps import transport_of
 
 N = 3
-
-
-@pytest.fixture(scope="module")
-def gpt():
-    return models.mlp(depth=2)
 
 
 def count_loads(transport, monkeypatch):
@@ -52,7 +47,7 @@ def test_no_group_is_loaded_again_before_its_update(gpt, monkeypatch):
 
 
 @pytest.mark.cpu_device  # temporaries of another device may leave room for all of them
-@pytest.mark.parametrize("excess", [0.0, pytest.param(0.3, marks=pytest.mark.slow), 1.0])
+@pytest.mark.parametrize("excess", [0.0, *slow(0.3), 1.0])
 def test_as_many_stay_as_fit_into_the_budget(gpt, excess):
     def prepared(budget):
         step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N, memory_budget=budget)

@@ -1,7 +1,10 @@
-"""Device memory during a step, counted from JAX's own list of live arrays."""
+"""Memory during a step and after many, counted from JAX's own list of live arrays."""
 
+import gc
 import itertools
+import time
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -9,12 +12,17 @@ import pytest
 import jaxferry
 import models
 from jaxferry.engine import Peak, fit
-from jaxferry.modes import Mode, Remat
+from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.native import library
 from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Loads, Plan
+from models import chain
 from planned import assert_same_bits, plan_of, train
-from watched import becomes, device_bytes, settled, watched_steps
+from slowly import slow, slow_cases
+from steps import after_each_program, transport_of, with_sums_in_host_memory
+from watched import becomes, device_arrays, device_bytes, live_arrays, settled, watched_steps
+
+ADAMW = optax.adamw(1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +63,11 @@ def test_live_bytes_stay_under_the_predicted_peak_and_come_near_it(gpt, monkeypa
 
 @pytest.mark.slow
 def test_a_memory_budget_is_kept_by_reloading_and_changes_no_bit(gpt, monkeypatch):
-    free_state, _ = train(jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3)), gpt, 3)
-    free = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3))
+    free_state, _ = train(jaxferry.train_step(gpt.loss_fn, ADAMW), gpt, 3)
+    free = jaxferry.train_step(gpt.loss_fn, ADAMW)
     free.init(gpt.params)
     largest = free.prepare(gpt.batch).peak.total
-    least = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan_of(gpt, [Mode.RELOAD]))
+    least = jaxferry.train_step(gpt.loss_fn, ADAMW, plan=plan_of(gpt, [Mode.RELOAD]))
     least.init(gpt.params)
     smallest = least.prepare(gpt.batch).peak.total
     for budget in np.linspace(smallest, largest, 3).astype(int).tolist():
@@ -70,7 +78,7 @@ def test_a_memory_budget_is_kept_by_reloading_and_changes_no_bit(gpt, monkeypatc
 
 
 def test_nothing_is_left_on_the_device_after_a_step(gpt):
-    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3))
+    step = jaxferry.train_step(gpt.loss_fn, ADAMW)
     state = step.init(gpt.params)
     for _ in range(2):  # the first step prefetches nothing
         state, metrics = step(state, gpt.batch)
@@ -135,3 +143,109 @@ def test_bulk_loads_end_where_a_layer_has_to_be_loaded_twice(gpt):
     plan = Plan("zero-offload", 1.0, tuple(LayerPlan(f"l{i}", Mode.GFGB) for i in range(3)), loads=Loads.BULK)
     fitted = fit(plan, 2, lambda plan: Peak(0, 0, plan.modes.count(Mode.GFGB)), [], layers)
     assert (fitted.modes.count(Mode.RELOAD), fitted.loads) == (1, Loads.LAYERWISE)
+
+
+LAYERS = {
+    f"l{i}": {"w": np.random.default_rng(i).normal(0, 0.1, (64, 64)).astype(np.float32), "b": np.zeros(64, np.float32)}
+    for i in range(6)
+}
+
+
+ROWS = np.ones((4, 64), np.float32)
+
+
+deep_loss = chain()
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize(("accumulate", "num_frozen"), [(1, 3), (2, 0), *slow_cases((1, 0), (2, 3))])
+def test_steps_in_a_row_need_no_more_memory_than_one(accumulate, num_frozen, monkeypatch):
+    plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.RELOAD, GradientPlace.DEVICE) for name in LAYERS))
+    trainable = {name: index >= num_frozen for index, name in enumerate(LAYERS)}
+    options = {"plan": plan, "transport": "ferry", "trainable": trainable}
+    single = jaxferry.train_step(deep_loss, ADAMW, **options)
+    single.init(LAYERS)
+    held = single.prepare(ROWS).peak.held
+    step = jaxferry.train_step(deep_loss, ADAMW, accumulate=accumulate, **options)
+    state = step.init(LAYERS)
+    with_sums_in_host_memory(step.prepare(ROWS))
+    # Arrays of earlier tests may be freed meanwhile.
+    before, most = device_arrays(), []
+    known = set(map(id, before))
+
+    def count(number):
+        most.append(device_bytes(known))
+
+    after_each_program(monkeypatch, count)
+    emulator = library("cpu")
+    emulator.set_bandwidth("store", 1e6)
+    try:
+        for _ in range(6):
+            state, _ = step(state, ROWS)
+    finally:
+        emulator.set_bandwidth("store", 0)
+    state.block_until_ready()
+    # Losses and norms of the previous step are a few bytes more.
+    assert 0.7 * held < max(most) <= held + 64
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_dropped_sums_leave_nothing_behind():
+    step = jaxferry.train_step(deep_loss, ADAMW, transport="ferry", accumulate=2)
+    state = step.init(LAYERS)
+    with_sums_in_host_memory(step.prepare(ROWS))
+    transport, counts = transport_of(step, ROWS), []
+    for _ in range(8):
+        with pytest.raises(jaxferry.NonFiniteError):  # in the first of two micro-batches
+            step(state, np.full_like(ROWS, np.nan))
+        counts.append(len(transport.in_flight))
+    assert max(counts) <= 4 * len(LAYERS)
+
+
+def tied(first):
+    """A table that is read densely before its lookup, or behind it."""
+
+    def loss_fn(params, tokens, x):
+        dense, rows = jnp.tanh(x @ params["table"]), params["table"][tokens]
+        h = jnp.tanh((dense if first else rows) @ params["w"]) + (rows if first else dense)
+        return jnp.mean(h**2)
+
+    params = {"table": np.full((64, 64), 0.01, np.float32), "w": np.full((64, 64), 0.02, np.float32)}
+    return loss_fn, params, (np.arange(4, dtype=np.int32), ROWS)
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("first", [*slow(True), False])
+def test_tied_tables_keep_no_more_pinned_memory_after_more_steps(first, transport):
+    loss_fn, params, batch = tied(first)
+    step = jaxferry.train_step(loss_fn, ADAMW, transport=transport)
+    state = step.init(params)
+
+    def pinned():
+        state.block_until_ready()
+        return sum(a.nbytes for a in live_arrays() if a.sharding.memory_kind == "pinned_host")
+
+    for _ in range(3):
+        state, _ = step(state, *batch)
+    before = settled(pinned)
+    for _ in range(5):
+        state, _ = step(state, *batch)
+    assert becomes(lambda: pinned() <= before)
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
+def test_rows_of_many_micro_batches_are_added_as_they_come(transport):
+    def loss_fn(params, tokens):
+        return jnp.mean(jnp.tanh(params["table"][tokens] @ params["w"]) ** 2)
+
+    params = {"table": np.full((64, 8), 0.1, np.float32), "w": np.full((8, 8), 0.2, np.float32)}
+    step = jaxferry.train_step(loss_fn, ADAMW, transport=transport, accumulate=1000)
+    state, counts, tokens = step.init(params), [], np.arange(4, dtype=np.int32)
+    for _ in range(24):
+        state, _ = step(state, tokens)
+        time.sleep(0.01)
+        gc.collect()
+        counts.append(len(live_arrays()))
+    assert min(counts[-4:]) <= max(counts[4:8]) + 8

@@ -2,9 +2,6 @@
 
 import dataclasses
 import functools
-import random
-import signal
-import threading
 import time
 
 import jax
@@ -32,7 +29,8 @@ from jaxferry.step import (
 from models import encoder_decoder, random_streams
 from planned import assert_same_bits, plan_of, state_after, train
 from profiles import lowered, transformer, with_modes
-from steps import delay, fail, wrap
+from slowly import slow_cases
+from steps import fail, wrap
 from watched import SCALARS_BYTES, becomes, live_arrays, settled, watched_steps
 
 MOVES = (Kind.SAVE, Kind.FETCH)
@@ -308,36 +306,12 @@ def make(fault, **options):
     return jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), **options), params
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("threads", ["lanes", pytest.param("one for the device", marks=pytest.mark.slow)])
-def test_a_callback_that_raises_before_any_update_costs_no_bit(threads, remat, monkeypatch):
-    plain, params = make(Fault(), offload_activations=False, remat=remat, clip_norm=1e3)
-    expected = [state_after(plain, params, BATCH, n).params for n in range(5)]
-    if threads != "lanes":
-        emulate(monkeypatch)
-    fault = Fault()
-    step, params = make(fault, remat=remat, clip_norm=1e3)
-    for at in range(1, 2 * DEPTH + 1, 1 if remat == "none" else 2):
-        state = state_after(step, params, BATCH, 2)
-        fault.arm(at)
-        with pytest.raises(jaxferry.TaskError, match=r"the callback broke.*the state is that before the step"):
-            for _ in range(2):  # a device may report it late
-                state, _ = step(state, BATCH)
-        assert_same_bits(state.params, expected[state.step])
-        while state.step < 4:
-            state, _ = step(state, BATCH)
-        assert_same_bits(state.params, expected[4])
-
-
 @pytest.mark.cpu_device  # so is the emulated one
 @pytest.mark.parametrize(
     ("kind", "threads"),
     [
         (Kind.FETCH, "one for the device"),
-        pytest.param(Kind.SAVE, "lanes", marks=pytest.mark.slow),
-        pytest.param(Kind.SAVE, "one for the device", marks=pytest.mark.slow),
-        pytest.param(Kind.FETCH, "lanes", marks=pytest.mark.slow),
+        *slow_cases((Kind.SAVE, "lanes"), (Kind.SAVE, "one for the device"), (Kind.FETCH, "lanes")),
     ],
 )
 def test_a_move_that_fails_costs_no_step_and_no_bit(kind, threads, monkeypatch):
@@ -359,25 +333,3 @@ def test_a_move_that_fails_costs_no_step_and_no_bit(kind, threads, monkeypatch):
             state, _ = step(state, BATCH)
         assert_same_bits(state.params, expected[4])
     assert num_moves >= 2
-
-
-@pytest.mark.slow
-def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit():
-    draw, patch = random.Random(0), pytest.MonkeyPatch()
-    plain, params = make(Fault(), offload_activations=False, remat="full")
-    step, _ = make(Fault(), remat="full")
-    state, num_interrupts = state_after(step, params, BATCH, 1), 0
-    delay(patch, draw, 2e-3)
-    while state.step < 20:
-        try:
-            timer = threading.Timer(draw.random() * 0.1, signal.raise_signal, [signal.SIGINT])
-            timer.start()
-            for _ in range(2):
-                state, _ = step(state, BATCH)
-            timer.join()
-        except KeyboardInterrupt:
-            num_interrupts += 1
-    timer.join()
-    patch.undo()
-    assert num_interrupts > 3
-    assert_same_bits(state.params, state_after(plain, params, BATCH, state.step).params)

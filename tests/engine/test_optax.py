@@ -13,7 +13,8 @@ import pytest
 import jaxferry
 import models
 from jaxferry.step import Updates
-from planned import assert_same_bits, step_of, train
+from planned import assert_near, assert_same_bits, step_of, take_steps, train
+from slowly import slow, slow_but
 from tolerances import LOSS_RTOL
 
 NUM_STEPS = 10
@@ -120,25 +121,7 @@ SEPARABLE = {
     "plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(0.5, patience=2, rtol=0.2)),
     "one pass": jaxferry.adamw(SCHEDULE, eps=1e-3, mask=each(lambda _, ndim: ndim > 1)),
 }
-LESS_OFTEN = (
-    "masked",
-    "tree of masked decay",
-    "schedule-free",
-    "joined schedules",
-    "labels",
-    "hyperparameters",
-    "masked decay",
-    "by value",
-    "prefix tree of labels",
-    "ema of updates",
-    "adafactor",
-    "lamb",
-    "lars",
-    "adaptive clipping",
-    "schedule",
-    "muon",
-    "ema of parameters",
-)
+OFTEN = ("tree of labels", "noise", "plateau", "one pass")
 JOINT = {
     "global norm": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3)),
     "global norm of a part": optax.multi_transform(
@@ -156,9 +139,7 @@ JOINT = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LESS_OFTEN else name for name in SEPARABLE]
-)
+@pytest.mark.parametrize("name", slow_but(OFTEN, SEPARABLE))
 def test_a_separable_optimizer_is_overlapped_and_agrees_with_plain_optax(name):
     expected = models.plain_loop(TASK, SEPARABLE[name], NUM_STEPS)[1]
     step = jaxferry.train_step(TASK.loss_fn, SEPARABLE[name])
@@ -172,15 +153,7 @@ def test_a_separable_optimizer_is_overlapped_and_agrees_with_plain_optax(name):
     assert step.prepare(TASK.batch).plan.updates is expected_updates
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        if name in ("global norm", "accumulation", "polyak", *CHANGING)
-        else pytest.param(name, marks=pytest.mark.slow)
-        for name in JOINT
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(("global norm", "accumulation", "polyak", *CHANGING), JOINT))
 def test_a_joint_optimizer_is_warned_about_and_agrees_with_plain_optax(name):
     expected = models.plain_loop(TASK, JOINT[name], NUM_STEPS)[1]
     step = jaxferry.train_step(TASK.loss_fn, JOINT[name])
@@ -207,8 +180,7 @@ def test_lookahead_is_trained_on_its_pair_of_parameters():
         state, losses = train(jaxferry.train_step(loss_fn, optimizer), task, NUM_STEPS)
     np.testing.assert_allclose(losses, expected_losses, rtol=LOSS_RTOL)
     assert isinstance(state.params, optax.LookaheadParams)
-    for ours, theirs in zip(jax.tree.leaves(state.params.slow), jax.tree.leaves(expected.slow), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert_near(state.params.slow, expected.slow, rtol=1e-4, atol=1e-6)
 
 
 @functools.cache
@@ -228,15 +200,7 @@ def plain_state(optimizer, num_steps):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "tree of labels",
-        "plateau",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("ema of parameters", "hyperparameters", "schedule-free")
-        ),
-    ],
+    "name", ["tree of labels", "plateau", *slow("ema of parameters", "hyperparameters", "schedule-free")]
 )
 def test_the_state_is_handed_back_as_optax_makes_it(name):
     optimizer = SEPARABLE[name]
@@ -259,17 +223,11 @@ def test_what_is_kept_in_the_state_is_used_as_optax_says():
     params, plain = plain_state(free, 4)
     ours = optax.contrib.schedule_free_eval_params(state.opt_state, state.params)
     theirs = optax.contrib.schedule_free_eval_params(plain, params)
-    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-6)
+    assert_near(ours, theirs, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "tree of labels",
-        "plateau",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tree of masked decay", "ema of parameters")),
-    ],
+    "name", ["tree of labels", "plateau", "one pass", *slow("tree of masked decay", "ema of parameters")]
 )
 def test_a_state_of_such_an_optimizer_is_resumed(name, tmp_path):
     step = step_of(TASK, SEPARABLE[name])
@@ -277,10 +235,7 @@ def test_a_state_of_such_an_optimizer_is_resumed(name, tmp_path):
     state, _ = train(step, TASK, 3)
     step.save(state, tmp_path / "saved")
     fresh = jaxferry.train_step(TASK.loss_fn, SEPARABLE[name])
-    resumed, more = fresh.restore(tmp_path / "saved"), []
-    for _ in range(3):
-        resumed, metrics = fresh(resumed, TASK.batch)
-        more.append(float(metrics["loss"]))
+    resumed, more = take_steps(fresh, fresh.restore(tmp_path / "saved"), [TASK.batch] * 3)
     assert more == losses[3:]
     assert_same_bits(resumed.opt_state, whole.opt_state)
 
@@ -310,8 +265,7 @@ def test_a_step_hands_on_the_arguments_of_its_own_to_the_optimizer(options):
             offsets["more"][1] = np.nan  # a late update reads what it was given
             expected, others = plain(expected, TASK.batch)
             np.testing.assert_allclose(metrics["loss"], others["loss"], rtol=LOSS_RTOL)
-    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert_near(state.params, expected.params, rtol=1e-5, atol=1e-6)
 
 
 def test_the_user_may_hand_on_another_value_than_the_loss():

@@ -1,13 +1,12 @@
 """Transports that are garbage-collected while their copies are in flight."""
 
-import subprocess
-import sys
 import threading
 import weakref
 
 import jax
 
 from jaxferry.transport import OrphanedCopies, Placement, make_placement
+from python_runs import run_python
 
 SCRIPT = """
 import gc
@@ -43,8 +42,7 @@ print("all hold")
 
 
 def test_the_collector_takes_transports_whose_copies_are_under_way_wherever_it_runs():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "all hold\n"), done.stderr[-2000:]
+    assert run_python("-c", SCRIPT) == "all hold\n"
 
 
 class Pending:

@@ -1,11 +1,8 @@
 """Overlapping steps are bit-identical to sequential tasks under any plan, sizes and delays."""
 
 import itertools
-import pathlib
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -21,7 +18,11 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
 from jaxferry.step import Kind, LayerPlan, Operation, Plan, chrome_trace
 from jaxferry.transport import HostGradient
+from models import chain
 from planned import assert_same_bits
+from python_runs import run_python
+from recorded import check_times
+from slowly import slow, slow_cases
 from steps import Serial, delay, fail, transport_of, with_sums_in_host_memory, wrap
 from watched import has_not_grown, settled_arrays
 
@@ -53,7 +54,7 @@ def random_plan(draw, loss_fn, params, batch, modes):
     return Plan("any", 1.0, tuple(LayerPlan(name, draw.choice(modes), draw.choice(places)) for name in names))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 8))])
 def test_random_plans_sizes_and_delays_have_the_bits_of_the_serial_order(seed, monkeypatch):
     """Every second network clips and has Optax's updates, one thread for the device, or plain copies.
 
@@ -119,13 +120,7 @@ def test_the_host_updates_what_has_arrived_while_the_rest_is_on_its_way(transpor
     """Offloads end for the issuing thread once they are issued, long before the device has done them."""
     emulate(monkeypatch)
     params = {f"l{i}": {"w": np.eye(8, dtype=np.float32)} for i in range(5)}
-
-    def loss_fn(params, x):
-        for i in range(5):
-            x = jnp.tanh(x @ params[f"l{i}"]["w"])
-        return jnp.mean(x**2)
-
-    step = jaxferry.train_step(loss_fn, jaxferry.adam(1e-2), transport=transport, merge_small=False)
+    step = jaxferry.train_step(chain(), jaxferry.adam(1e-2), transport=transport, merge_small=False)
     state, batch, updated, waited = step.init(params), np.ones((4, 8), np.float32), [], []
     state, _ = step(state, batch)  # updates of the first step wait for all gradients
     state.block_until_ready()
@@ -171,11 +166,8 @@ print("leaving", flush=True)
 
 
 def test_leaving_the_process_waits_for_updates_that_are_under_way():
-    root = pathlib.Path(jaxferry.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=500, cwd=root)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split().count("updated") == 2
-    assert done.stdout.split()[-1] == "updated"
+    printed = run_python("-c", LEAVING).split()
+    assert printed.count("updated") == 2 and printed[-1] == "updated"
 
 
 def lookup(draw):
@@ -188,10 +180,10 @@ def lookup(draw):
     return loss_fn, {name: params[name] for name in ("table", "l0")}, batch
 
 
-@pytest.mark.parametrize("threads", ["lanes", pytest.param("one for the device", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("make", [network, pytest.param(lookup, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("accumulate", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("threads", ["lanes", *slow("one for the device")])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
+@pytest.mark.parametrize("make", [network, *slow(lookup)])
+@pytest.mark.parametrize("accumulate", [2, *slow(1)])
 def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, monkeypatch):
     """A short soak test; `benchmarks/soak.py` takes 2,000 steps and measures host memory too."""
     if threads != "lanes":
@@ -220,8 +212,8 @@ def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, mo
     assert live()[1] <= num_threads  # threads of other tests may end meanwhile
 
 
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("threads", ["lanes", pytest.param("one for the device", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
+@pytest.mark.parametrize("threads", ["lanes", *slow("one for the device")])
 def test_the_last_steps_are_recorded_task_by_task(threads, transport, monkeypatch):
     if threads != "lanes":
         emulate(monkeypatch)
@@ -236,24 +228,29 @@ def test_the_last_steps_are_recorded_task_by_task(threads, transport, monkeypatc
     run = step.recorded()
     took_s = time.perf_counter() - began_s
     assert run.schedule.steps == 3 and {task.kind for task in run.schedule.tasks} >= {Kind.LOAD, Kind.UPDATE}
-    for index, (task, start, end) in enumerate(zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True)):
-        assert 0 <= start <= end <= took_s
-        assert all(run.ends_s[earlier] <= start for earlier in task.after), index
+    check_times(run)
+    assert max(run.ends_s) <= took_s
     names = {event["name"] for event in chrome_trace(run)["traceEvents"]}
     assert {task.name for task in run.schedule.tasks} < names
     silent = jaxferry.train_step(loss_fn, optax.sgd(0.1))
     silent(silent.init(params), batch)
     assert silent.recorded() is None
-    with pytest.raises(jaxferry.InputError, match="record_steps"):
-        jaxferry.train_step(loss_fn, optax.sgd(0.1), record_steps=-1)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed):
+@pytest.mark.parametrize(
+    ("seed", "options"),
+    [
+        (0, {}),
+        *(pytest.param(seed, {}, marks=pytest.mark.slow) for seed in (1, 2)),
+        *slow_cases((0, {"offload_activations": True})),
+    ],
+)
+def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, options, tmp_path):
     draw = random.Random(seed)
     loss_fn, params, batch = network(draw)
     plan = random_plan(draw, loss_fn, params, batch, list(Mode))
-    step, other = (jaxferry.train_step(loss_fn, optax.adam(1e-2), plan=plan) for _ in range(2))
+    other = jaxferry.train_step(loss_fn, optax.adam(1e-2), plan=plan)
+    step = jaxferry.train_step(loss_fn, optax.adam(1e-2), plan=plan, **options)
     state, expected = step.init(params), other.init(params)
     state, _ = step(state, batch)
     num_interrupts, patch = 0, pytest.MonkeyPatch()
@@ -267,6 +264,8 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed):
             timer.join()
         except KeyboardInterrupt:
             num_interrupts += 1
+            step.save(state, tmp_path / "saved")
+    assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
     timer.join()
     patch.undo()
     for _ in range(state.step):
@@ -277,7 +276,7 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed):
     assert transport_of(step, batch).held.now == resident
 
 
-@pytest.mark.parametrize("threads", [pytest.param("lanes", marks=pytest.mark.slow), "one for the device"])
+@pytest.mark.parametrize("threads", [*slow("lanes"), "one for the device"])
 def test_device_bytes_count_what_a_state_holds_whatever_the_batches_and_the_other_states(threads, monkeypatch):
     if threads != "lanes":
         emulate(monkeypatch)

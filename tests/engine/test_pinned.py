@@ -1,7 +1,6 @@
 """Pinned memory as the CPU sees it, and that no step copies between the clients of an accelerator and of the CPU."""
 
 import collections
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jaxferry.native import library
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import make_placement, pinned
 from planned import assert_same_bits
+from slowly import slow, slow_cases
 from watched import becomes, live_arrays, settled
 
 NUM_STEPS = 6
@@ -142,23 +142,20 @@ def train(transport, optimizer="fused", plan="loads", num_steps=NUM_STEPS, **opt
     return step, state, metrics
 
 
-OPTIONS = {"plain": {}, "clipped": {"clip_norm": 0.1}, "summed": {"accumulate": 2}}
-
-
-OFTEN = [("ferry", "fused", "in host memory", "clipped"), ("device_put", "optax", "loads", "summed")]
-CASES = list(itertools.product(["ferry", "device_put"], OPTIMIZERS, PLANS, OPTIONS))
-
-
 @pytest.mark.cpu_device  # so is the emulated one
 @pytest.mark.parametrize(
     ("transport", "optimizer", "plan", "options"),
-    [case if case in OFTEN else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    [
+        ("ferry", "fused", "in host memory", {"clip_norm": 0.1}),
+        ("device_put", "optax", "loads", {"accumulate": 2}),
+        *slow_cases(("ferry", "optax", "in host memory", {})),
+    ],
 )
 def test_an_accelerator_trains_with_the_bits_of_a_cpu(monkeypatch, transport, optimizer, plan, options):
-    _, expected, metrics = train(transport, optimizer, plan, **OPTIONS[options])
+    _, expected, metrics = train(transport, optimizer, plan, **options)
     with monkeypatch.context() as patch:
         emulate(patch)
-        _, state, found = train(transport, optimizer, plan, **OPTIONS[options])
+        _, state, found = train(transport, optimizer, plan, **options)
         assert found == metrics
         assert_same_bits(state.params, expected.params)
         assert_same_bits(list(state.optimizer_state().values()), list(expected.optimizer_state().values()))
@@ -197,7 +194,7 @@ def crossings(monkeypatch):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
 def test_no_gradient_and_no_compute_copy_crosses_between_the_clients(
     accelerator, crossings, transport, optimizer, plan
 ):

@@ -1,10 +1,7 @@
 """Recorded task times when one thread issues all tasks, against the simulator and the emulated link."""
 
 import math
-import pathlib
 import random
-import subprocess
-import sys
 import threading
 import time
 
@@ -23,9 +20,12 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
 from jaxferry.step import Kind, Lane, LayerPlan, Operation, Plan, machine, repeat, schedule_step
 from jaxferry.transport import Marks, make_placement
+from models import chain
 from native_calls import load, wait
 from profiles import deterministic, lowered, planned
+from python_runs import run_python
 from recorded import check_times
+from slowly import slow
 from steps import fail
 from watched import has_not_grown, settled_arrays
 
@@ -118,18 +118,13 @@ for _ in range(60):
 @pytest.mark.slow
 def test_arrays_may_be_deleted_while_somebody_waits_for_them():
     """Without copies of the arrays, JAX crashes in nearly every run."""
-    root = pathlib.Path(jaxferry.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", DELETING], capture_output=True, text=True, timeout=500, cwd=root)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", DELETING)
 
 
 def perceptron(num_layers=4):
     params = {f"l{i}": {"w": np.full((WIDTH, WIDTH), 0.01, np.float32)} for i in range(num_layers)}
 
-    def loss_fn(params, x):
-        for name in params:
-            x = jnp.tanh(x @ params[name]["w"])
-        return jnp.mean(x**2)
+    loss_fn = chain()
 
     return loss_fn, params, np.ones((4, WIDTH), np.float32)
 
@@ -165,8 +160,8 @@ def test_copies_are_recorded_as_long_as_the_link_takes():
 
 
 @pytest.mark.usefixtures("issued")
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_whatever_the_plan_times_fit_the_tasks_and_memory_is_flat(seed, transport):
     draw, (loss_fn, params, batch) = random.Random(seed), perceptron()
     layers = [LayerPlan(name, draw.choice(list(Mode)), draw.choice(list(GradientPlace))) for name in params]

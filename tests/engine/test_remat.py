@@ -15,6 +15,7 @@ from jaxferry.engine import derivatives_of
 from jaxferry.modes import Mode, Remat
 from jaxferry.step import LayerPlan, Plan
 from planned import assert_same_bits, plan_of, train, trained
+from slowly import slow
 from tolerances import LOSS_RTOL
 from watched import watched_steps
 
@@ -52,7 +53,7 @@ def smallest_of(task, **options):
     return caught.value.smallest_bytes
 
 
-@pytest.mark.parametrize("remat", [MIXED, pytest.param(lambda name: POLICY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", [MIXED, *slow(lambda name: POLICY)])
 def test_losses_agree_whatever_is_kept(gpt, remat):
     found = train(jaxferry.train_step(gpt.loss_fn, SGD, remat=remat), gpt, 3)[1]
     np.testing.assert_allclose(found, trained(gpt, SGD, 3)[1], rtol=LOSS_RTOL)
@@ -74,7 +75,7 @@ def test_a_plan_that_recomputes_has_the_bits_of_the_same_remat(gpt):
     ]
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param(MIXED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", ["full", *slow(MIXED)])
 def test_live_bytes_stay_under_the_predicted_peak_and_below_those_that_keep_everything(
     gpt, kept_bytes, monkeypatch, remat
 ):

@@ -15,6 +15,8 @@ import jaxferry
 from jaxferry.modes import Mode
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import compile_shared, shared_function
+from models import chain
+from slowly import slow_cases
 
 NAMES = ("a", "b", "c")
 OF_COPIES = {"jit_load", "jit_load_onto", "jit_ferry_wait", "jit_ferry_vacate", "jit_stack"}
@@ -72,9 +74,9 @@ def test_a_step_with_another_plan_compiles_nothing(compiled):
     ("loss_fn", "optimizer", "options"),
     [
         (network(2.0), optax.sgd(0.1), {}),
-        pytest.param(network(1.0), optax.sgd(0.2), {}, marks=pytest.mark.slow),
+        *slow_cases((network(1.0), optax.sgd(0.2), {})),
         (network(1.0), optax.sgd(0.1), {"clip_norm": 1e-3}),
-        pytest.param(network(1.0), optax.sgd(0.1), {"compute_dtype": jnp.bfloat16}, marks=pytest.mark.slow),
+        *slow_cases((network(1.0), optax.sgd(0.1), {"compute_dtype": jnp.bfloat16})),
         (network(1.0), optax.sgd(0.1), {"accumulate": 2, "remat": "full"}),
     ],
     ids=["function", "optimizer", "clipping", "dtype", "accumulation"],
@@ -121,10 +123,9 @@ def test_a_function_is_shared_while_somebody_holds_it():
 def test_callbacks_are_told_apart():
     def with_callback(seen):
         def loss_fn(params, x):
-            for name in NAMES:
-                x = jnp.tanh(x @ params[name]["w"])
-            jax.debug.callback(seen.append, jnp.sum(x))
-            return jnp.mean(x**2)
+            loss = chain(NAMES)(params, x)
+            jax.debug.callback(seen.append, loss)
+            return loss
 
         return loss_fn
 

@@ -15,6 +15,7 @@ from jaxferry.partition import Part, make_layer
 from jaxferry.step import Arrival
 from jaxferry.transport import make_placement
 from planned import assert_same_bits
+from slowly import slow_but
 
 # Updates of the host alone; what an accelerator changes for them is a parameter of the tests.
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("engine_settings")]
@@ -159,9 +160,7 @@ def assert_as_plain(run, optimizer, num_steps=4):
 OFTEN = ("decay by size", "by label", "schedule free", "fused")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in BY_PART]
-)
+@pytest.mark.parametrize("name", slow_but(OFTEN, BY_PART))
 def test_an_element_wise_update_is_done_part_by_part_by_one_program(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

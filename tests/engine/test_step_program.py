@@ -325,8 +325,6 @@ def test_gradients_fill_only_room_that_the_step_has_anyway_or_is_given(parts, de
             for instruction, task in zip(program.instructions, tasks, strict=True)
         )
         two_slots = dataclasses.replace(
-            program,
-            schedule=dataclasses.replace(program.schedule, tasks=tuple(tasks)),
-            instructions=instructions,
+            program, schedule=dataclasses.replace(program.schedule, tasks=tuple(tasks)), instructions=instructions
         )
         assert peak_bytes(program, {}).held <= peak_bytes(two_slots, {}).held, mode

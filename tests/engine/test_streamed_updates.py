@@ -1,7 +1,6 @@
 """Groups whose masters and optimizer state come to the device for the update only, in subgroups."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,32 +13,17 @@ import jaxferry.training.measured_profile
 import models
 from accelerator import emulate
 from jaxferry.engine import without_times
-from jaxferry.errors import InputError
 from jaxferry.modes import Mode, Subgroups, UpdatePlace
 from jaxferry.partition import partition
-from jaxferry.step import Kind, Lane, LayerPlan, Operation, Plan
+from jaxferry.step import Kind, LayerPlan, Plan
 from jaxferry.step import streaming as planned_streaming
 from jaxferry.training import MeasurementCache
 from jaxferry.training import step as compiled_step
-from jaxferry.transport import pinned
-from recorded import check_times
-from updated import (
-    OPTIONS,
-    PARAMS,
-    PLACES,
-    assert_close,
-    batch,
-    check_failure,
-    loss_fn,
-    make,
-    on_device,
-    plan_with,
-    streaming,
-    train,
-)
+from models import chain
+from planned import take_steps
+from slowly import slow
+from updated import ALL, PARAMS, assert_close, batch, loss_fn, make, plan_with, streaming, train
 from watched import Watch
-
-ALL = PLACES["all"]
 
 
 @pytest.fixture
@@ -53,97 +37,18 @@ COPIES = pytest.mark.parametrize("mode", [Mode.GFGB, Mode.RESIDENT])
 
 
 @pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize(("name", "transport"), [("bfloat16", "ferry"), ("clipped", "device_put")])
-def test_losses_and_states_have_the_same_bits_whether_the_copy_stays_or_not(name, transport):
+@pytest.mark.parametrize(
+    ("options", "transport"), [({"compute_dtype": jnp.bfloat16}, "ferry"), ({"clip_norm": 0.5}, "device_put")]
+)
+def test_losses_and_states_have_the_same_bits_whether_the_copy_stays_or_not(options, transport):
     found = []
     for mode in (Mode.GFGB, Mode.RESIDENT):
-        step = make(
-            ["layer_0"], mode=mode, streamed=["embed", "layer_1", "layer_2"], transport=transport, **OPTIONS[name]
-        )
+        step = make(["layer_0"], mode=mode, streamed=["embed", "layer_1", "layer_2"], transport=transport, **options)
         state, losses = train(step, step.init(PARAMS), 6)
         kinds = {task.kind for task in step.prepare(batch(0)).schedule.tasks}
         assert Kind.REFRESH not in kinds and (Kind.LOAD in kinds) == (mode is Mode.GFGB)
         found.append((losses, state.params, state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, found[0], found[1])
-
-
-@pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize(
-    ("transport", "reach", "mode", "options"),
-    [
-        ("ferry", True, Mode.RESIDENT, {"accumulate": 2}),
-        ("device_put", False, Mode.GFGB, {"clip_norm": 0.5}),  # the CPU cannot reach pinned memory
-        pytest.param("device_put", True, Mode.RESIDENT, {}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_the_issuing_thread_never_waits(transport, reach, options, mode, monkeypatch):
-    expected_step = make([], **options)
-    _, expected = train(expected_step, expected_step.init(PARAMS))
-    accelerator = emulate(monkeypatch)
-    if not reach:
-        monkeypatch.setattr(pinned, "_reaches", lambda placement: False)
-        pinned.can_view.cache_clear()
-    try:
-        kind = {"transport": transport, "mode": mode, "compute_dtype": jnp.float32}
-        step = make(["layer_0"], streamed=["embed", "layer_2"], **kind, **options)
-        state, losses = train(step, step.init(PARAMS))
-        state.block_until_ready()
-        np.testing.assert_allclose(losses, expected, rtol=1e-5)
-        assert streaming(state).keys() == {"embed", "layer_2"} and on_device(state) == {"layer_0"}
-    finally:
-        pinned.can_view.cache_clear()
-    # Only where the CPU cannot reach pinned memory, pieces pass through NumPy, which waits for them.
-    assert not [stack for stack in accelerator.waits if reach or "_put_into" not in stack]
-    accelerator.check()
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(jaxferry.adamw(1e-2), marks=pytest.mark.slow), optax.adamw(1e-2)],
-    ids=["fused", "optax"],
-)
-def test_twenty_steps_differ_by_rounding_alone(optimizer):
-    expected_step, step = make([], optimizer), make([], optimizer, streamed=ALL)
-    expected, expected_losses = train(expected_step, expected_step.init(PARAMS), 20)
-    state, losses = train(step, step.init(PARAMS), 20)
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
-    for leaf, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
-        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6 * np.max(np.abs(other)))
-
-
-@pytest.mark.usefixtures("in_parts")
-def test_one_plan_has_the_same_bits_run_after_run():
-    step = make(["layer_0"], mode=Mode.RESIDENT, streamed=["embed", "layer_1"])
-    (one, losses), (other, same) = (train(step, step.init(PARAMS)) for _ in range(2))
-    assert losses == same
-    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
-    jax.tree.map(np.testing.assert_array_equal, one.opt_state, other.opt_state)
-
-
-@pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize(
-    ("optimizer", "mode"),
-    [
-        (optax.lion(1e-3), Mode.RESIDENT),
-        (optax.adafactor(1e-2), Mode.GFGB),
-    ],
-    ids=["lion", "adafactor"],
-)
-@pytest.mark.filterwarnings("ignore:the optimizer looks at all parameters at once")
-def test_any_optimizer_whose_layers_are_updated_alone_streams(optimizer, mode):
-    expected_step, step = make([], optimizer), make([], optimizer, mode=mode, streamed=["layer_0", "layer_2"])
-    _, expected = train(expected_step, expected_step.init(PARAMS))
-    state, losses = train(step, step.init(PARAMS))
-    assert streaming(state).keys() == {"layer_0", "layer_2"}
-    np.testing.assert_allclose(losses, expected, rtol=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore:the optimizer looks at all parameters at once")
-def test_a_joint_optimizer_cannot_stream():
-    step = make([], optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)), streamed=ALL)
-    with pytest.raises(InputError, match="together, so this update cannot stream through the GPU"):
-        train(step, step.init(PARAMS))
 
 
 @pytest.mark.usefixtures("in_parts")
@@ -227,58 +132,6 @@ def test_state_that_does_not_move_is_cut_with_its_parameter():
 
 
 @pytest.mark.usefixtures("in_parts")
-def test_frozen_parameters_and_such_that_no_segment_reads_stay_with_the_host():
-    params = {**PARAMS, "unread": {"w": np.ones(3, np.float32)}}
-    optimizer = optax.adamw(1e-2, weight_decay=0.5)
-    step = make([], optimizer, streamed=ALL, trainable=lambda path: not path.endswith("/b"))
-    with pytest.warns(UserWarning, match="the loss never reads"):
-        state, _ = train(step, step.init(params))
-    np.testing.assert_allclose(state.params["unread"]["w"], (1 - 0.005) ** 4, rtol=1e-5)
-    for i in range(3):
-        np.testing.assert_array_equal(state.params[f"layer_{i}"]["b"], PARAMS[f"layer_{i}"]["b"])
-        assert np.any(state.params[f"layer_{i}"]["w"] != PARAMS[f"layer_{i}"]["w"])
-
-
-@pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize(
-    ("options", "mode"), [({}, Mode.GFGB), ({"skip_nonfinite": True}, Mode.RESIDENT)], ids=["raised", "skipped"]
-)
-def test_a_loss_that_is_not_finite_changes_nothing(options, mode):
-    def broken(params, words):
-        return loss_fn(params, jnp.abs(words)) + jnp.where(words[0, 0] < 0, jnp.nan, 0.0)
-
-    plan = plan_with([], mode, streamed=["embed", "layer_1"])
-    step = jaxferry.train_step(broken, jaxferry.adamw(1e-2), plan=plan, **options)
-    state, _ = train(step, step.init(PARAMS), 2)
-    before, moments = state.params, state.opt_state
-    bad = batch(0).at[0, 0].set(-1)
-    if options:
-        state, _ = step(state, bad)
-    else:
-        with pytest.raises(jaxferry.NonFiniteError):
-            step(state, bad)
-    jax.tree.map(np.testing.assert_array_equal, state.params, before)
-    jax.tree.map(np.testing.assert_array_equal, state.opt_state, moments)
-    train(step, state, 1)
-
-
-@pytest.mark.usefixtures("in_parts")
-def test_checkpoints_move_between_places(tmp_path):
-    cases = [({"streamed": ALL}, {"groups": []}), ({"groups": ALL}, {"streamed": ["layer_2"]}), ({}, {"streamed": ALL})]
-    stays = {"streamed": ALL, "mode": Mode.RESIDENT}
-    cases += [(stays, {}), ({"mode": Mode.RESIDENT}, stays), (stays, {"streamed": ALL}), ({"groups": ALL}, stays)]
-    steps = {str(each): make(**{"groups": [], **each}) for each in itertools.chain.from_iterable(cases)}
-    for here, there in cases:
-        step, other = steps[str(here)], steps[str(there)]
-        state, _ = train(step, step.init(PARAMS), 2)
-        step.save(state, tmp_path / "saved")
-        _, expected = train(step, state, 2, first=2)
-        restored = other.restore(tmp_path / "saved", PARAMS)
-        _, losses = train(other, restored, 2, first=2)
-        np.testing.assert_allclose(losses, expected, rtol=1e-5)
-
-
-@pytest.mark.usefixtures("in_parts")
 def test_batches_whose_plans_differ_take_turns_with_a_state(monkeypatch):
     """Where a copy stays, that in host memory is old."""
     kinds = [{"mode": Mode.RESIDENT}, {"mode": Mode.GFGB}, {"mode": Mode.DHA}]
@@ -295,33 +148,10 @@ def test_batches_whose_plans_differ_take_turns_with_a_state(monkeypatch):
     left = iter(plans)
     monkeypatch.setattr(compiled_step, "choose_plan", lambda *args: next(left))
     step = jaxferry.train_step(loss_fn, optimizer)
-    state, found = step.init(PARAMS), []
-    for words in batches:
-        state, metrics = step(state, words)
-        found.append(float(metrics["loss"]))
+    state, found = take_steps(step, step.init(PARAMS), batches)
     assert next(left, None) is None
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     assert_close(state.params, expected)
-
-
-@pytest.mark.usefixtures("in_parts")
-def test_a_state_may_be_read_copied_changed_and_evaluated_between_steps():
-    results, optimizer = [], optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
-    for each in (make([], optimizer), make([], optimizer, mode=Mode.RESIDENT, streamed=["embed", "layer_1"])):
-        state, _ = train(each, each.init(PARAMS), 2)
-        copy = state.copy()
-        found = [float(each.evaluate(state, batch(7)))]
-        found += train(each, copy, 1, first=2)[1]
-        state.params = jax.tree.map(lambda x: x * 0.5, state.params)
-        found += train(each, state, 2, first=2)[1]
-        state.set_hyperparams(learning_rate=0.1)
-        found += train(each, state, 1, first=4)[1]
-        state.opt_state = jax.tree.map(np.zeros_like, state.opt_state)
-        found += train(each, state, 1, first=5)[1]
-        results.append((found, state.params))
-    assert streaming(state).keys() == {"embed", "layer_1"}
-    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-5)
-    assert_close(results[1][1], results[0][1])
 
 
 @COPIES
@@ -343,9 +173,8 @@ def test_a_budget_below_moves_updates_to_the_host(mode):
     [
         {},
         {"mode": Mode.RESIDENT},
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ({"mode": Mode.DHA}, {"clip_norm": 0.5}, {"accumulate": 2})),
-        pytest.param({"mode": Mode.RESIDENT, "clip_norm": 0.5}, marks=pytest.mark.slow),
-        pytest.param({"mode": Mode.RESIDENT, "accumulate": 2}, marks=pytest.mark.slow),
+        *slow({"mode": Mode.DHA}, {"clip_norm": 0.5}, {"accumulate": 2}),
+        *slow({"mode": Mode.RESIDENT, "clip_norm": 0.5}, {"mode": Mode.RESIDENT, "accumulate": 2}),
     ],
     ids=str,
 )
@@ -369,10 +198,7 @@ def test_the_first_step_needs_no_more_memory_than_the_next(mode, monkeypatch):
     emulate(monkeypatch)
     params = {f"layer_{i:02}": {"w": np.eye(32, dtype=np.float32)} for i in range(12)}
 
-    def loss(params, x):
-        for layer in params.values():
-            x = jnp.tanh(x @ layer["w"])
-        return jnp.mean(x**2)
+    loss = chain()
 
     x = jnp.ones((2, 32))
     names = [segment.name for segment in partition(loss, params, (x,)).segments]
@@ -383,37 +209,6 @@ def test_the_first_step_needs_no_more_memory_than_the_next(mode, monkeypatch):
     watch.start(state)
     step(state, x)
     assert 0 < watch.most <= step.prepare(x).peak.total
-
-
-@pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize("operation", [Operation.LOAD_STATE, Operation.UPDATE_ON_DEVICE, Operation.STORE_STATE])
-@pytest.mark.parametrize(("number", "mode"), [(0, Mode.GFGB), (3, Mode.RESIDENT)])
-def test_a_failure_is_rolled_back_before_the_first_update_and_damages_the_state_after_it(
-    operation, number, mode, monkeypatch
-):
-    step = make([], mode=mode, streamed=ALL)
-    state, _ = train(step, step.init(PARAMS), 2)
-    is_rolled_back: bool | None = number == 0 and operation is not Operation.STORE_STATE
-    if number and operation is Operation.LOAD_STATE:
-        is_rolled_back = None  # loads of other subgroups run ahead of the first update
-    match = r"layer '.*' failed: no memory"
-    check_failure(step, state, monkeypatch, operation, number, match, is_rolled_back)
-
-
-@pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize("options", [{}, pytest.param({"clip_norm": 0.5}, marks=pytest.mark.slow)], ids=str)
-def test_recorded_steps_hold_the_moves(options, monkeypatch):
-    emulate(monkeypatch)
-    options = {**options, "mode": Mode.RESIDENT, "compute_dtype": jnp.float32}
-    step = make([], streamed=["embed", "layer_1"], record_steps=3, **options)
-    state, _ = train(step, step.init(PARAMS), 5)
-    state.block_until_ready()
-    run = step.recorded()
-    check_times(run)
-    count = 3 * sum(streaming(state).values())
-    lanes = {Kind.STATE_UP: Lane.H2D, Kind.UPDATE: Lane.GPU, Kind.STATE_DOWN: Lane.D2H}
-    for kind, lane in lanes.items():
-        assert sum(task.kind is kind and task.lane is lane for task in run.schedule.tasks) == count
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -17,7 +17,8 @@ from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
 from jaxferry.optimizer import pinned_bytes
 from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Plan
-from planned import assert_same_bits, segment_names
+from planned import assert_same_bits, segment_names, take_steps
+from slowly import slow
 from steps import with_sums_in_host_memory
 from watched import becomes, live_arrays, settled
 
@@ -39,7 +40,7 @@ def loss_fn(params, x):
     return jnp.sum((y + x @ d).astype(jnp.float32))
 
 
-@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), "accelerator"])
+@pytest.fixture(params=[*slow("cpu"), "accelerator"])
 def _device(request, monkeypatch):
     if request.param == "accelerator":
         emulate(monkeypatch)
@@ -53,8 +54,8 @@ def summed(gradients):
 
 
 @pytest.mark.usefixtures("_device")
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("is_on_host", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
+@pytest.mark.parametrize("is_on_host", [False, *slow(True)])
 def test_sums_of_bfloat16_gradients_have_the_bits_of_sums_in_fp32_wherever_they_are(transport, is_on_host):
     """Sums in bfloat16 would end at 256, where the next number is larger by two."""
     names = segment_names(models.Task(loss_fn, PARAMS, XS[0]))
@@ -107,7 +108,7 @@ def plan_of_uses(way):
 
 
 @pytest.mark.usefixtures("_device")
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
 @pytest.mark.parametrize(
     ("way", "options"),
     [*((way, {}) for way in WAYS), ("both", {"accumulate": 2}), ("both", {"clip_norm": 1e9})],
@@ -198,10 +199,7 @@ def trained_with(places, granularity, options):
     step = jaxferry.train_step(
         shared_blocks, jaxferry.sgd(0.5), plan=Plan("any", 1.0, tuple(layers)), granularity=granularity, **options
     )
-    state, losses = step.init(params), []
-    for x in NARROW:
-        state, metrics = step(state, x)
-        losses.append(float(metrics["loss"]))
+    state, losses = take_steps(step, step.init(params), NARROW)
     return losses, state.params
 
 

@@ -19,9 +19,9 @@ from jaxferry.native import library
 from jaxferry.partition import layers_by_path, leaf_paths, make_layer
 from jaxferry.step import LayerPlan, Operation, Plan
 from jaxferry.transport import DevicePut, Ferry, Placement, StoredCopy, hold_together, make_placement
+from models import chain
 from planned import assert_same_bits, plan_of, train, trained
-from steps import after_each_program, transport_of, with_sums_in_host_memory, wrap
-from watched import becomes, device_arrays, device_bytes, live_arrays, settled
+from steps import transport_of, wrap
 
 PARAMS = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}, "c": np.ones(2)}
 
@@ -34,29 +34,6 @@ def placement(request, monkeypatch):
 
 
 ADAMW = optax.adamw(1e-3)
-
-
-@pytest.fixture(scope="module")
-def gpt():
-    return models.mlp(depth=2)
-
-
-@pytest.mark.cpu_device  # so is the emulated one
-@pytest.mark.parametrize(
-    "modes",
-    [
-        *(pytest.param([mode], marks=pytest.mark.slow) for mode in (Mode.GFGB, Mode.RELOAD)),
-        [Mode.RESIDENT, Mode.RELOAD, Mode.GFGB],
-    ],
-)
-def test_the_way_of_accelerators_has_the_same_bits(gpt, modes, monkeypatch):
-    expected, losses = trained(gpt, ADAMW, 3)
-    plan = plan_of(gpt, modes)
-    emulate(monkeypatch)
-    state, others = train(jaxferry.train_step(gpt.loss_fn, ADAMW, plan=plan), gpt, 3)
-    assert others == losses
-    assert_same_bits(state.params, expected)
-    assert {v.sharding.memory_kind for vectors in state.host.vectors for v in vectors} == {"pinned_host"}
 
 
 def test_what_is_loaded_is_what_was_packed_and_is_counted_while_held(placement):
@@ -123,17 +100,17 @@ def _mixed():
     )
 
 
+@pytest.fixture
+def mixed(engine_settings):
+    """That layer, a placement and its transport."""
+    layer, placement = _mixed(), make_placement()
+    return layer, placement, Ferry(placement, [layer])
+
+
 def test_large_parameters_come_first_in_a_vector_and_small_ones_adjoin():
     layer = _mixed()
     by_offset = sorted(layer.leaves, key=lambda leaf: leaf.offset)
-    assert [leaf.path for leaf in by_offset] == [
-        "kernel",
-        "up/w",
-        "bias",
-        "norm/bias",
-        "norm/scale",
-        "up/b",
-    ]
+    assert [leaf.path for leaf in by_offset] == ["kernel", "up/w", "bias", "norm/bias", "norm/scale", "up/b"]
     assert [leaf.offset for leaf in by_offset] == list(np.cumsum([0, *(leaf.size for leaf in by_offset[:-1])]))
     assert layer.vectors == (jax.ShapeDtypeStruct((sum(leaf.size for leaf in layer.leaves),), jnp.float32),)
     leaves = [np.random.default_rng(leaf.index).normal(size=leaf.shape).astype(np.float32) for leaf in layer.leaves]
@@ -141,10 +118,8 @@ def test_large_parameters_come_first_in_a_vector_and_small_ones_adjoin():
         assert_same_bits(layer.unpack(vectors), leaves)
 
 
-@pytest.mark.usefixtures("engine_settings")
-def test_small_gradients_leave_as_one_transfer():
-    layer, placement = _mixed(), make_placement()
-    transport = Ferry(placement, [layer])
+def test_small_gradients_leave_as_one_transfer(mixed):
+    layer, placement, transport = mixed
     made = [np.random.default_rng(leaf.index).normal(size=leaf.shape).astype(np.float32) for leaf in layer.leaves]
     vectors = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in layer.vectors]
     sources = jax.eval_shape(layer.join_small, made)
@@ -267,10 +242,8 @@ def gradients_of(layer, placement):
     return made, jax.device_put(layer.join_small(list(map(jnp.asarray, made))), placement.device)
 
 
-@pytest.mark.usefixtures("engine_settings")
-def test_a_gradient_and_its_vectors_stay_until_the_copy_has_ended(slow_store):
-    layer, placement = _mixed(), make_placement()
-    transport = Ferry(placement, [layer])
+def test_a_gradient_and_its_vectors_stay_until_the_copy_has_ended(mixed, slow_store):
+    layer, placement, transport = mixed
     made, gradients = gradients_of(layer, placement)
     stored = transport.store(0, gradients)
     vectors = weakref.ref(stored.vectors[0])
@@ -285,10 +258,8 @@ def test_a_gradient_and_its_vectors_stay_until_the_copy_has_ended(slow_store):
     assert_same_bits(layer.unpack([jnp.asarray(copy.arrays[0])]), made)
 
 
-@pytest.mark.usefixtures("engine_settings")
-def test_a_device_that_waits_for_a_copy_may_reuse_its_sources_but_not_its_vectors():
-    layer, placement = _mixed(), make_placement()
-    transport = Ferry(placement, [layer])
+def test_a_device_that_waits_for_a_copy_may_reuse_its_sources_but_not_its_vectors(mixed):
+    layer, placement, transport = mixed
     made, gradients = gradients_of(layer, placement)
     stored = transport.store(0, gradients)
     stored.copy.hold()
@@ -299,10 +270,8 @@ def test_a_device_that_waits_for_a_copy_may_reuse_its_sources_but_not_its_vector
     assert not transport.in_flight
 
 
-@pytest.mark.usefixtures("engine_settings")
-def test_what_has_failed_to_arrive_stays(monkeypatch):
-    layer, placement = _mixed(), make_placement()
-    transport = Ferry(placement, [layer])
+def test_what_has_failed_to_arrive_stays(mixed, monkeypatch):
+    layer, placement, transport = mixed
     _, gradients = gradients_of(layer, placement)
     stored = transport.store(0, gradients)
 
@@ -366,121 +335,6 @@ def test_a_small_gradient_beside_an_empty_one_leaves_whole():
     assert_same_bits(state.params, expected.params)
 
 
-@pytest.fixture
-def accelerator(monkeypatch):
-    emulate(monkeypatch)
-
-
-LAYERS = {
-    f"l{i}": {"w": np.random.default_rng(i).normal(0, 0.1, (64, 64)).astype(np.float32), "b": np.zeros(64, np.float32)}
-    for i in range(6)
-}
-ROWS = np.ones((4, 64), np.float32)
-
-
-def deep_loss(params, x):
-    for layer in params.values():
-        x = jnp.tanh(x @ layer["w"] + layer["b"])
-    return jnp.mean(x**2)
-
-
-@pytest.mark.usefixtures("accelerator")
-@pytest.mark.parametrize(
-    ("accumulate", "num_frozen"),
-    [(1, 3), (2, 0), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 0), (2, 3)))],
-)
-def test_steps_in_a_row_need_no_more_memory_than_one(accumulate, num_frozen, monkeypatch):
-    plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.RELOAD, GradientPlace.DEVICE) for name in LAYERS))
-    trainable = {name: index >= num_frozen for index, name in enumerate(LAYERS)}
-    options = {"plan": plan, "transport": "ferry", "trainable": trainable}
-    single = jaxferry.train_step(deep_loss, ADAMW, **options)
-    single.init(LAYERS)
-    held = single.prepare(ROWS).peak.held
-    step = jaxferry.train_step(deep_loss, ADAMW, accumulate=accumulate, **options)
-    state = step.init(LAYERS)
-    with_sums_in_host_memory(step.prepare(ROWS))
-    # Arrays of earlier tests may be freed meanwhile.
-    before, most = device_arrays(), []
-    known = set(map(id, before))
-
-    def count(number):
-        most.append(device_bytes(known))
-
-    after_each_program(monkeypatch, count)
-    emulator = library("cpu")
-    emulator.set_bandwidth("store", 1e6)
-    try:
-        for _ in range(6):
-            state, _ = step(state, ROWS)
-    finally:
-        emulator.set_bandwidth("store", 0)
-    state.block_until_ready()
-    # Losses and norms of the previous step are a few bytes more.
-    assert 0.7 * held < max(most) <= held + 64
-
-
-@pytest.mark.usefixtures("accelerator")
-def test_dropped_sums_leave_nothing_behind():
-    step = jaxferry.train_step(deep_loss, ADAMW, transport="ferry", accumulate=2)
-    state = step.init(LAYERS)
-    with_sums_in_host_memory(step.prepare(ROWS))
-    transport, counts = transport_of(step, ROWS), []
-    for _ in range(8):
-        with pytest.raises(jaxferry.NonFiniteError):  # in the first of two micro-batches
-            step(state, np.full_like(ROWS, np.nan))
-        counts.append(len(transport.in_flight))
-    assert max(counts) <= 4 * len(LAYERS)
-
-
-def tied(first):
-    """A table that is read densely before its lookup, or behind it."""
-
-    def loss_fn(params, tokens, x):
-        dense, rows = jnp.tanh(x @ params["table"]), params["table"][tokens]
-        h = jnp.tanh((dense if first else rows) @ params["w"]) + (rows if first else dense)
-        return jnp.mean(h**2)
-
-    params = {"table": np.full((64, 64), 0.01, np.float32), "w": np.full((64, 64), 0.02, np.float32)}
-    return loss_fn, params, (np.arange(4, dtype=np.int32), ROWS)
-
-
-@pytest.mark.usefixtures("accelerator")
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
-@pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_tied_tables_keep_no_more_pinned_memory_after_more_steps(first, transport):
-    loss_fn, params, batch = tied(first)
-    step = jaxferry.train_step(loss_fn, ADAMW, transport=transport)
-    state = step.init(params)
-
-    def pinned():
-        state.block_until_ready()
-        return sum(a.nbytes for a in live_arrays() if a.sharding.memory_kind == "pinned_host")
-
-    for _ in range(3):
-        state, _ = step(state, *batch)
-    before = settled(pinned)
-    for _ in range(5):
-        state, _ = step(state, *batch)
-    assert becomes(lambda: pinned() <= before)
-
-
-@pytest.mark.usefixtures("accelerator")
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
-def test_rows_of_many_micro_batches_are_added_as_they_come(transport):
-    def loss_fn(params, tokens):
-        return jnp.mean(jnp.tanh(params["table"][tokens] @ params["w"]) ** 2)
-
-    params = {"table": np.full((64, 8), 0.1, np.float32), "w": np.full((8, 8), 0.2, np.float32)}
-    step = jaxferry.train_step(loss_fn, ADAMW, transport=transport, accumulate=1000)
-    state, counts, tokens = step.init(params), [], np.arange(4, dtype=np.int32)
-    for _ in range(24):
-        state, _ = step(state, tokens)
-        time.sleep(0.01)
-        gc.collect()
-        counts.append(len(live_arrays()))
-    assert min(counts[-4:]) <= max(counts[4:8]) + 8
-
-
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
 def test_a_gradient_stays_until_its_norm_is_known_though_its_update_has_ended(transport, monkeypatch):
     computed = norms._norm_of_vectors
@@ -491,11 +345,8 @@ def test_a_gradient_stays_until_its_norm_is_known_though_its_update_has_ended(tr
 
     monkeypatch.setattr(norms, "_norm_of_vectors", late)
 
-    def loss_fn(params, x):
-        # No program knows the norm of a gradient to which two add.
-        for name in ("l0", "l1", "l0"):
-            x = jnp.tanh(x @ params[name]["w"])
-        return jnp.mean(x**2)
+    # No program knows the norm of a gradient to which two add.
+    loss_fn = chain(("l0", "l1", "l0"))
 
     params = {f"l{i}": {"w": np.full((8, 8), 0.1 + 0.01 * i, np.float32)} for i in range(2)}
     places = {"l0": GradientPlace.HOST, "l1": GradientPlace.DEVICE, "l0#2": GradientPlace.HOST}

@@ -1,6 +1,5 @@
 """examples/bert: its model against NumPy and the published sizes, its batches, its command line from end to end."""
 
-import dataclasses
 import math
 
 import jax
@@ -8,49 +7,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
-from scipy.special import erf, log_softmax
+from scipy.special import log_softmax
 
+import small_examples
 from examples.bert import data, fill, masking, model, train
-from examples.common.training import count_parameters
-from jaxferry.errors import InputError
-from jaxferry.partition import partition
-from metrics_files import read_losses, read_metrics
-from plain_optax import assert_same_losses
+from small_examples import attend, dense, exact, gelu, norm, vocabulary
 
 pytestmark = pytest.mark.slow
 
-SMALL = model.Config(num_layers=2, num_heads=2, channels=16, max_length=16, vocab_size=64)
+SMALL = small_examples.SMALL["bert"]
+
 SPECIAL = len(data.SPECIAL_TOKENS)
 
 
 @pytest.fixture(scope="module")
 def params():
-    """Parameters without zeros, so that omitting one is noticed."""
-    fresh = jax.jit(model.make_init(SMALL))(jax.random.key(0))
-    leaves, tree = jax.tree.flatten(fresh)
-    rng = np.random.default_rng(2)
-    return jax.tree.unflatten(tree, [leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32) for leaf in leaves])
-
-
-@dataclasses.dataclass(frozen=True)
-class Vocabulary:
-    """The part of a tokenizer that batches use."""
-
-    size: int
-
-    def get_vocab_size(self):
-        return self.size
-
-
-def make_batches():
-    tokens = np.random.default_rng(1).integers(SPECIAL, SMALL.vocab_size, size=2000).astype(np.uint16)
-    return data.Pairs(tokens, 3, 16, 0, Vocabulary(SMALL.vocab_size))
+    return small_examples.params_of("bert")
 
 
 @pytest.fixture(scope="module")
 def batch():
     """A batch whose second row is shorter than the others."""
-    batch = make_batches()(0)
+    batch = small_examples.batches_of("bert", None)(0)
     batch["tokens"][1, 12:] = data.PAD
     batch["positions"][1] = [3, 5]
     batch["weights"][1] = [1, 0]
@@ -62,35 +40,18 @@ loss_fn = jax.jit(model.make_loss(SMALL))
 
 def numpy_heads(config, params, tokens, types):
     """BERT for one row, token by token: each attends to all that are no padding."""
-    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-
-    def norm(x, p):
-        variance = ((x - x.mean(-1, keepdims=True)) ** 2).mean(-1, keepdims=True)
-        return (x - x.mean(-1, keepdims=True)) / np.sqrt(variance + config.epsilon) * p["scale"] + p["bias"]
-
-    def dense(x, p):
-        return x @ p["kernel"] + p["bias"]
-
-    def gelu(x):
-        return x * (1 + erf(x / np.sqrt(2))) / 2
-
+    p = exact(params)
     places = config.first_position + np.arange(len(tokens))
     x = p["tokens"]["embedding"][tokens] + p["positions"]["embedding"][places] + p["types"]["embedding"][types]
-    x = norm(x, p["ln"])
+    x = norm(x, p["ln"], config.epsilon)
     seen = np.flatnonzero(tokens != config.pad)
-    width = config.channels // config.num_heads
     for layer in (p[f"block_{i}"] for i in range(config.num_layers)):
-        q, k, v = (dense(x, layer[name]) for name in ("query", "key", "value"))
-        y = np.zeros_like(x)
-        for t in range(len(tokens)):
-            for part in (slice(head * width, (head + 1) * width) for head in range(config.num_heads)):
-                weights = np.exp(k[seen, part] @ q[t, part] / np.sqrt(width))
-                y[t, part] = weights / weights.sum() @ v[seen, part]
-        x = norm(x + dense(y, layer["proj"]), layer["ln_1"])
-        x = norm(x + dense(gelu(dense(x, layer["up"])), layer["down"]), layer["ln_2"])
-    logits = norm(gelu(dense(x, p["transform"])), p["transform_ln"]) @ p["tokens"]["embedding"].T + p["bias"]
-    follows = dense(np.tanh(dense(x[0], p["pooler"])), p["next"]) if config.predicts_next else None
-    return logits, follows
+        y = attend(*(dense(x, layer[name]) for name in ("query", "key", "value")), config.num_heads, lambda t: seen)
+        x = norm(x + dense(y, layer["proj"]), layer["ln_1"], config.epsilon)
+        x = norm(x + dense(gelu(dense(x, layer["up"])), layer["down"]), layer["ln_2"], config.epsilon)
+    transformed = norm(gelu(dense(x, p["transform"])), p["transform_ln"], config.epsilon)
+    logits = transformed @ p["tokens"]["embedding"].T + p["bias"]
+    return logits, dense(np.tanh(dense(x[0], p["pooler"])), p["next"]) if config.predicts_next else None
 
 
 def test_losses_are_those_of_a_numpy_bert(params, batch):
@@ -116,43 +77,6 @@ def test_an_untrained_model_knows_nothing(batch):
     _, told = loss_fn(jax.jit(model.make_init(SMALL))(jax.random.key(0)), batch)
     assert abs(told["masked_loss"] - math.log(SMALL.vocab_size)) < 0.2
     assert abs(told["next_loss"] - math.log(2)) < 0.1
-
-
-# The published checkpoints, 110 M and 340 M: encoder with pooler 109,482,240 and 335,141,888; the heads' transform
-# C^2 + C and its LayerNorm 2 C, a bias for each token, and the next sentence's 2 C + 2.
-@pytest.mark.parametrize(
-    ("size", "encoder", "C"), [("base", 109_482_240, 768), ("large", 335_141_888, 1024)], ids=["base", "large"]
-)
-def test_sizes_are_the_published_ones(size, encoder, C):
-    heads = C**2 + C + 2 * C + 30522 + 2 * C + 2
-    assert count_parameters(model.make_init(model.SIZES[size])) == encoder + heads
-
-
-def test_losses_agree_with_a_plain_optax_loop(params):
-    assert_same_losses(model.make_loss(SMALL), train.BERT.make_optimizer(1e-3), params, make_batches())
-
-
-def test_losses_with_dropout_agree_too(params):
-    draw = make_batches()
-
-    def batches(step):
-        return {**draw(step), "key": jax.random.fold_in(jax.random.key(0), step)}
-
-    config = dataclasses.replace(SMALL, dropout=0.1)
-    assert_same_losses(model.make_loss(config), train.BERT.make_optimizer(1e-3), params, batches)
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.1])
-def test_all_blocks_share_one_program_and_only_the_hidden_state_crosses(rate, params, batch):
-    config = dataclasses.replace(SMALL, dropout=rate)
-    key = {"key": jax.random.key(0)} if rate else {}
-    segments = partition(model.make_loss(config), params, (batch | key,), {}).segments
-    names = [segment.name for segment in segments]
-    heads = ["pooler", "next", "transform", "transform_ln", "tokens#2", "bias"]
-    assert names == ["tokens", "positions", "types", "ln", "block_0", "block_1", *heads]
-    assert segments[4].program == segments[5].program
-    assert len({segment.program for segment in segments}) == len(segments) - 1
-    assert [len(segment.outputs) for segment in segments[:5]] == [1] * 5
 
 
 def test_weights_decay_but_not_biases_and_norms(params):
@@ -189,7 +113,7 @@ def test_the_masked_share_is_hidden_replaced_or_kept():
 
 
 def test_a_row_is_two_spans_that_follow_each_other_or_not():
-    batches = data.Pairs(np.arange(SPECIAL, 5000, dtype=np.uint16), 64, 32, 0, Vocabulary(5000))
+    batches = data.Pairs(np.arange(SPECIAL, 5000, dtype=np.uint16), 64, 32, 0, vocabulary(5000))
     batch = batches(3)
     tokens = batch["tokens"].copy()
     np.put_along_axis(tokens, batch["positions"], batch["labels"], 1)
@@ -207,18 +131,6 @@ def test_a_row_is_two_spans_that_follow_each_other_or_not():
         np.testing.assert_array_equal(types, np.arange(32) > middle)
         num_following += follows
     assert 16 < num_following < 48
-
-
-def test_a_batch_depends_on_seed_and_step_alone():
-    tokens = np.random.default_rng(1).integers(SPECIAL, 64, size=2000).astype(np.uint16)
-
-    def draw(seed, step):
-        return data.Pairs(tokens, 4, 16, seed, Vocabulary(64))(step)
-
-    first, again = draw(0, 7), draw(0, 7)
-    assert all((first[name] == again[name]).all() for name in first)
-    assert not (draw(0, 8)["labels"] == first["labels"]).all()
-    assert not (draw(1, 7)["labels"] == first["labels"]).all()
 
 
 def test_what_is_filled_in_is_the_likeliest_token(params, batch):
@@ -252,65 +164,8 @@ def test_the_table_of_filled_in_tokens_shows_the_text_as_it_is(params, batch):
     assert probability == f"{likely[0, i]:.2f}"
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """Lets the size `tiny` stand for a model that is quick to compile."""
-    monkeypatch.setitem(model.SIZES, "tiny", dataclasses.replace(SMALL, vocab_size=300))
-
-
-def run(text, *args):
-    small = ["--batch", "2", "--seq", "16", "--sample-tokens", "0"]
-    return train.main(["--data", str(text), *small, *map(str, args)])
-
-
 def test_the_tokenizer_knows_the_words_and_the_special_tokens(cache, text):
     corpus = data.load(text, 300)
     assert [corpus.tokenizer.token_to_id(token) for token in data.SPECIAL_TOKENS] == list(range(SPECIAL))
     assert corpus.train.max() < 300
     assert corpus.tokenizer.decode(corpus.tokenizer.encode("Fähre\nreturn").ids) == "fahre return"
-
-
-def test_training_learns_and_fills_in(small, cache, text, tmp_path, capsys):
-    metrics = tmp_path / "metrics.jsonl"
-    assert run(text, "--steps", 150, "--lr", "0.01", "--metrics", metrics, "--sample-tokens", 2) == 0
-    records = read_metrics(metrics)
-    assert [record["step"] for record in records] == list(range(150))
-    assert records[0].keys() >= {"loss", "masked_loss", "next_loss", "masked_accuracy", "next_accuracy"}
-    printed = capsys.readouterr().out
-    before, after = (
-        float(line.split("masked_loss ")[1].split(",")[0]) for line in printed.splitlines() if "validation" in line
-    )
-    assert after < before - 1
-    assert "masked tokens filled in" in printed
-
-
-def test_a_resumed_run_goes_on_bit_by_bit(small, cache, text, tmp_path):
-    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
-    assert run(text, "--steps", 6, "--metrics", whole) == 0
-    assert run(text, "--steps", 3, "--metrics", parts, "--save", tmp_path / "saved") == 0
-    assert run(text, "--steps", 6, "--metrics", parts, "--resume", tmp_path / "saved") == 0
-    assert read_losses(whole) == read_losses(parts)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--size", "huge"], "--size must be one of tiny, base, large, got huge"),
-        (["--seq", "257"], "--seq must be at most the 256 positions of size tiny, got 257"),
-        (["--seq", "7"], "--seq must be at least 8"),
-        (["--compute-dtype", "int8"], "--compute-dtype must be one of float32, bfloat16, float16, got int8"),
-        (["--memory-budget", "much"], "memory_budget must be a number of bytes"),
-        (["--data", "no/such/file"], "no/such/file"),
-        (["--resume", "no/such/state"], "no/such/state"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(args, message, cache, text, capsys):
-    assert run(text, "--steps", "1", *args) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_a_text_shorter_than_a_row_is_refused():
-    with pytest.raises(InputError, match="--seq must be below the 8 tokens"):
-        data.Pairs(np.arange(8, dtype=np.uint16), 1, 8, 0, Vocabulary(100))

@@ -1,4 +1,4 @@
-"""examples/llama: its model against NumPy and the published sizes, adapters, weights, its command line."""
+"""examples/llama: its model against NumPy, adapters, weights."""
 
 import dataclasses
 import itertools
@@ -14,38 +14,33 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import jaxferry
+import small_examples
 from examples.common import text as common_text
-from examples.common.training import count_parameters
 from examples.llama import model, sample, train, weights
 from jaxferry.checkpoint import pretrained
 from jaxferry.engine import derivatives_of
 from jaxferry.errors import InputError
-from jaxferry.partition import partition, partition_forward
-from metrics_files import read_losses, read_metrics
-from plain_optax import assert_same_losses, offloaded_losses
+from jaxferry.partition import partition
+from metrics_files import read_losses
+from plain_optax import offloaded_losses
 from planned import assert_same_bits
+from small_examples import of_words, params_of, run, with_noise
 
 pytestmark = pytest.mark.slow
 
-SMALL = model.Config(2, 4, 2, 16, 24, max_length=32, vocab_size=37)
-SCALED = dataclasses.replace(
-    SMALL, is_tied=True, rope_base=500.0, rope_scaling=model.RopeScaling(factor=8.0, low=1.0, high=4.0, length=16)
-)
-ADAPTED = dataclasses.replace(SMALL, lora_rank=3, lora_alpha=6.0)
-BIASED = dataclasses.replace(SMALL, is_tied=True, has_bias=True, epsilon=1e-6, lora_rank=3)  # as Qwen2 is
-CONFIGS = [SMALL, SCALED, ADAPTED, BIASED]
+SMALL, SCALED, ADAPTED, BIASED = small_examples.LLAMAS.values()
+EACH = pytest.mark.parametrize("name", small_examples.LLAMAS)
 
 
-def make_params(config):
-    """Parameters without zeros and ones, so that omitting one is noticed."""
-    leaves, tree = jax.tree.flatten(jax.jit(model.make_init(config))(jax.random.key(0)))
-    rng = np.random.default_rng(2)
-    return jax.tree.unflatten(tree, [leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32) for leaf in leaves])
+@pytest.fixture
+def small(monkeypatch):
+    """Lets the size `tiny` stand for a model that is quick to compile."""
+    small_examples.tiny(monkeypatch, "llama")
 
 
 @pytest.fixture(scope="module")
 def params():
-    return make_params(SMALL)
+    return params_of("llama")
 
 
 @pytest.fixture(scope="module")
@@ -131,51 +126,24 @@ def logits_of(config, params, tokens):
     return nnx.merge(model.make_graph(config), params)(tokens)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted", "biased"])
-def test_logits_are_those_of_a_numpy_llama(config, tokens):
-    params = make_params(config)
+@EACH
+def test_logits_are_those_of_a_numpy_llama(name, tokens):
+    config, params = small_examples.LLAMAS[name], params_of(name)
     tensors = published(config, params)
     expected = np.stack([numpy_logits(config, tensors, row) for row in tokens])
     np.testing.assert_allclose(logits_of(config, params, tokens), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted", "biased"])
-def test_activations_have_the_parameters_dtype_and_the_table_a_gradient_of_rows(config, tokens):
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params(config))
+@EACH
+def test_activations_have_the_parameters_dtype_and_the_table_a_gradient_of_rows(name, tokens):
+    config, whole = small_examples.LLAMAS[name], params_of(name)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), whole)
     assert jax.eval_shape(lambda p: logits_of(config, p, tokens), params).dtype == jnp.bfloat16
     batch = {"tokens": tokens}
-    parts = partition(model.make_loss(config), make_params(config), (batch,), compute_dtype=jnp.bfloat16)
+    parts = partition(model.make_loss(config), whole, (batch,), compute_dtype=jnp.bfloat16)
     crossing = {v for segment in parts.segments for v in (*segment.inputs, *segment.outputs)} - {parts.loss}
     assert {parts.graph.avals[value].dtype for value in crossing} == {jnp.dtype(jnp.bfloat16)}
     assert derivatives_of(parts, "none")[parts.segments[0].program].has_rows
-
-
-# The parameter counts of the published checkpoints.
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        ("3.2-1b", 1_235_814_400),
-        ("3.2-3b", 3_212_749_824),
-        ("qwen2.5-0.5b", 494_032_768),
-        ("qwen2.5-1.5b", 1_543_714_304),
-        ("2-7b", 6_738_415_616),
-        ("2-13b", 13_015_864_320),
-        ("3-8b", 8_030_261_248),
-    ],
-)
-def test_sizes_are_the_published_ones(size, expected):
-    assert count_parameters(model.make_init(model.SIZES[size])) == expected
-
-
-def make_batches(step):
-    rng = np.random.default_rng((0, step))
-    return {"tokens": rng.integers(SMALL.vocab_size, size=(3, 13), dtype=np.int32)}
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted", "biased"])
-def test_losses_agree_with_a_plain_optax_loop(config):
-    optimizer = train.make_optimizer(1e-3, config.lora_rank)
-    assert_same_losses(model.make_loss(config), optimizer, make_params(config), make_batches)
 
 
 def test_fresh_adapters_change_nothing_and_only_they_are_trained(tokens):
@@ -185,28 +153,13 @@ def test_fresh_adapters_change_nothing_and_only_they_are_trained(tokens):
     step = jaxferry.train_step(model.make_loss(ADAPTED), train.make_optimizer(1e-2, ADAPTED.lora_rank))
     state = step.init(fresh)
     for i in range(30):
-        state, _ = step(state, make_batches(i))
+        state, _ = step(state, of_words(i))
     adapters, kept = nnx.split_state(state.params, nnx.LoRAParam, ...)
     assert_same_bits(kept, base)
     before = nnx.split_state(fresh, nnx.LoRAParam, ...)[0]
     for (path, leaf), old in zip(jax.tree.leaves_with_path(adapters), jax.tree.leaves(before), strict=True):
         assert not np.array_equal(leaf, old), jax.tree_util.keystr(path)
     assert train.count_trained(model.make_init(ADAPTED), 3) == sum(leaf.size for leaf in jax.tree.leaves(before))
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted", "biased"])
-def test_all_blocks_share_one_program(config, tokens):
-    config = dataclasses.replace(config, num_layers=3)
-    params = make_params(config)
-    heads = ["norm", "embed#2" if config.is_tied else "head"]
-    segments = partition(model.make_loss(config), params, ({"tokens": tokens},), {}).segments
-    assert [segment.name for segment in segments] == ["embed", "layers/0", "layers/1", "layers/2", *heads]
-    assert len({segment.program for segment in segments[1:4]}) == 1
-    caches = model.make_caches(config, 1, 8, jnp.float32)
-    args = (jnp.array([[5]]), caches, 3, 0.5, jax.random.key(0))
-    segments = partition_forward(sample.make_decode(config), params, args).segments
-    assert [segment.name for segment in segments] == ["embed", "layers/0", "layers/1", "layers/2", *heads]
-    assert len({segment.program for segment in segments[1:4]}) == 1
 
 
 def test_greedy_sampling_with_a_cache_takes_the_likeliest_token_each_time(params):
@@ -235,7 +188,7 @@ def save_shards(tensors, folder):
     "config", [SMALL, SCALED, dataclasses.replace(BIASED, lora_rank=0)], ids=["plain", "scaled and tied", "biased"]
 )
 def test_published_weights_become_the_model_that_they_are(config, tokens, tmp_path):
-    params = make_params(config)
+    params = with_noise(model.make_init(config))
     tensors = published(config, params) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
     save_shards(tensors, tmp_path)
     step = jaxferry.train_step(model.make_loss(config), optax.sgd(0.1))
@@ -258,9 +211,9 @@ def test_published_weights_are_given_fresh_adapters(params, tokens, tmp_path):
     assert_same_bits(adapters, fresh)
 
 
-@pytest.mark.parametrize("config", CONFIGS[1:], ids=["scaled and tied", "adapted", "biased"])
+@pytest.mark.parametrize("config", [SCALED, ADAPTED, BIASED], ids=["scaled and tied", "adapted", "biased"])
 def test_written_weights_are_the_model_with_its_adapters(config, tokens, text, tmp_path):
-    params = jax.tree.map(lambda leaf: leaf + np.float32(0.01), make_params(config))  # adapters start as zeros
+    params = with_noise(model.make_init(config))
     weights.save(config, params, tmp_path / "new", common_text.train_byte_bpe([text.read_text()], 300))
     plain = dataclasses.replace(config, lora_rank=0)
     written = jax.tree.map(np.asarray, weights.load(plain, tmp_path / "new"))
@@ -298,33 +251,11 @@ def test_weights_of_another_model_are_refused_by_name(params, tmp_path):
     assert "model.norm.weight is [8], norm/scale [16]" in str(refused.value)
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """Lets the size `tiny` stand for a model that is quick to compile."""
-    monkeypatch.setitem(model.SIZES, "tiny", dataclasses.replace(SMALL, vocab_size=300))
-
-
-def run(text, *args):
-    small = ["--batch", "2", "--seq", "16", "--sample-tokens", "0"]
-    return train.main(["--data", str(text), *small, *map(str, args)])
-
-
-def test_training_learns_and_writes(small, cache, text, tmp_path, capsys):
-    metrics = tmp_path / "metrics.jsonl"
-    assert run(text, "--steps", 60, "--lr", "0.01", "--metrics", metrics, "--sample-tokens", 4) == 0
-    records = read_metrics(metrics)
-    assert records[-1]["loss"] < records[0]["loss"] - 1
-    printed = capsys.readouterr().out
-    assert "a sample" in printed
-    assert f"{count_parameters(model.make_init(model.SIZES['tiny'])):,} parameters" in printed
-
-
-@pytest.mark.parametrize("adapters", [[], ["--lora-rank", "2"]], ids=["all", "adapters"])
-def test_a_resumed_run_goes_on_bit_by_bit(adapters, small, cache, text, tmp_path):
-    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
-    assert run(text, "--steps", 6, "--metrics", whole, *adapters) == 0
-    assert run(text, "--steps", 3, "--metrics", parts, "--save", tmp_path / "saved", *adapters) == 0
-    assert run(text, "--steps", 6, "--metrics", parts, "--resume", tmp_path / "saved", *adapters) == 0
+def test_a_resumed_run_of_adapters_goes_on_bit_by_bit(small, cache, text, tmp_path):
+    whole, parts, adapters = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl", ["--lora-rank", "2"]
+    assert run("llama", text, "--steps", 6, "--metrics", whole, *adapters) == 0
+    assert run("llama", text, "--steps", 3, "--metrics", parts, "--save", tmp_path / "saved", *adapters) == 0
+    assert run("llama", text, "--steps", 6, "--metrics", parts, "--resume", tmp_path / "saved", *adapters) == 0
     assert read_losses(whole) == read_losses(parts)
 
 
@@ -334,7 +265,7 @@ def checkpoint(small, text, tmp_path):
     folder = tmp_path / "weights"
     folder.mkdir()
     config = model.SIZES["tiny"]
-    save_shards(published(config, make_params(config)), folder)
+    save_shards(published(config, with_noise(model.make_init(config))), folder)
     tokenizer = common_text.train_byte_bpe([text.read_text()], config.vocab_size)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
@@ -343,7 +274,7 @@ def checkpoint(small, text, tmp_path):
 def test_training_goes_on_from_published_weights(checkpoint, cache, text, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     options = ["--steps", "3", "--lora-rank", "2", "--metrics", metrics]
-    assert run(text, "--weights", checkpoint, *options) == 0
+    assert run("llama", text, "--weights", checkpoint, *options) == 0
     config = dataclasses.replace(model.SIZES["tiny"], lora_rank=2)
     corpus = common_text.load_pretrained(text, config.vocab_size, checkpoint)
     batches = train.Batches(corpus.train, 2, 16, 0)
@@ -353,21 +284,6 @@ def test_training_goes_on_from_published_weights(checkpoint, cache, text, tmp_pa
     assert [loss for _, loss in read_losses(metrics)] == expected
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--size", "huge"], "--size must be one of tiny, 3.2-1b, 2-7b, 2-13b, 3-8b, got huge"),
-        (["--lora-rank", "-1"], "--lora-rank"),
-        (["--weights", "no/such/folder"], "there is no no/such/tokenizer.json"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(args, message, small, cache, text, capsys):
-    assert run(text, "--steps", "1", *args) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
 def test_weights_and_a_saved_state_are_not_both_taken(checkpoint, cache, text, capsys):
-    assert run(text, "--weights", checkpoint, "--resume", "somewhere") == 2
-    assert "--resume and --weights both name" in capsys.readouterr().err
+    assert run("llama", text, "--weights", checkpoint, "--resume", "somewhere") == 2
+    assert "--resume and --weights both set" in capsys.readouterr().err

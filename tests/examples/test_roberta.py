@@ -6,16 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from examples.common.training import count_parameters
-from examples.roberta import data, model, train
-from jaxferry.errors import InputError
-from jaxferry.partition import partition
-from metrics_files import read_losses
-from plain_optax import assert_same_losses
+import small_examples
+from examples.roberta import data, model
 
 pytestmark = pytest.mark.slow
 
-SMALL = model.configure(2, 2, 16, max_length=16, vocab_size=300)
+SMALL = small_examples.SMALL["roberta"]
 
 
 @pytest.fixture
@@ -28,29 +24,9 @@ def batches(corpus):
     return data.FullSentences(corpus.train, 4, 16, 0, corpus.tokenizer)
 
 
-# The published checkpoints, 125 M and 355 M, with the head for masked tokens and without BERT's pooler.
-@pytest.mark.parametrize(("size", "expected"), [("base", 124_697_433), ("large", 355_412_057)])
-def test_sizes_are_the_published_ones(size, expected):
-    assert count_parameters(model.make_init(model.SIZES[size])) == expected
-
-
-def test_losses_agree_with_a_plain_optax_loop(batches):
-    params = jax.jit(model.make_init(SMALL))(jax.random.key(0))
-    assert_same_losses(model.make_loss(SMALL), train.ROBERTA.make_optimizer(1e-3), params, batches)
-
-
-def test_all_blocks_share_one_program(batches):
-    params = jax.eval_shape(model.make_init(SMALL), jax.random.key(0))
-    segments = partition(model.make_loss(SMALL), params, (batches(0),), {}).segments
-    names = [segment.name for segment in segments]
-    heads = ["transform", "transform_ln", "tokens#2", "bias"]
-    assert names == ["tokens", "positions", "types", "ln", "block_0", "block_1", *heads]
-    assert segments[4].program == segments[5].program
-
-
 def test_padding_changes_nothing(batches):
     """Neither the amount of padding nor the tokens at masked positions change the loss."""
-    params = jax.jit(model.make_init(SMALL))(jax.random.key(0))
+    params = small_examples.params_of("roberta")
     loss_fn = jax.jit(model.make_loss(SMALL))
     batch = batches(0)
     batch["tokens"][:, 10:] = data.PAD
@@ -62,7 +38,7 @@ def test_padding_changes_nothing(batches):
 
 
 def test_the_first_position_is_the_third_row_of_the_table(batches):
-    params = jax.jit(model.make_init(SMALL))(jax.random.key(0))
+    params = small_examples.params_of("roberta")
     batch = batches(0)
     gradients = jax.grad(lambda params: model.make_loss(SMALL)(params, batch)[0])(params)
     used = np.flatnonzero(np.abs(gradients["positions"]["embedding"]).max(1))
@@ -108,44 +84,6 @@ def test_the_same_sentences_are_masked_anew_each_step(corpus):
     assert masked == [batches(step)["positions"].tolist() for step in range(8)]
 
 
-@pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setitem(model.SIZES, "tiny", SMALL)
-
-
-def run(text, *args):
-    small = ["--batch", "2", "--seq", "16", "--sample-tokens", "0"]
-    return train.main(["--data", str(text), *small, *map(str, args)])
-
-
-def test_training_learns_and_a_resumed_run_goes_on_bit_by_bit(small, cache, text, tmp_path, capsys):
-    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
-    assert run(text, "--steps", 80, "--lr", "0.01", "--metrics", whole, "--sample-tokens", 2) == 0
-    printed = capsys.readouterr().out
-    lines = [line for line in printed.splitlines() if "validation loss" in line]
-    before, after = (float(line.split(": ")[1].split(",")[0]) for line in lines)
-    assert abs(before - math.log(300)) < 0.3
-    assert after < before - 1
-    assert "masked tokens filled in" in printed
-    saved = tmp_path / "saved"
-    assert run(text, "--steps", 3, "--lr", "0.01", "--metrics", parts, "--save", saved) == 0
-    assert run(text, "--steps", 6, "--lr", "0.01", "--metrics", parts, "--resume", saved) == 0
-    assert read_losses(whole)[:6] == read_losses(parts)
-
-
-def test_bad_input_is_one_line_and_status_2(small, cache, text, capsys):
-    for args, message in [
-        (["--size", "huge"], "--size must be one of tiny, base, large, got huge"),
-        (["--seq", "17"], "--seq must be at most the 16 positions of size tiny, got 17"),
-        (["--seq", "2"], "--seq must be at least 3"),
-        (["--resume", "no/such/state"], "no/such/state"),
-    ]:
-        assert run(text, "--steps", "1", *args) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
-
-
-def test_a_text_shorter_than_a_row_is_refused(corpus):
-    with pytest.raises(InputError, match="--seq must be below the 8 tokens"):
-        data.FullSentences(np.arange(8, dtype=np.uint16), 1, 8, 0, corpus.tokenizer)
+def test_an_untrained_model_knows_nothing(batches):
+    loss, _ = model.make_loss(SMALL)(jax.jit(model.make_init(SMALL))(jax.random.key(0)), batches(0))
+    assert abs(loss - math.log(SMALL.vocab_size)) < 0.3

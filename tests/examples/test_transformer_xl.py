@@ -1,6 +1,6 @@
 """examples/transformer_xl: its model against NumPy, its memory, its streams, its command line from end to end."""
 
-import dataclasses
+import itertools
 import signal
 
 import jax
@@ -8,27 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import small_examples
 from benchmarks.papers.paper_models import transformer_xl
 from examples.common.training import count_parameters
-from examples.transformer_xl import data, model, sample, train
+from examples.transformer_xl import data, model, sample
 from jaxferry.errors import InputError
-from jaxferry.partition import partition
 from metrics_files import read_losses
-from plain_optax import assert_same_losses
+from small_examples import B, M, T, dense, exact, norm, run
 
 pytestmark = pytest.mark.slow
 
-SMALL = model.Config(num_layers=2, num_heads=2, channels=16, vocab_size=37)
-B, T, M = 3, 6, 8
+SMALL = small_examples.SMALL["transformer_xl"]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    small_examples.tiny(monkeypatch, "transformer_xl")
 
 
 @pytest.fixture(scope="module")
 def params():
-    """Parameters without zeros, so that omitting one is noticed."""
-    fresh = jax.jit(model.make_init(SMALL))(jax.random.key(0))
-    leaves, tree = jax.tree.flatten(fresh)
-    rng = np.random.default_rng(2)
-    return jax.tree.unflatten(tree, [leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32) for leaf in leaves])
+    return small_examples.params_of("transformer_xl")
 
 
 def make_streams(batch_size=B, length=T, num_tokens=500, seed=0):
@@ -51,15 +51,9 @@ def apply(params, tokens, memory):
 
 def numpy_model(config, params, tokens, memory):
     """Transformer-XL for one row, token by token: logits, and the inputs of each block behind its memory."""
-    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    p = exact(params)
     width = config.channels // config.num_heads
     parts = [slice(head * width, (head + 1) * width) for head in range(config.num_heads)]
-
-    def norm(x, p):
-        return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
-
-    def dense(x, p):
-        return x @ p["kernel"] + p.get("bias", 0)
 
     def wave(distance):
         angles = distance / 10000 ** (2 * np.arange(config.channels // 2) / config.channels)
@@ -71,19 +65,17 @@ def numpy_model(config, params, tokens, memory):
         pasts.append(past)
         q, k, v = dense(x, a["query"]), dense(past, a["key"]), dense(past, a["value"])
         y = np.zeros_like(x)
-        for t in range(len(tokens)):
+        for t, (i, part) in itertools.product(range(len(tokens)), enumerate(parts)):
             place = len(before) + t
-            for part in parts:
-                scores = [
-                    (q[t, part] + a["u"][i]) @ k[j, part]
-                    + (q[t, part] + a["v"][i]) @ dense(wave(place - j), a["distance"])[part]
-                    for i in [parts.index(part)]
-                    for j in range(place + 1)
-                ]
-                weights = np.exp(np.array(scores) / np.sqrt(width))
-                y[t, part] = weights / weights.sum() @ v[: place + 1, part]
-        x = norm(x + dense(y, a["proj"]), layer["ln_1"])
-        x = norm(x + dense(np.maximum(dense(x, layer["up"]), 0), layer["down"]), layer["ln_2"])
+            scores = [
+                (q[t, part] + a["u"][i]) @ k[j, part]
+                + (q[t, part] + a["v"][i]) @ dense(wave(place - j), a["distance"])[part]
+                for j in range(place + 1)
+            ]
+            weights = np.exp(np.array(scores) / np.sqrt(width))
+            y[t, part] = weights / weights.sum() @ v[: place + 1, part]
+        x = norm(x + dense(y, a["proj"]), layer["ln_1"], 1e-6)
+        x = norm(x + dense(np.maximum(dense(x, layer["up"]), 0), layer["down"]), layer["ln_2"], 1e-6)
     return x @ p["tokens"]["embedding"].T + p["bias"], pasts
 
 
@@ -153,38 +145,6 @@ def test_parameters_are_as_many_as_in_the_paper(size):
     np.testing.assert_allclose(count, paper_model(size).num_parameters, rtol=2e-3)
 
 
-def test_losses_agree_with_a_plain_optax_loop(params):
-    first = {"memory": model.empty_memory(SMALL, B, M, np.float32)}
-    assert_same_losses(model.make_loss(SMALL), train.make_optimizer(1e-2), params, make_streams(), carried=first)
-
-
-def test_losses_with_dropout_agree_too(params):
-    draw = make_streams()
-
-    def batches(step):
-        return {**draw(step), "key": jax.random.fold_in(jax.random.key(0), step)}
-
-    first = {"memory": model.empty_memory(SMALL, B, M, np.float32)}
-    config = dataclasses.replace(SMALL, dropout=0.1)
-    assert_same_losses(model.make_loss(config), train.make_optimizer(1e-2), params, batches, carried=first)
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.1])
-def test_all_blocks_share_one_program_and_only_the_hidden_state_crosses(rate, params):
-    config = dataclasses.replace(SMALL, num_layers=4, dropout=rate)
-    params = jax.eval_shape(model.make_init(config), jax.random.key(0))
-    batch = {**make_streams()(0), "memory": model.empty_memory(config, B, M, np.float32)}
-    batch |= {"key": jax.random.key(0)} if rate else {}
-    parts = partition(model.make_loss(config), params, (batch,), {})
-    blocks = parts.segments[1:5]
-    assert [segment.name for segment in blocks] == ["block_0", "block_1", "block_2", "block_3"]
-    assert len({segment.program for segment in blocks}) == 1
-    for block, before in zip(blocks, parts.segments):
-        assert len(block.inputs) == 1
-        assert block.inputs[0] in before.outputs
-        assert parts.graph.avals[block.inputs[0]].shape == (B, T, config.channels)
-
-
 def test_streams_go_on_where_they_ended():
     tokens = np.arange(100, dtype=np.uint16)
     streams = data.Streams(tokens, 3, 5, 0)
@@ -222,31 +182,9 @@ def test_sampling_follows_its_seed(params):
     assert first == again != second
 
 
-@pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setitem(model.SIZES, "tiny", dataclasses.replace(SMALL, vocab_size=300))
-
-
-def run(text, *args):
-    small = ["--batch", "2", "--seq", "16", "--memory", "12", "--sample-tokens", "0"]
-    return train.main(["--data", str(text), *small, *map(str, args)])
-
-
-def test_training_learns_and_a_resumed_run_goes_on_bit_by_bit(small, cache, text, tmp_path, capsys):
-    whole, parts, saved = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl", tmp_path / "saved"
-    assert run(text, "--steps", 60, "--lr", "0.01", "--metrics", whole, "--sample-tokens", 4) == 0
-    printed = capsys.readouterr().out
-    before, after = (float(line.split(": ")[1]) for line in printed.splitlines() if "validation loss" in line)
-    assert after < before - 1
-    assert "a sample" in printed
-    assert run(text, "--steps", 3, "--lr", "0.01", "--metrics", parts, "--save", saved) == 0
-    assert run(text, "--steps", 6, "--lr", "0.01", "--metrics", parts, "--resume", saved) == 0
-    assert read_losses(whole)[:6] == read_losses(parts)
-
-
 def test_an_interrupted_run_keeps_its_memory(small, cache, text, tmp_path, monkeypatch):
     whole, parts, saved = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl", tmp_path / "saved"
-    assert run(text, "--steps", 6, "--lr", "0.01", "--metrics", whole) == 0
+    assert run("transformer_xl", text, "--steps", 6, "--lr", "0.01", "--metrics", whole) == 0
     draw = data.Streams.__call__
 
     def interrupt(self, step):
@@ -256,34 +194,24 @@ def test_an_interrupted_run_keeps_its_memory(small, cache, text, tmp_path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(data.Streams, "__call__", interrupt)
-        assert run(text, "--steps", 50, "--lr", "0.01", "--metrics", parts, "--save", saved) == 130
-    assert run(text, "--steps", 6, "--lr", "0.01", "--metrics", parts, "--resume", saved) == 0
+        assert run("transformer_xl", text, "--steps", 50, "--lr", "0.01", "--metrics", parts, "--save", saved) == 130
+    assert run("transformer_xl", text, "--steps", 6, "--lr", "0.01", "--metrics", parts, "--resume", saved) == 0
     assert read_losses(whole) == read_losses(parts)
 
 
 def test_the_memory_has_the_compute_dtype(small, cache, text, tmp_path):
-    metrics = tmp_path / "metrics.jsonl"
-    assert (
-        run(text, "--steps", 2, "--compute-dtype", "bfloat16", "--metrics", metrics, "--save", tmp_path / "saved") == 0
-    )
-    assert run(text, "--steps", 3, "--compute-dtype", "bfloat16", "--resume", tmp_path / "saved") == 0
+    half, saved = ["--compute-dtype", "bfloat16"], tmp_path / "saved"
+    assert run("transformer_xl", text, "--steps", 2, *half, "--save", saved) == 0
+    assert run("transformer_xl", text, "--steps", 3, *half, "--resume", saved) == 0
     memory = model.empty_memory(SMALL, B, M, jnp.bfloat16)
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.make_init(SMALL)(jax.random.key(0)))
     _, new = apply(half, make_streams()(0)["tokens"][:, :-1], memory)
     assert all(block.dtype == jnp.bfloat16 for block in new)
 
 
-def test_bad_input_is_one_line_and_status_2(small, cache, text, tmp_path, capsys):
-    assert run(text, "--steps", "1", "--save", tmp_path / "saved") == 0
-    for args, message in [
-        (["--size", "huge"], "--size must be one of tiny, 0.7b, 1b, 1.7b, 2.4b, 3.6b, 4.3b, 5.5b, 6.7b, got huge"),
-        (["--memory", "0"], "--memory"),
-        (["--seq", "100000"], "--batch times --seq must be below"),
-        (["--resume", "no/such/state"], "no/such/state"),
-        (["--resume", str(tmp_path / "saved"), "--batch", "3"], "another --batch"),
-    ]:
-        capsys.readouterr()
-        assert run(text, "--steps", "2", *args) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
+def test_a_state_of_another_batch_size_is_refused(small, cache, text, tmp_path, capsys):
+    assert run("transformer_xl", text, "--steps", "1", "--save", tmp_path / "saved") == 0
+    capsys.readouterr()
+    assert run("transformer_xl", text, "--steps", "2", "--resume", tmp_path / "saved", "--batch", "3") == 2
+    error = capsys.readouterr().err
+    assert "another --batch" in error and error.count("\n") == 1

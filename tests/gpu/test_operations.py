@@ -13,7 +13,7 @@ from jaxferry.native import NativeLibrary, library
 from jaxferry.transport import pinned
 from native import cuda_build
 from native.native_operations import check_product, check_same, numbers
-from native.operations_suite import CopySuite, FerrySuite, MarkSuite, ProductSuite
+from native.operations_suite import CopySuite, FerrySuite, MarkSuite, PanelSuite
 
 SOURCES = cuda_build.SOURCES
 
@@ -33,7 +33,7 @@ class TestCopies(CopySuite):
         check_same(found, expected)
 
 
-class TestProducts(ProductSuite):
+class TestProducts(PanelSuite):
     @pytest.mark.parametrize("transpose", [False, True])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("m", [1, 4, 5, 16, 17, 128, 1000])

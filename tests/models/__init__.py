@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -192,6 +192,62 @@ def initialise_nnx(make: Callable[[], nnx.Module]) -> Any:
     return nnx.merge(nnx.graphdef(nnx.eval_shape(make)), quickly(lambda: nnx.state(make()))())
 
 
+class BlockNet(nn.Module):
+    """A language model of residual blocks between a table and a head, with a norm before the head if there is one."""
+
+    block: Any
+    depth: int = 3
+    table: Any = nn.Embed
+    norm: Any = None
+    head: Any = nn.Dense
+    vocab: int = 64
+    width: int = 16
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.table(self.vocab, self.width, name="embed")(tokens)
+        for i in range(self.depth):
+            x = self.block(name=f"block_{i}")(x)
+        return self.head(self.vocab, name="head")(x if self.norm is None else self.norm(name="norm")(x))
+
+
+def random_tokens(vocab: int = 64, length: int = 9) -> jax.Array:
+    """Two rows of tokens."""
+    return jax.random.randint(jax.random.key(1), (2, length), 0, vocab)
+
+
+def language_model(model: nn.Module, vocab: int = 64, length: int = 9) -> Task:
+    """A linen model that predicts the next token."""
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        logits: Any = model.apply({"params": params}, batch[:, :-1])
+        return next_token_loss(logits, batch)
+
+    batch = random_tokens(vocab, length)
+    return Task(loss_fn, initialise(model)(jax.random.key(0), batch[:, :-1])["params"], batch)
+
+
+def nnx_task(make: Callable[[], nnx.Module], batch: Any, loss_of: Callable[[Any, Any], Any] | None = None) -> Task:
+    """An NNX model that is all parameters; by default it predicts the next token."""
+    graph, params = split_nnx(initialise_nnx(make), nnx.Param)
+    own_loss = loss_of or (lambda model, batch: next_token_loss(model(batch[:, :-1]), batch))
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        return own_loss(nnx.merge(graph, params), batch)
+
+    return Task(loss_fn, params, batch)
+
+
+def token_loss(model: Any, batch: Any) -> jax.Array:
+    """The loss of a model that predicts the next of the batch's tokens."""
+    return next_token_loss(model(batch["tokens"][:, :-1]), batch["tokens"])
+
+
+def first_columns(model: Any, x: jax.Array) -> jax.Array:
+    """The squared error of a model that is to find the first four columns of its input."""
+    return ((model(x) - x[:, :4]) ** 2).mean()
+
+
 def stateful_nnx_task(make: Callable[[], nnx.Module], loss_of: Callable[[Any, Any], Any], batch: Any) -> Task:
     """An NNX model; all its state besides parameters is passed in and returned as aux."""
     graph, params, rest = split_nnx(initialise_nnx(make), nnx.Param, ...)
@@ -227,6 +283,22 @@ def adapters(depth: int = 4, width: int = 16, rank: int = 2, vocab: int = 32) ->
     params: Any = {"table": {"w": normal(vocab, width)}, "norm": {"scale": 1 + normal(width)}}
     params |= {f"block_{i}": block() for i in range(depth)}
     return Task(loss_fn, params, generator.integers(0, vocab, (3, 6)))
+
+
+def chain(names: Sequence[str] | None = None) -> Callable[..., Any]:
+    """The loss function of a perceptron whose layers have these names in turn; by default each parameter's, once.
+
+    A layer is a matrix, alone or as `w` or `kernel`, beside which there may be a bias `b`.
+    """
+
+    def loss_fn(params: Any, x: Any) -> jax.Array:
+        for name in names or sorted(params):
+            layer = params[name] if isinstance(params[name], dict) else {"w": params[name]}
+            x = x @ (layer["kernel"] if "kernel" in layer else layer["w"])
+            x = jnp.tanh(x + layer["b"] if "b" in layer else x)
+        return jnp.mean(x**2)
+
+    return loss_fn
 
 
 def plain_loop(task: Task, optimizer: optax.GradientTransformation, num_steps: int, **kwargs: Any) -> tuple[Any, list]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import Task, initialise, initialise_nnx, next_token_loss, split_nnx
+from models import BlockNet, Task, initialise_nnx, language_model, split_nnx
 
 
 class LoraDense(nn.Module):
@@ -35,30 +35,9 @@ class LoraBlock(nn.Module):
         return x + LoraDense(x.shape[-1], name="down")(h)
 
 
-class LoraNet(nn.Module):
-    """A language model of adapted blocks."""
-
-    vocab: int = 64
-    width: int = 16
-    depth: int = 3
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(self.vocab, self.width, name="embed")(tokens)
-        for i in range(self.depth):
-            x = LoraBlock(name=f"block_{i}")(x)
-        return LoraDense(self.vocab, name="head")(x)
-
-
 def linen_lora() -> Task:
     """Adapters beside frozen weights in one tree, by `stop_gradient`."""
-    model, batch = LoraNet(), jax.random.randint(jax.random.key(1), (2, 9), 0, 64)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        logits: Any = model.apply({"params": params}, batch[:, :-1])
-        return next_token_loss(logits, batch)
-
-    return Task(loss_fn, initialise(model)(jax.random.key(0), batch[:, :-1])["params"], batch)
+    return language_model(BlockNet(LoraBlock, head=LoraDense))
 
 
 class NnxLoraNet(nnx.Module):

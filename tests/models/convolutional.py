@@ -55,10 +55,7 @@ def with_statistics(model: nn.Module, batch: dict[str, Any], inputs: str, loss: 
 
 
 def _labelled_images(size: int) -> dict[str, jax.Array]:
-    return {
-        "images": jax.random.normal(jax.random.key(1), (4, size, size, 3)),
-        "labels": jnp.arange(4) % 10,
-    }
+    return {"images": jax.random.normal(jax.random.key(1), (4, size, size, 3)), "labels": jnp.arange(4) % 10}
 
 
 def _classification(logits: jax.Array, batch: Any) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import Task, initialise, initialise_nnx, next_token_loss, split_nnx
+from models import BlockNet, Task, first_columns, initialise, next_token_loss, nnx_task
 
 
 class DenseExperts(nn.Module):
@@ -72,24 +73,8 @@ class ExpertBlock(nn.Module):
         return x + self.experts(name="experts")(nn.LayerNorm(name="norm_2")(x))
 
 
-class ExpertNet(nn.Module):
-    """A language model of blocks with experts."""
-
-    experts: Any
-    vocab: int = 64
-    width: int = 16
-    depth: int = 2
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(self.vocab, self.width, name="embed")(tokens)
-        for i in range(self.depth):
-            x = ExpertBlock(self.experts, name=f"block_{i}")(x)
-        return nn.Dense(self.vocab, name="head")(nn.LayerNorm(name="norm")(x))
-
-
 def _expert_net(experts: Any) -> Task:
-    model = ExpertNet(experts)
+    model = BlockNet(functools.partial(ExpertBlock, experts), depth=2, norm=nn.LayerNorm)
     batch = jax.random.randint(jax.random.key(1), (2, 9), 0, 64)
 
     def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, Any]:
@@ -138,9 +123,4 @@ class NnxSwitch(nnx.Module):
 
 def nnx_switch() -> Task:
     """Experts chosen by control flow."""
-    graph, params = split_nnx(initialise_nnx(lambda: NnxSwitch(16, nnx.Rngs(0))), nnx.Param)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        return ((nnx.merge(graph, params)(batch) - batch[:, :4]) ** 2).mean()
-
-    return Task(loss_fn, params, jax.random.normal(jax.random.key(1), (8, 16)))
+    return nnx_task(lambda: NnxSwitch(16, nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (8, 16)), first_columns)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import pallas as pl
 
-from models import Task, initialise, initialise_nnx, next_token_loss, split_nnx
+from models import BlockNet, Task, first_columns, language_model, nnx_task
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -53,30 +53,9 @@ class GatedBlock(nn.Module):
         return x + nn.Dense(x.shape[-1], use_bias=False, name="down")(nn.silu(gate) * h)
 
 
-class GatedNet(nn.Module):
-    """A language model of gated blocks."""
-
-    vocab: int = 64
-    width: int = 16
-    depth: int = 3
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(self.vocab, self.width, name="embed")(tokens)
-        for i in range(self.depth):
-            x = GatedBlock(name=f"block_{i}")(x)
-        return nn.Dense(self.vocab, name="head")(RmsNormed(name="norm")(x))
-
-
 def linen_custom_vjp() -> Task:
     """Norms whose derivative is written by hand."""
-    model, batch = GatedNet(), jax.random.randint(jax.random.key(1), (2, 9), 0, 64)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        logits: Any = model.apply({"params": params}, batch[:, :-1])
-        return next_token_loss(logits, batch)
-
-    return Task(loss_fn, initialise(model)(jax.random.key(0), batch[:, :-1])["params"], batch)
+    return language_model(BlockNet(GatedBlock, norm=RmsNormed))
 
 
 def _matmul_kernel(x_ref: Any, w_ref: Any, out_ref: Any) -> None:
@@ -135,9 +114,6 @@ class PallasNet(nnx.Module):
 
 def nnx_pallas() -> Task:
     """Pallas kernels that read parameters."""
-    graph, params = split_nnx(initialise_nnx(lambda: PallasNet(16, 3, nnx.Rngs(0))), nnx.Param)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        return ((nnx.merge(graph, params)(batch) - batch[:, :4]) ** 2).mean()
-
-    return Task(loss_fn, params, jax.random.normal(jax.random.key(1), (16, 16)))
+    return nnx_task(
+        lambda: PallasNet(16, 3, nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (16, 16)), first_columns
+    )

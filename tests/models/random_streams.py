@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import Task, gpt, initialise, next_token_loss, stateful_nnx_task
+from models import Task, gpt, initialise, random_tokens, stateful_nnx_task, token_loss
 
 
 class Noisy(nn.Module):
@@ -76,9 +76,6 @@ class DropoutNet(nnx.Module):
 
 def nnx_dropout() -> Task:
     """An NNX model that draws from its own `nnx.Rngs`; their counts come back as aux."""
-
-    def loss_of(model: Any, batch: Any) -> jax.Array:
-        return next_token_loss(model(batch["tokens"][:, :-1]), batch["tokens"])
-
-    tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 64)
-    return stateful_nnx_task(lambda: DropoutNet(64, 16, 3, nnx.Rngs(0, dropout=1)), loss_of, {"tokens": tokens})
+    return stateful_nnx_task(
+        lambda: DropoutNet(64, 16, 3, nnx.Rngs(0, dropout=1)), token_loss, {"tokens": random_tokens()}
+    )

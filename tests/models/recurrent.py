@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from models import Task, initialise, next_token_loss, stateful_nnx_task
+from models import Task, language_model, random_tokens, stateful_nnx_task, token_loss
 
 
 class LstmNet(nn.Module):
@@ -28,13 +28,7 @@ class LstmNet(nn.Module):
 
 def linen_lstm() -> Task:
     """LSTM and GRU by `nn.RNN`."""
-    model, batch = LstmNet(), jax.random.randint(jax.random.key(1), (2, 9), 0, 64)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        logits: Any = model.apply({"params": params}, batch[:, :-1])
-        return next_token_loss(logits, batch)
-
-    return Task(loss_fn, initialise(model)(jax.random.key(0), batch[:, :-1])["params"], batch)
+    return language_model(LstmNet())
 
 
 class NnxRecurrent(nnx.Module):
@@ -55,9 +49,4 @@ class NnxRecurrent(nnx.Module):
 
 def nnx_lstm() -> Task:
     """LSTMs by `nnx.RNN`; the RNG streams for its initial states are state beside the parameters."""
-
-    def loss_of(model: Any, batch: Any) -> jax.Array:
-        return next_token_loss(model(batch["tokens"][:, :-1]), batch["tokens"])
-
-    tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 64)
-    return stateful_nnx_task(lambda: NnxRecurrent(64, 16, nnx.Rngs(0)), loss_of, {"tokens": tokens})
+    return stateful_nnx_task(lambda: NnxRecurrent(64, 16, nnx.Rngs(0)), token_loss, {"tokens": random_tokens()})

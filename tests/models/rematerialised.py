@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 from flax import nnx
 
-from models import Block, NnxNet, Task, gpt, initialise_nnx, next_token_loss, split_nnx
+from models import Block, NnxNet, Task, gpt, nnx_task, random_tokens
 
 
 def linen_remat() -> Task:
@@ -29,12 +27,7 @@ class CheckpointedNet(NnxNet):
 
 def nnx_remat() -> Task:
     """Blocks under `nnx.remat`."""
-    graph, params = split_nnx(initialise_nnx(lambda: CheckpointedNet(64, 16, 3, nnx.Rngs(0))), nnx.Param)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        return next_token_loss(nnx.merge(graph, params)(batch[:, :-1]), batch)
-
-    return Task(loss_fn, params, jax.random.randint(jax.random.key(1), (2, 9), 0, 64))
+    return nnx_task(lambda: CheckpointedNet(64, 16, 3, nnx.Rngs(0)), random_tokens())
 
 
 def whole_model_checkpoint() -> Task:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import Block, NnxBlock, Task, initialise, initialise_nnx, next_token_loss, split_nnx
+from models import Block, NnxBlock, Task, language_model, nnx_task, random_tokens
 
 
 class Albert(nn.Module):
@@ -51,24 +49,14 @@ class UniversalTransformer(nn.Module):
         return table.attend(result)
 
 
-def _language_model(model: nn.Module) -> Task:
-    batch = jax.random.randint(jax.random.key(1), (2, 17), 0, 128)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        logits: Any = model.apply({"params": params}, batch[:, :-1])
-        return next_token_loss(logits, batch)
-
-    return Task(loss_fn, initialise(model)(jax.random.key(0), batch[:, :-1])["params"], batch)
-
-
 def linen_albert() -> Task:
     """One block, used four times."""
-    return _language_model(Albert())
+    return language_model(Albert(), 128, 17)
 
 
 def linen_universal_transformer() -> Task:
     """One block with adaptive computation."""
-    return _language_model(UniversalTransformer())
+    return language_model(UniversalTransformer(), 128, 17)
 
 
 class TiedNet(nnx.Module):
@@ -88,9 +76,4 @@ class TiedNet(nnx.Module):
 
 def nnx_tied() -> Task:
     """The NNX model with tied blocks; NNX itself stores each parameter once."""
-    graph, params = split_nnx(initialise_nnx(lambda: TiedNet(64, 16, nnx.Rngs(0))), nnx.Param)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        return next_token_loss(nnx.merge(graph, params)(batch[:, :-1]), batch)
-
-    return Task(loss_fn, params, jax.random.randint(jax.random.key(1), (2, 9), 0, 64))
+    return nnx_task(lambda: TiedNet(64, 16, nnx.Rngs(0)), random_tokens())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 from flax import nnx
 
-from models import Block, NnxBlock, Task, initialise, initialise_nnx, next_token_loss, split_nnx
+from models import Block, NnxBlock, Task, language_model, nnx_task, random_tokens
 
 
 class ScannedNet(nn.Module):
@@ -33,13 +31,7 @@ class ScannedNet(nn.Module):
 
 def linen_scan() -> Task:
     """Blocks under `nn.scan`."""
-    model, batch = ScannedNet(), jax.random.randint(jax.random.key(1), (2, 9), 0, 64)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        logits: Any = model.apply({"params": params}, batch[:, :-1])
-        return next_token_loss(logits, batch)
-
-    return Task(loss_fn, initialise(model)(jax.random.key(0), batch[:, :-1])["params"], batch)
+    return language_model(ScannedNet())
 
 
 class NnxScanned(nnx.Module):
@@ -59,9 +51,4 @@ class NnxScanned(nnx.Module):
 
 def nnx_scan() -> Task:
     """Blocks under `nnx.scan`."""
-    graph, params = split_nnx(initialise_nnx(lambda: NnxScanned(64, 16, 3, nnx.Rngs(0))), nnx.Param)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        return next_token_loss(nnx.merge(graph, params)(batch[:, :-1]), batch)
-
-    return Task(loss_fn, params, jax.random.randint(jax.random.key(1), (2, 9), 0, 64))
+    return nnx_task(lambda: NnxScanned(64, 16, 3, nnx.Rngs(0)), random_tokens())

@@ -14,6 +14,9 @@ from models import Task, next_token_loss, quickly, stateful_nnx_task
 from models.random_streams import next_key
 
 _VOCAB = 64
+_FIELDS: dict[str, Any] = {"vocab_size": _VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+_FIELDS |= {"intermediate_size": 64, "max_position_embeddings": 16}
+_OF_PART = {"layers": 2, "attention_heads": 2, "ffn_dim": 64}
 
 
 def _entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -33,17 +36,7 @@ def _transformers(kind: str, config: str, shape: tuple[int, ...], **fields: Any)
 
 def bert() -> Task:
     """BERT with a masked language model's head and its dropout."""
-    model, params = _transformers(
-        "FlaxBertForMaskedLM",
-        "BertConfig",
-        (1, 8),
-        vocab_size=_VOCAB,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=16,
-    )
+    model, params = _transformers("FlaxBertForMaskedLM", "BertConfig", (1, 8), **_FIELDS)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         masked = jnp.where(batch["is_masked"], 1, batch["tokens"])
@@ -60,18 +53,7 @@ def _each(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def albert() -> Task:
     """ALBERT: one group of layers, used three times."""
-    model, params = _transformers(
-        "FlaxAlbertForMaskedLM",
-        "AlbertConfig",
-        (1, 8),
-        vocab_size=_VOCAB,
-        embedding_size=8,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=16,
-    )
+    model, params = _transformers("FlaxAlbertForMaskedLM", "AlbertConfig", (1, 8), **_FIELDS, embedding_size=8)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return _entropy(model(batch.at[:, ::3].set(1), params=params).logits, batch)
@@ -94,16 +76,7 @@ def gpt2() -> Task:
 def llama() -> Task:
     """Llama: RMSNorm, rotary positions, grouped queries, gated MLPs."""
     model, params = _transformers(
-        "FlaxLlamaForCausalLM",
-        "LlamaConfig",
-        (1, 8),
-        vocab_size=_VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
+        "FlaxLlamaForCausalLM", "LlamaConfig", (1, 8), **_FIELDS | {"num_attention_heads": 4, "num_key_value_heads": 2}
     )
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -120,12 +93,7 @@ def bart() -> Task:
         (1, 8),
         vocab_size=_VOCAB,
         d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
+        **{f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in _OF_PART.items()},
         max_position_embeddings=16,
     )
 
@@ -145,11 +113,8 @@ def vit() -> Task:
         (1, 8, 8, 3),
         image_size=8,
         patch_size=4,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=64,
         num_labels=5,
+        **{name: number for name, number in _FIELDS.items() if name not in ("vocab_size", "max_position_embeddings")},
     )
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:

@@ -1,10 +1,12 @@
 """The CPU's native library, as `pip install` or `jaxferry build-native` left it."""
 
+import ctypes
 import pathlib
 
 import pytest
 
 from jaxferry.native import library
+from native import emulated_cuda
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -31,3 +33,13 @@ def reset(found):
     found.set_bandwidth("store", 0)
     found.set_bandwidth("host", 0)
     found.set_delay(0)
+
+
+# XLA takes each name once in a process, and worksteal may come back to this module.
+@pytest.fixture(scope="session")
+def emulated_library():
+    """The CUDA library on an emulated device."""
+    library = emulated_cuda.load()
+    library.emulation_num_queued.restype = ctypes.c_long
+    library.emulation_fail.restype = library.emulation_num_events.restype = ctypes.c_long
+    return library

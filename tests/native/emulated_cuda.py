@@ -48,10 +48,7 @@ def load():
 
 def build(folder):
     """Compiles the library into `folder`."""
-    units = [
-        FOLDER / "unity.cc",
-        *(SOURCES / "cuda" / name for name in ("matmul.cc", "product.cc")),
-    ]
+    units = [FOLDER / "unity.cc", *(SOURCES / "cuda" / name for name in ("matmul.cc", "product.cc"))]
     includes = [f"-I{FOLDER / 'include'}", f"-I{FOLDER}", f"-I{SOURCES}", "-isystem", jax.ffi.include_dir()]
     objects = [folder / f"{unit.stem}.o" for unit in units]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -14,6 +14,7 @@ from jaxferry.native import TARGETS
 from native import cuda_build
 from native.compile_for_gpu import DEVICE, HOST, compile_for_gpu, host_compute, instructions
 from native.cuda_library import cuda_library
+from slowly import slow
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +204,7 @@ class TestProgramsForAnH200:
             assert stats.temp_size_in_bytes < 64 and stats.host_temp_size_in_bytes == 0
             assert stats.alias_size_in_bytes + stats.host_alias_size_in_bytes >= moved
 
-    @pytest.mark.parametrize("where", [pytest.param(DEVICE, marks=pytest.mark.slow), HOST])
+    @pytest.mark.parametrize("where", [*slow(DEVICE), HOST])
     def test_a_mark_of_a_program_is_one_call_that_copies_nothing(self, where):
         def mark(token, result):
             return call("mark", MARKED, queue=0)(token, result)

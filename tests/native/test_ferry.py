@@ -1,9 +1,6 @@
 """Copies that run while XLA computes: the CPU's queues and their link emulator."""
 
 import ctypes
-import os
-import subprocess
-import sys
 import threading
 
 import jax
@@ -11,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from native_calls import add, ferry_load, load, store, wait
+from native_calls import add, load, store, wait
+from python_runs import run_python
 
 # Tests keep arrays alive until their copies have ended: XLA reuses the memory of unreferenced results.
 
@@ -120,16 +118,6 @@ def test_a_thread_waits_for_copies_of_its_arrays_alone(stopped, vector):
     assert seen == [float(vector[-1])]
 
 
-def test_parts_of_several_vectors_go_where_they_belong(cpu):
-    vectors = [jnp.arange(10, dtype=jnp.float32), 100 + jnp.arange(20, dtype=jnp.float32)]
-    arrays = [jnp.zeros((2, 3)), jnp.zeros(()), jnp.zeros((0, 4)), jnp.zeros(10)]
-    gather = jax.jit(lambda v, a: ferry_load(v, a, where=[1, 0, 1, 0], offsets=[14, 9, 20, 0]), donate_argnums=1)
-    arrays, _ = wait(gather(vectors, arrays))
-    np.testing.assert_array_equal(arrays[0], 100 + np.arange(14, 20).reshape(2, 3))
-    np.testing.assert_array_equal(arrays[1], 9)
-    np.testing.assert_array_equal(arrays[3], np.arange(10))
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_copies_of_one_direction_run_in_the_order_of_their_calls(cpu, dtype):
     cpu.set_delay(1e-3, seed=1)
@@ -191,6 +179,4 @@ source = jnp.ones(2_500_000)
 array = load([source], [jnp.zeros(2_500_000)])
 {body}
 """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", script)

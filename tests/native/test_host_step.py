@@ -1,15 +1,12 @@
 """The host step against NumPy, operation by operation: every rule, dtype, instruction set and number of threads."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxferry.native import FACTORS, KINDS, NUM_MOMENTS, SIMD, HostStep, StepFactors, StepPart, StepRule
+from python_runs import run_python
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
 CHUNK = 1 << 15
@@ -280,15 +277,11 @@ for sizes in ([100] * 300, [100_000]):
 
 
 def test_many_small_parameters_wake_no_thread_and_many_elements_do():
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    given = {"capture_output": True, "text": True, "timeout": 60, "check": True}
-    assert subprocess.run([sys.executable, "-c", WAKES], env=environment, **given).stdout.split() == ["0", "3"]
+    assert run_python("-c", WAKES).split() == ["0", "3"]
 
 
 def test_the_number_of_threads_comes_from_the_environment_and_can_be_set(steps):
     code = "from jaxferry.native import library; print(library('cpu').set_host_threads(0))"
-    environment = os.environ | {"JAXFERRY_HOST_THREADS": "3", "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert result.stdout.split() == ["3"]
+    assert run_python("-c", code, JAXFERRY_HOST_THREADS="3").split() == ["3"]
     assert steps.set_host_threads(5) == 5
     assert steps.set_host_threads(0) >= 1

@@ -1,4 +1,4 @@
-"""The CPU's kernels against NumPy, through XLA: every rounding, every form of a product, every size of a panel."""
+"""The CPU's kernels against NumPy, through XLA: those of every library, every rounding, every size of a panel."""
 
 import functools
 
@@ -8,10 +8,31 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxferry.native import library
+from native.native_operations import ROUNDING, Operations
+from native.operations_suite import CopySuite, FerrySuite, ProductSuite
 from native_calls import call, scratch
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
 HALVES = (ml_dtypes.bfloat16, np.float16)
+
+
+@pytest.fixture(scope="module")
+def operations():
+    library("cpu")  # registers what the operations call
+    return Operations(jax.devices("cpu")[0], "jaxferry_", dict.fromkeys(ROUNDING, 2.0**-23))
+
+
+class TestCopies(CopySuite):
+    pass
+
+
+class TestProducts(ProductSuite):
+    pass
+
+
+class TestFerry(FerrySuite):
+    pass
 
 
 def normal(shape, dtype, seed=0):
@@ -78,63 +99,6 @@ def test_fp32_is_rounded_as_numpy_rounds(cpu, dtype):
     assert_same_bits(gradient_store(jnp.zeros(numbers.size, dtype), jnp.asarray(numbers)), expected)
 
 
-@pytest.mark.parametrize("gradient_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gradient_is_added_in_fp32_and_rounded_once(cpu, dtype, gradient_dtype):
-    before, gradient = normal(1000, dtype, 1), normal(77, gradient_dtype, 2)
-    after = gradient_store(jnp.asarray(before), jnp.asarray(gradient), offset=900, accumulate=True)
-    expected = before.copy()
-    expected[900:977] = (before[900:977].astype(np.float32) + gradient.astype(np.float32)).astype(dtype)
-    assert_same_bits(after, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_gathered_and_those_outside_are_nan(cpu, dtype):
-    table = normal(3 + 5 * 4, dtype)
-    indices = np.array([[4, 0, -1], [5, 2, 2**31 - 1]], np.int32)
-    arguments = [jnp.asarray(table), jnp.asarray(indices), scratch(4 * 5)]
-    result = [jax.ShapeDtypeStruct((2, 3, 4), dtype)]
-    [rows] = jax.jit(lambda *a: call("dha_gather", a, result, offset=3, rows=5, columns=4))(*arguments)
-    expected = np.full((2, 3, 4), np.nan, dtype)
-    inside = (indices >= 0) & (indices < 5)
-    expected[inside] = table[3:].reshape(5, 4)[indices[inside]]
-    assert_same_bits(rows, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_of_a_vector_are_read_in_any_shape(cpu, dtype):
-    vector = normal(100, dtype)
-    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in [(), (2, 5), (0, 3), (7,)]]
-    read = jax.jit(lambda vector: call("dha_read", [vector], shapes, offsets=[99, 3, 100, 0]))
-    parts = read(jnp.asarray(vector))
-    for part, offset, shape in zip(parts, [99, 3, 100, 0], shapes, strict=True):
-        assert_same_bits(part, vector[offset : offset + shape.size].reshape(shape.shape))
-
-
-def product(x, w):
-    return np.matmul(x.astype(np.float64), w.astype(np.float64))
-
-
-def tolerance(dtype, k):
-    return {"rtol": float(ml_dtypes.finfo(dtype).eps), "atol": 1e-6 * k}
-
-
-@pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize(("dtype", "w_dtype"), [(d, d) for d in DTYPES] + [(ml_dtypes.bfloat16, np.float32)])
-def test_a_product_with_a_weight_is_that_of_numpy(cpu, dtype, w_dtype, transpose):
-    x, w = normal((2, 5, 33), dtype), normal((41, 33) if transpose else (33, 41), w_dtype, 1)
-    vector = np.concatenate([np.full(7, np.nan, w_dtype), w.ravel()])
-    expected = product(x, (w.T if transpose else w).astype(dtype))
-    padded = np.pad(x, [(0, 0), (0, 0), (0, 7)])
-    for result_dtype in {np.dtype(dtype), np.dtype(np.float32)}:
-        y = matmul(x, vector, 41, 7, transpose, panel=2048, dtype=result_dtype)
-        assert y.dtype == result_dtype
-        np.testing.assert_allclose(np.asarray(y).astype(np.float64), expected, **tolerance(result_dtype, 33))
-        # Rows padded to a multiple of eight: the same numbers.
-        wide = matmul(padded, vector, 41, 7, transpose, panel=2048, dtype=result_dtype, k=33, width=48)
-        assert_same_bits(wide[..., :41], y)
-
-
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_does_not_depend_on_the_size_of_its_panels(cpu, dtype, transpose):
@@ -143,21 +107,6 @@ def test_a_product_does_not_depend_on_the_size_of_its_panels(cpu, dtype, transpo
     results = [matmul(x, w, 2300, transpose=transpose, panel=size) for size in sizes]
     for result in results[1:]:
         assert_same_bits(result, results[0])
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("destination_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gradient_of_a_product_is_that_of_numpy(cpu, dtype, destination_dtype, transpose, accumulate):
-    x, dy = normal((2, 9, 31), dtype), normal((2, 9, 45), dtype, 1)
-    before = normal(11 + 31 * 45, destination_dtype, 2)
-    left, right = x.reshape(18, 31), dy.reshape(18, 45)
-    gradient = product(right.T, left) if transpose else product(left.T, right)
-    expected = gradient.ravel() + accumulate * before[11:].astype(np.float64)
-    after = np.asarray(matmul_gradient(jnp.asarray(before), x, dy, 11, transpose, accumulate, panel=8 * 45 * 5))
-    assert_same_bits(after[:11], before[:11])
-    np.testing.assert_allclose(after[11:].astype(np.float64), expected, **tolerance(destination_dtype, 18))
 
 
 @pytest.mark.parametrize(("round_to", "dtype"), [(1, ml_dtypes.bfloat16), (2, np.float16)])

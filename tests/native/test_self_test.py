@@ -9,7 +9,6 @@ import types
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -22,12 +21,13 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import LibraryStatus, library, operations, run_self_test, targets
 from jaxferry.native import self_tests as self_test
 from jaxferry.step import LayerPlan, Plan
+from models import chain
 from native.compile_for_gpu import compile_lowered, host_compute, instructions
 from native.cuda_library import cuda_library
+from slowly import slow_but
 from steps import transport_of
 
 NAMES = ["load", "store", "product", "gradient", "mark"]
-ALL_BROKEN = {"load", "store", "product", "gradient", "mark"}
 BYTES = r"\d+ of \d+ bytes differ"
 
 # The checks that each broken operation fails. The mark's is of a load.
@@ -96,13 +96,6 @@ def failures(results):
     return {result.name: result.message for result in results if not result.passed}
 
 
-def slow_but(*quick, of):
-    """The parameters of a test; all but the quick ones are marked as slow."""
-    as_tuples = [each if isinstance(each, tuple) else (each,) for each in of]
-    known = [each if isinstance(each, tuple) else (each,) for each in quick]
-    return [pytest.param(*each, marks=[] if each in known else [pytest.mark.slow]) for each in as_tuples]
-
-
 class TestChecks:
     def test_a_library_that_does_what_plain_jax_does_passes(self, cpu, device):
         results = run_self_test(device)
@@ -127,7 +120,7 @@ class TestChecks:
         if "mark" in found:
             assert found["mark"].startswith("the load's mark is ")
 
-    @pytest.mark.parametrize("operation", slow_but("ferry_load", "scratch", of=[*FAILED, "ferry_wait", "scratch"]))
+    @pytest.mark.parametrize("operation", slow_but(("ferry_load", "scratch"), [*FAILED, "ferry_wait", "scratch"]))
     def test_an_error_of_an_operation_fails_its_checks_with_its_text(self, unhurried, monkeypatch, operation):
         break_operations(monkeypatch, "failing", operation)
         found = failures(run_self_test(jax.devices()[0]))
@@ -160,63 +153,52 @@ class TestChecks:
         assert found.keys() == {check}
         assert re.fullmatch(BYTES, found[check])
 
-    def test_a_store_before_its_place_is_found(self, cpu, monkeypatch):
-        function = targets.ferry_store
-
-        def wrong(arrays, destination, offsets, accumulate):
+    @pytest.mark.parametrize(
+        ("operation", "check", "wrong", "most_bytes"),
+        [
             # What the first copy writes, the others write again, but for the elements before them.
-            return function([arrays[0], *arrays], destination, [0, *offsets], accumulate)
-
-        monkeypatch.setattr(targets, "ferry_store", wrong)
+            (
+                "ferry_store",
+                "store",
+                lambda store: lambda arrays, to, offsets, adds: store([arrays[0], *arrays], to, [0, *offsets], adds),
+                4 * self_test._NUM_GUARDS,
+            ),
+            (
+                "gradient_store",
+                "gradient",
+                lambda store: (
+                    lambda to, own, offset, adds: store(
+                        store(to, own[: self_test._NUM_GUARDS] + 2, 0, adds), own, offset, adds
+                    )
+                ),
+                2 * self_test._NUM_GUARDS,
+            ),
+            *(
+                ("dha_matmul", "product", lambda product, n=n: lambda *args: product(*args).at[n, -1].add(1), 2)
+                for n in (0, 1)
+            ),
+        ],
+    )
+    def test_few_wrong_elements_are_found(self, cpu, monkeypatch, operation, check, wrong, most_bytes):
+        monkeypatch.setattr(targets, operation, wrong(getattr(targets, operation)))
         found = failures(run_self_test(jax.devices()[0]))
-        assert found.keys() == {"store"}
-        assert int(found["store"].split()[0]) <= 4 * self_test._NUM_GUARDS
+        assert found.keys() == {check}
+        assert re.fullmatch(BYTES, found[check]) and int(found[check].split()[0]) <= most_bytes
 
-    def test_a_gradient_before_its_place_is_found(self, cpu, monkeypatch):
-        function = targets.gradient_store
-
-        def wrong(destination, gradient, offset, accumulate):
-            stored = function(destination, gradient[: self_test._NUM_GUARDS] + 2, 0, accumulate)
-            return function(stored, gradient, offset, accumulate)
-
-        monkeypatch.setattr(targets, "gradient_store", wrong)
-        found = failures(run_self_test(jax.devices()[0]))
-        assert found.keys() == {"gradient"}
-        assert int(found["gradient"].split()[0]) <= 2 * self_test._NUM_GUARDS
-
-    @pytest.mark.parametrize("number", [0, 1])
-    def test_one_wrong_element_of_a_product_is_found(self, cpu, monkeypatch, number):
-        function = targets.dha_matmul
-
-        def wrong(*args):
-            made = function(*args)
-            return made.at[number, -1].add(1)
-
-        monkeypatch.setattr(targets, "dha_matmul", wrong)
-        found = failures(run_self_test(jax.devices()[0]))
-        assert found.keys() == {"product"}
-        assert re.fullmatch(r"[12] of \d+ bytes differ", found["product"])
-
-    def test_a_load_that_nothing_has_waited_for_is_found(self, cpu, monkeypatch):
+    @pytest.mark.parametrize("direction", ["load", "store"])
+    def test_a_copy_that_nothing_has_waited_for_is_found(self, cpu, monkeypatch, direction):
         def synchronize():
-            cpu.set_bandwidth("load", 0)
+            cpu.set_bandwidth(direction, 0)
             type(cpu).synchronize(cpu)
 
         monkeypatch.setattr(cpu, "synchronize", synchronize)
-        break_operations(monkeypatch, "silent", "ferry_wait")
-        cpu.set_bandwidth("load", 1.0)  # until the check has ended, no copy does
-        assert re.fullmatch(BYTES, failures(run_self_test(jax.devices()[0]))["load"])
-
-    def test_a_store_that_nothing_has_waited_for_is_found(self, cpu, monkeypatch):
-        def synchronize():
-            cpu.set_bandwidth("store", 0)
-            type(cpu).synchronize(cpu)
-
-        monkeypatch.setattr(cpu, "synchronize", synchronize)
-        monkeypatch.setattr(cpu, "wait_for", lambda addresses, sizes: None)
-        monkeypatch.setattr(self_test, "CHECKS", {"store": self_test.CHECKS["store"]})
-        cpu.set_bandwidth("store", 1.0)  # until the check has ended, no copy does
-        assert re.fullmatch(BYTES, failures(run_self_test(jax.devices()[0]))["store"])
+        if direction == "load":
+            break_operations(monkeypatch, "silent", "ferry_wait")
+        else:
+            monkeypatch.setattr(cpu, "wait_for", lambda addresses, sizes: None)
+            monkeypatch.setattr(self_test, "CHECKS", {"store": self_test.CHECKS["store"]})
+        cpu.set_bandwidth(direction, 1.0)  # until the check has ended, no copy does
+        assert re.fullmatch(BYTES, failures(run_self_test(jax.devices()[0]))[direction])
 
     def test_lists_of_marks_are_closed(self, cpu, monkeypatch):
         opened, closed, close = [], [], cpu.close_marks
@@ -230,7 +212,7 @@ class TestChecks:
         waited = []
         monkeypatch.setattr(cpu, "synchronize", lambda: waited.append(type(cpu).synchronize(cpu)))
         break_operations(monkeypatch, "failing")
-        assert failures(run_self_test(jax.devices()[0])).keys() == ALL_BROKEN
+        assert failures(run_self_test(jax.devices()[0])).keys() == set(NAMES)
         assert len(waited) == len(NAMES)
 
     def test_a_check_that_hangs_is_named_and_ends_the_self_test(self, cpu, monkeypatch):
@@ -301,15 +283,6 @@ def test_marks_lie_within_the_time_that_the_host_has_seen(load, program, is_righ
     assert is_right or found.endswith("but both ran within 0 to 1.000000 s")
 
 
-def make_loss():
-    def loss_fn(params, x):
-        for name in params:
-            x = jnp.tanh(x @ params[name]["w"])
-        return jnp.mean(x**2)
-
-    return loss_fn
-
-
 MODES = {"a": Mode.DHA, "b": Mode.GFGB, "c": Mode.DHA}
 PLAN = Plan("any", 1.0, tuple(LayerPlan(name, mode, GradientPlace.HOST) for name, mode in MODES.items()))
 BATCH = np.ones((4, 8), np.float32)
@@ -320,7 +293,7 @@ def train(transport=None):
     params = {name: {"w": np.full((8, 8), 0.1 + 0.1 * i, np.float32)} for i, name in enumerate(MODES)}
     losses, transports = [], []
     for _ in range(2):
-        step = jaxferry.train_step(make_loss(), optax.adam(1e-2), plan=PLAN, transport=transport, record_steps=2)
+        step = jaxferry.train_step(chain(), optax.adam(1e-2), plan=PLAN, transport=transport, record_steps=2)
         state = step.init(params)
         for _ in range(3):
             state, metrics = step(state, BATCH)
@@ -339,17 +312,15 @@ class TestFirstUse:
         assert train("ferry") == (losses, ["Ferry", "Ferry"])
         assert len(runs) == 1
 
-    def test_the_library_of_a_cpu_is_tested_on_request_alone(self, cpu, runs):
+    def test_the_library_of_a_cpu_is_tested_on_request_alone_and_plain_copies_test_none(self, cpu, runs, request):
         assert train()[1] == ["Ferry", "Ferry"]
-        assert runs == []
-
-    def test_plain_copies_test_nothing(self, first_use, runs):
+        request.getfixturevalue("first_use")
         assert train("device_put")[1] == ["DevicePut", "DevicePut"]
         assert runs == []
 
     @pytest.mark.parametrize(
         ("operation", "fault"),
-        slow_but(("ferry_store", "silent"), ("dha_matmul", "failing"), of=list(itertools.product(FAILED, FAULTS))),
+        slow_but([("ferry_store", "silent"), ("dha_matmul", "failing")], itertools.product(FAILED, FAULTS)),
     )
     def test_after_a_failure_training_goes_on_with_plain_copies(self, first_use, runs, monkeypatch, operation, fault):
         expected = train("device_put")[0]
@@ -368,13 +339,13 @@ class TestFirstUse:
         assert "`jaxferry doctor`" in text and "`jaxferry build-native`" in text and "\n" not in text
         assert len(runs) == 1
 
-    @pytest.mark.parametrize("operation", slow_but("mark", of=FAILED))
+    @pytest.mark.parametrize("operation", slow_but(["mark"], FAILED))
     def test_an_explicit_ferry_is_an_error_that_names_the_check(self, first_use, monkeypatch, operation):
         break_operations(monkeypatch, "silent", operation)
         for _ in range(2):
             with warnings.catch_warnings(), pytest.raises(InputError, match="needs the native library") as caught:
                 warnings.simplefilter("error")
-                jaxferry.train_step(make_loss(), optax.adam(1e-2), transport="ferry")
+                jaxferry.train_step(chain(), optax.adam(1e-2), transport="ferry")
             assert all(f"{name}: " in str(caught.value) for name in FAILED[operation])
 
     def test_the_library_of_a_gpu_is_tested_on_its_first_use(self, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 from jaxferry.native import operations
 from jaxferry.partition import differentiate, partition, read_in_place, store_in_place
 from models import gpt, nnx_net
+from slowly import slow_but
 
 OPERATIONS = ("dha_gather", "dha_matmul", "dha_read", "dha_matmul_gradient", "gradient_store")
 
@@ -151,7 +152,7 @@ PRODUCTS = {
 
 
 OFTEN = ("plain", "transposed", "weight first", "leading dimensions", "cast")
-FORMS = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in PRODUCTS]
+FORMS = slow_but(OFTEN, PRODUCTS)
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -17,6 +17,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.optimizer import replay
 from jaxferry.partition import AUTO, cuts, derivatives, partition, rows, scans
 from jaxferry.step import LayerPlan, Plan
+from slowly import slow
 
 NAMES = ["a", "b", "c"]
 X = np.linspace(-1, 1, 4 * 8, dtype=np.float32).reshape(4, 8)
@@ -247,7 +248,7 @@ def test_counts_are_finite_and_no_rule_falls(name, used):
     assert sum(layer.forward_flops for layer in layers) > 0
 
 
-@pytest.mark.parametrize("mode", [pytest.param(Mode.GFGB, marks=pytest.mark.slow), Mode.DHA])
+@pytest.mark.parametrize("mode", [*slow(Mode.GFGB), Mode.DHA])
 @pytest.mark.parametrize("number", range(6))
 def test_primitives_with_one_result_train_to_plain_jax_s_losses(number, mode):
     cases = list(SINGLE.values())[number::6]
@@ -256,7 +257,7 @@ def test_primitives_with_one_result_train_to_plain_jax_s_losses(number, mode):
     np.testing.assert_allclose(losses(loss_fn, plan=plan), plain_losses(loss_fn), rtol=2e-5)
 
 
-@pytest.mark.parametrize("used", [*(pytest.param(used, marks=pytest.mark.slow) for used in ("all", "first")), "last"])
+@pytest.mark.parametrize("used", [*slow("all", "first"), "last"])
 @pytest.mark.parametrize("name", SEVERAL)
 def test_equations_with_several_results_or_none_train_to_plain_jax_s_losses(name, used):
     loss_fn = loss_of(SEVERAL[name], USED[used])

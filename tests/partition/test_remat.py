@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 import models
 from jaxferry.errors import InputError
 from jaxferry.partition import check_remat, differentiate, partition, remat_of, with_remat
+from slowly import slow
 
 POLICIES = jax.checkpoint_policies
 
@@ -47,12 +48,7 @@ def run(parts, derivative):
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [
-        POLICIES.dots_saveable,
-        *(pytest.param(p, marks=pytest.mark.slow) for p in (POLICIES.nothing_saveable, POLICIES.everything_saveable)),
-        "full",
-    ],
+    "policy", [POLICIES.dots_saveable, *slow(POLICIES.nothing_saveable, POLICIES.everything_saveable), "full"]
 )
 def test_every_choice_has_the_same_derivative(gpt, policy):
     expected = run(gpt, differentiate(gpt.graph, block_of(gpt)))

@@ -12,6 +12,7 @@ import rich.console
 import scanned
 from jaxferry.partition import Stack, evaluate, layers_by_path, leaf_paths, partition, print_table, stored_leaves
 from scanned import DEPTH, WIDTH
+from slowly import slow
 from tolerances import LOSS_RTOL
 
 X = jnp.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH)
@@ -55,7 +56,7 @@ def assert_same_derivative(loss_fn, params, *args):
     return parts
 
 
-@pytest.mark.parametrize("depth", [4, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("depth", [4, *slow(7)])
 def test_the_number_of_programs_does_not_depend_on_depth(depth):
     parts = parts_of(scanned.linen(depth=depth))
     assert [s.name for s in parts.segments] == ["embed", *(f"layers/{i}" for i in range(depth)), "head"]
@@ -79,9 +80,7 @@ def test_iterations_with_dropout_and_remat_share_a_program(config):
     [
         scanned.nnx_net,
         lambda: scanned.plain(reverse=True),
-        pytest.param(scanned.plain, marks=pytest.mark.slow),
-        pytest.param(lambda: scanned.linen(axis=1), marks=pytest.mark.slow),
-        pytest.param(lambda: scanned.linen(remat=True), marks=pytest.mark.slow),
+        *slow(scanned.plain, lambda: scanned.linen(axis=1), lambda: scanned.linen(remat=True)),
     ],
 )
 def test_segments_in_a_row_have_the_loss_and_gradients_of_the_whole(make):

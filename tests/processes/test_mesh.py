@@ -5,10 +5,7 @@ Here they are two CPU devices (`conftest.py`); more of them are those of another
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -28,6 +25,8 @@ from jaxferry.step import LayerPlan, Plan, ProgramKind, Source, Target
 from jaxferry.transport import make_placement
 from native.compile_for_gpu import compile_lowered
 from native.compile_for_gpu import text as compiled_text
+from python_runs import run_python
+from slowly import slow
 from watched import SCALARS_BYTES, most_on_one_device
 
 pytestmark = pytest.mark.cpu_device  # one accelerator is no mesh
@@ -111,10 +110,9 @@ JOINT = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
     [
         {"plan": plan(), "remat": "full", "offload_activations": True, "record_steps": 2},
         {"plan": plan(IN_HOST_MEMORY, gradient=GradientPlace.HOST), "accumulate": 2},
-        pytest.param({"policy": "auto", "profile": "estimate", "remat": "auto"}, marks=pytest.mark.slow),
+        *slow({"policy": "auto", "profile": "estimate", "remat": "auto"}),
         pytest.param({"optimizer": optax.adafactor(1e-2)}, marks=pytest.mark.slow, id="adafactor"),
-        pytest.param({"plan": ON_DEVICES, "optimizer": optax.adafactor(1e-2)}, marks=pytest.mark.slow),
-        pytest.param({"plan": ON_DEVICES, "optimizer": JOINT}, marks=pytest.mark.slow),
+        *slow({"plan": ON_DEVICES, "optimizer": optax.adafactor(1e-2)}, {"plan": ON_DEVICES, "optimizer": JOINT}),
     ],
     ids=str,
 )
@@ -408,19 +406,13 @@ def test_other_meshes_are_errors(options, message):
         jaxferry.train_step(loss_fn, optax.sgd(0.1), **options)
 
 
-def test_a_batch_that_the_devices_cannot_share_is_an_error():
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=mesh())
-    state = step.init(params())
-    with pytest.raises(InputError, match="must be a multiple of 2 devices: got 3"):
-        step(state, *batches(1, 3)[0])
-
-
-def test_plans_that_stream_updates_are_errors():
+def test_batches_that_the_devices_cannot_share_and_plans_that_stream_updates_are_errors():
     streamed = plan([Mode.GFGB] * 4, update=UpdatePlace.GPU)
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=mesh(), plan=streamed)
-    step.declare(params())
-    with pytest.raises(InputError, match="which several devices do not"):
-        step.prepare(*batches(1)[0])
+    for options, size, message in (({}, 3, "a multiple of 2 devices: got 3"), ({"plan": streamed}, 4, "do not")):
+        step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=mesh(), **options)
+        step.declare(params())
+        with pytest.raises(InputError, match=message):
+            step.prepare(*batches(1, size)[0])
 
 
 def test_a_mesh_of_one_device_is_that_device(alone):
@@ -434,11 +426,8 @@ WITH_DEVICES = Path(__file__).parents[1] / "support" / "mesh_losses.py"
 def losses_of_models(num_devices, place, *names):
     """The losses of models on meshes of up to this many devices, by name and number, beside those of plain Optax."""
     flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(WITH_DEVICES), str(num_devices), place.value, *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    given = (WITH_DEVICES, num_devices, place.value, *names)
+    return json.loads(run_python(*given, timeout_s=3600, XLA_FLAGS=flags, JAX_PLATFORMS="cpu").splitlines()[-1])
 
 
 def check_losses(found):

@@ -19,6 +19,7 @@ import process_starts
 from jaxferry.costs import Profile
 from process_runs import BATCH, KINDS, NUM_LONG, NUM_STEPS, OPTIONS
 from processes.test_mesh import batches, loss_fn, params
+from slowly import slow
 from watched import SCALARS_BYTES
 
 
@@ -32,7 +33,7 @@ def alone(num_steps=NUM_STEPS, **options):
     return step, state, losses, metrics
 
 
-SEVERAL = [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow), pytest.param((4, 1), marks=pytest.mark.slow)]
+SEVERAL = [(2, 1), *slow((2, 2), (4, 1))]
 
 
 @pytest.fixture(scope="module", params=SEVERAL, ids=str)

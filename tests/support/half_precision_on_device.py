@@ -23,11 +23,7 @@ def loss_fn(params, x):
 
 
 step = jaxferry.train_step(
-    loss_fn,
-    optax.adamw(1e-2),
-    compute_dtype=jnp.dtype(dtype),
-    transport=transport,
-    loss_scale="dynamic",
+    loss_fn, optax.adamw(1e-2), compute_dtype=jnp.dtype(dtype), transport=transport, loss_scale="dynamic"
 )
 state = step.init(params)
 for _ in range(6):

@@ -150,8 +150,8 @@ def is_trained(model: str) -> Any:
 @functools.cache
 def plain_optax(
     model: str, dtype: str, accumulate: str, clip: str, frozen: str, weight: str, optimizer: str
-) -> tuple[list[float], list[Any]]:
-    """Losses and parameters of a jitted loop of Optax, with masters in float32."""
+) -> tuple[list[float], list[float], list[Any]]:
+    """Losses, the norms of gradients and parameters of a jitted loop of Optax, with masters in float32."""
     task, chosen_optimizer = task_of(model), OPTIMIZERS["optax" if optimizer == "fused" else optimizer]
     if clip == "clipped":
         chosen_optimizer = optax.chain(optax.clip_by_global_norm(CLIP_NORM), chosen_optimizer)
@@ -173,15 +173,17 @@ def plain_optax(
             for each in zip(*made, strict=True)
         )
         updates, state = chosen_optimizer.update(gradients, state, trained, value=loss)
-        return optax.apply_updates(trained, updates), state, [own for own, _ in made]
+        return optax.apply_updates(trained, updates), state, [own for own, _ in made], optax.tree.norm(gradients)
 
     trained = [jnp.asarray(leaf) for leaf, is_own in zip(leaves, chosen, strict=True) if is_own]
-    state, losses, num = chosen_optimizer.init(trained), list[float](), 1 + (accumulate == "twice")
+    state, losses, norms = chosen_optimizer.init(trained), list[float](), list[float]()
+    num = 1 + (accumulate == "twice")
     for first in range(0, NUM_BATCHES, num):
-        trained, state, found = step(trained, state, batches_of(model)[first : first + num])
+        trained, state, found, norm = step(trained, state, batches_of(model)[first : first + num])
         losses += map(float, found)
+        norms += [*[0.0] * (num - 1), float(norm)]
     own = iter(trained)
-    return losses, [next(own) if is_own else leaf for leaf, is_own in zip(leaves, chosen, strict=True)]
+    return losses, norms, [next(own) if is_own else leaf for leaf, is_own in zip(leaves, chosen, strict=True)]
 
 
 def plan_of(model: str, mode: str, gradient: str, update: str, granularity: str) -> Plan:

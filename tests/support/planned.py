@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable
@@ -19,16 +18,10 @@ from jaxferry.step import LayerPlan, Plan
 from models import Task
 
 
-def plan_of(task: Task, modes: Iterable[Mode]) -> Plan:
-    """A plan that gives the segments these modes in turn."""
-    layers = [LayerPlan(name, mode) for name, mode in zip(segment_names(task), itertools.cycle(modes), strict=False)]
+def plan_of(task: Task, modes: Iterable[Mode], places: Iterable[GradientPlace] = (GradientPlace.DEVICE,)) -> Plan:
+    """A plan that gives the segments these modes and gradient places in turn."""
+    layers = map(LayerPlan, segment_names(task), itertools.cycle(modes), itertools.cycle(places))
     return Plan("test", 1.0, tuple(layers))
-
-
-def with_gradients(plan: Plan, places: Iterable[GradientPlace]) -> Plan:
-    """The plan with these gradient places in turn."""
-    pairs = zip(plan.layers, itertools.cycle(places), strict=False)
-    return dataclasses.replace(plan, layers=tuple(dataclasses.replace(p, gradient=place) for p, place in pairs))
 
 
 @functools.lru_cache(maxsize=16)
@@ -56,11 +49,24 @@ def train(
     step: jaxferry.TrainStep, task: Task, num_steps: int, **kwargs: Any
 ) -> tuple[jaxferry.TrainState, list[float]]:
     """Trains from the task's parameters; returns state and losses."""
-    state, losses = step.init(task.params), []
-    for _ in range(num_steps):
-        state, metrics = step(state, task.batch, **kwargs)
+    return take_steps(step, step.init(task.params), [task.batch] * num_steps, **kwargs)
+
+
+def take_steps(
+    step: jaxferry.TrainStep, state: jaxferry.TrainState, batches: Iterable[Any], **kwargs: Any
+) -> tuple[jaxferry.TrainState, list[float]]:
+    """Takes a step for each batch; returns state and losses."""
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch, **kwargs)
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+def assert_near(tree: Any, other: Any, **tolerance: Any) -> None:
+    """Every leaf of both trees is equal within a tolerance."""
+    for leaf, same in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(leaf, same, **tolerance)
 
 
 def assert_same_bits(tree: Any, other: Any) -> None:

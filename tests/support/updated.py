@@ -36,15 +36,12 @@ def batch(number):
 
 NAMES = [segment.name for segment in partition(loss_fn, PARAMS, (batch(0),)).segments]
 GROUPS = {name: name.partition("#")[0] for name in NAMES}
-PLACES = {
-    "none": [],
-    "one layer": ["layer_1"],
-    "tied table": ["embed"],
-    "all": ["embed", "layer_0", "layer_1", "layer_2"],
-}
 
 
-def plan_with(groups, mode=Mode.GFGB, streamed=()):
+ALL = [*PARAMS]
+
+
+def plan_with(groups=(), mode=Mode.GFGB, streamed=()):
     """A plan that updates these groups on the device; those of `streamed` come there for the update only."""
 
     def layer(name):
@@ -55,7 +52,7 @@ def plan_with(groups, mode=Mode.GFGB, streamed=()):
     return Plan("test", 1.0, tuple(map(layer, NAMES)))
 
 
-def make(groups, optimizer=None, mode=Mode.GFGB, streamed=(), **options):
+def make(groups=(), optimizer=None, mode=Mode.GFGB, streamed=(), **options):
     plan = plan_with(groups, mode, streamed)
     return jaxferry.train_step(loss_fn, optimizer or jaxferry.adamw(1e-2), plan=plan, **options)
 
@@ -79,16 +76,6 @@ def on_device(state):
 def streaming(state):
     """The groups whose updates stream, with their numbers of subgroups."""
     return {state.host.layers[group].name: number for group, number in state.host.streamed.items()}
-
-
-OPTIONS = {
-    "plain": {},
-    "clipped": {"clip_norm": 0.5},
-    "accumulated": {"accumulate": 2},
-    "scaled": {"loss_scale": 64.0},
-    "skipping": {"skip_nonfinite": True},
-    "bfloat16": {"compute_dtype": jnp.bfloat16},
-}
 
 
 def check_failure(step, state, monkeypatch, operation, number, match, is_rolled_back):

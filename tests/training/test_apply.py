@@ -17,16 +17,12 @@ from jaxferry.native import is_available
 from jaxferry.step import Source
 from jaxferry.transport import Allocator, Placement
 from planned import assert_same_bits, plan_of, train
+from slowly import slow
 from steps import after_each_program
 from tolerances import LOSS_RTOL
 from watched import device_bytes
 
 RTOL = {"rtol": LOSS_RTOL, "atol": 1e-6}
-
-
-@pytest.fixture(scope="module")
-def gpt():
-    return models.mlp(depth=2)
 
 
 def logits_fn(params, tokens):
@@ -49,7 +45,7 @@ def everything(params, batch, scale, train=False):
     }
 
 
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
 def test_any_function_returns_what_plain_jit_does(gpt, transport):
     if transport == "ferry" and not is_available("cpu"):
         pytest.skip("needs the native library")
@@ -176,7 +172,7 @@ def narrow_params():
     return {"table": jax.random.normal(next(keys), (2000, 16)), "blocks": blocks}
 
 
-@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
 def test_every_budget_that_is_not_refused_holds(transport, monkeypatch):
     if transport == "ferry" and not is_available("cpu"):
         pytest.skip("needs the native library")

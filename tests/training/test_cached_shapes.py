@@ -85,12 +85,6 @@ def test_evaluations_of_many_shapes_are_freed_too(loss_fn):
     assert [step.evaluate(state, batch(rows)) == found[rows - 1] for rows in (1, 2, 1)] == [True] * 3
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
-def test_the_number_of_shapes_is_checked(loss_fn, value):
-    with pytest.raises(jaxferry.InputError, match="cached_shapes must be a number of shapes, 1 or more"):
-        jaxferry.train_step(loss_fn, optax.sgd(0.1), cached_shapes=value)
-
-
 def test_a_value_that_cannot_be_made_drops_nothing():
     dropped = []
     recent = Recent(1, dropped.append)

@@ -17,12 +17,10 @@ from jaxferry.partition import partition
 from jaxferry.planner import make_plan, with_update_order
 from jaxferry.step import schedule_step, steady_step_s
 from jaxferry.training import Planning, choose_plan
+from models import chain
+from slowly import slow
 
-
-def loss_fn(params, x):
-    for name in sorted(params):
-        x = jnp.tanh(x @ params[name]["kernel"])
-    return jnp.mean(x**2)
+loss_fn = chain()
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +43,7 @@ def test_a_budget_that_a_policy_cannot_meet_gets_its_leanest_plan(parts, policy)
     assert Mode.RESIDENT not in plan.modes
 
 
-@pytest.mark.parametrize("policy", ["exact", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["exact", *slow("auto")])
 def test_the_smallest_budget_that_an_error_names_is_enough(policy):
     """An estimate has no temporaries, so within that budget the policy would choose a plan that does not fit."""
     width, depth, batch = 64, 4, jax.ShapeDtypeStruct((2048,), jnp.int32)

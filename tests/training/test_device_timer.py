@@ -28,6 +28,7 @@ from jaxferry.training import (
     sample_gradient,
 )
 from jaxferry.transport import Ferry, make_placement
+from models import chain
 
 CALL_S = 0.08
 LINK_S = 0.02
@@ -53,10 +54,7 @@ def timed(monkeypatch):
     accelerator = emulate(monkeypatch)
     params = {name: {"kernel": np.zeros((WIDTH, WIDTH), np.float32)} for name in "ab"}
 
-    def loss_fn(params, x):
-        for name in params:
-            x = jnp.tanh(x @ params[name]["kernel"])
-        return jnp.mean(x**2)
+    loss_fn = chain()
 
     with own_settings():
         yield accelerator.placement, partition(loss_fn, params, (np.zeros((4, WIDTH), np.float32),))

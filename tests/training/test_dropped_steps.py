@@ -2,9 +2,6 @@
 
 import ctypes
 import gc
-import os
-import subprocess
-import sys
 import time
 
 import jax
@@ -15,6 +12,7 @@ import pytest
 
 import dropped_steps
 import jaxferry
+from python_runs import run_python
 from watched import live_arrays
 
 PARAMS = {name: {"w": np.full((4, 4), 0.1, np.float32)} for name in "ab"}
@@ -73,7 +71,5 @@ def test_dropped_steps_leave_nothing(num_steps, optimizer, options):
 @pytest.mark.parametrize("loss_functions", ["shared", "fresh"])
 def test_sixty_dropped_steps_leave_less_than_a_mebibyte_allocated(loss_functions):
     """Native memory too; what has been freed may stay in the process's heap, so its resident memory says little."""
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, dropped_steps.__file__, loss_functions, "60"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert int(found.stdout) < 2**20
+    given = (dropped_steps.__file__, loss_functions, 60)
+    assert int(run_python(*given, MALLOC_ARENA_MAX="1", JAX_PLATFORMS="cpu")) < 2**20

@@ -1,10 +1,5 @@
 """Parameters of several dtypes in one tree: the loss sees each in its own; updates are in fp32."""
 
-import itertools
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +9,8 @@ import pytest
 import jaxferry
 import models
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.step import LayerPlan, Plan
-from planned import assert_same_bits, segment_names, train
+from planned import plan_of, train
+from python_runs import run_python
 from tolerances import LOSS_RTOL
 
 DTYPES = {"w": jnp.bfloat16, "scale": jnp.float32, "b": jnp.float16}
@@ -76,11 +71,6 @@ def plain_loop(task, optimizer, num_steps):
     return masters, losses
 
 
-def plan_of(task, modes, places):
-    kinds = zip(segment_names(task), itertools.cycle(modes), itertools.cycle(places))
-    return Plan("any", 1.0, tuple(LayerPlan(name, mode, place) for name, mode, place in kinds))
-
-
 @pytest.mark.parametrize(
     "optimizer", [optax.adamw(1e-2, eps=1e-3), jaxferry.adamw(1e-2, eps=1e-3)], ids=["optax", "one pass"]
 )
@@ -99,29 +89,6 @@ def test_losses_are_those_of_plain_optax_on_fp32_masters(task, is_half, optimize
             master = state.params[layer.name][leaf.path.split("/")[-1]]
             copy = np.asarray(vectors[leaf.vector])[leaf.offset : leaf.offset + leaf.size]
             assert copy.tobytes() == master.astype(leaf.dtype).ravel().tobytes()
-
-
-@pytest.mark.slow
-def test_every_plan_and_transport_has_the_same_bits(task, tmp_path):
-    def run(num_steps=5, **options):
-        step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), clip_norm=0.1, accumulate=2, **options)
-        return step, *train(step, task, num_steps)
-
-    step, state, losses = run()
-    places = (GradientPlace.HOST, GradientPlace.DEVICE)
-    for options in (
-        {"plan": plan_of(task, [Mode.RELOAD, Mode.GFGB], places)},
-        {"plan": plan_of(task, [Mode.RESIDENT, Mode.RELOAD], places), "transport": "device_put"},
-        {"reserve_factor": 0.0},
-    ):
-        _, other, others = run(**options)
-        assert others == losses, options
-        assert_same_bits(other.params, state.params)
-    step, state, _ = run(4)
-    step.save(state, tmp_path / "saved")
-    fresh = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), clip_norm=0.1, accumulate=2)
-    _, metrics = fresh(fresh.restore(tmp_path / "saved"), task.batch)
-    assert float(metrics["loss"]) == losses[4]
 
 
 @pytest.mark.parametrize("mode", [Mode.DHA, Mode.DFGB])
@@ -174,5 +141,4 @@ else:
 
 @pytest.mark.slow
 def test_parameters_in_float64_train_by_plain_copies():
-    environment = {**os.environ, "JAX_ENABLE_X64": "1"}
-    subprocess.run([sys.executable, "-c", FLOAT64], env=environment, check=True)
+    run_python("-c", FLOAT64, JAX_ENABLE_X64="1")

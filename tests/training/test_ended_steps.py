@@ -1,8 +1,5 @@
 """Steps that an interrupt or a failed task ends: committed, rolled back, or damaged."""
 
-import itertools
-import signal
-
 import optax
 import pytest
 
@@ -10,9 +7,10 @@ import jaxferry
 import models
 from jaxferry.step import Operation
 from planned import assert_same_bits, step_of, train, trained
-from steps import fail, wrap
+from slowly import slow
+from steps import fail
 
-SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-2)
+SGD = optax.sgd(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -21,42 +19,12 @@ def whole_gpt():
     return models.mlp()
 
 
-@pytest.mark.parametrize("after_events", [6, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 9))])
-def test_an_interrupt_leaves_a_state_between_steps_that_can_be_saved(whole_gpt, tmp_path, monkeypatch, after_events):
-    gpt, step = whole_gpt, step_of(whole_gpt, ADAMW)
-    once, whole = (trained(gpt, ADAMW, num_steps)[0] for num_steps in (1, 2))
-    state, _ = train(step, gpt, 1)
-    count = itertools.count(1)
-
-    def interrupted(run, *args):
-        has_ended = run(*args)
-        if next(count) == after_events:
-            signal.raise_signal(signal.SIGINT)
-        return has_ended
-
-    for operation in (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD):
-        wrap(monkeypatch, operation, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        step(state, gpt.batch)
-    monkeypatch.undo()
-    assert state.step in (1, 2)
-    assert_same_bits(state.params, once if state.step == 1 else whole)
-    step.save(state, tmp_path / "saved")
-    restored = jaxferry.train_step(gpt.loss_fn, ADAMW).restore(tmp_path / "saved")
-    assert_same_bits(restored.params, state.params)
-    for _ in range(2 - state.step):
-        state, _ = step(state, gpt.batch)
-    assert_same_bits(state.params, whole)
-
-
 PROGRAMS = (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"clip_norm": 1.0}, {"skip_nonfinite": True}))]
-)
+@pytest.mark.parametrize("options", [{}, *slow({"clip_norm": 1.0}, {"skip_nonfinite": True})])
 @pytest.mark.parametrize("operations", [PROGRAMS, (Operation.OFFLOAD,), (Operation.UPDATE,)], ids=lambda o: o[0].value)
-@pytest.mark.parametrize("after", [0, pytest.param(2, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize("after", [0, *slow(2), 6])
 def test_a_failed_task_is_rolled_back_or_damages_the_state_and_names_its_layer(
     whole_gpt, monkeypatch, tmp_path, operations, after, options
 ):

@@ -17,6 +17,7 @@ from jaxferry.optimizer import host_array, host_memory
 from jaxferry.partition import Span, from_bytes, shape_from_stored, stored_struct, to_bytes
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import make_placement
+from planned import take_steps
 
 NUMPY = ["bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))]
 NUMPY += ["float16", "float32", "float64", "complex64", "complex128"]
@@ -353,9 +354,6 @@ def test_devices_that_share_a_batch_gather_packed_parameters():
         trainable=lambda path: path != "q/q",
         mesh=jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2]),
     )
-    state, losses = step.init(params), []
-    for _ in range(3):
-        state, metrics = step(state, X)
-        losses.append(float(metrics["loss"]))
+    state, losses = take_steps(step, step.init(params), [X] * 3)
     np.testing.assert_allclose(losses, plain_losses(params, 3), rtol=1e-5)
     assert_same(state.params["q"]["q"], params["q"]["q"])

@@ -105,9 +105,3 @@ def test_the_scale_is_saved_and_restored(tmp_path):
     step.save(state, tmp_path / "saved")
     restored = step.restore(tmp_path / "saved")
     assert restored.loss_scale == state.loss_scale == LossScale(2.0**27)
-
-
-@pytest.mark.parametrize("value", ["static", 0, -1.0, float("inf"), True])
-def test_a_scale_that_is_not_acceptable_is_named(value):
-    with pytest.raises(jaxferry.InputError, match="loss_scale must be"):
-        jaxferry.train_step(loss_fn, optax.sgd(0.1), loss_scale=value)

@@ -70,11 +70,7 @@ def test_skip_nonfinite_skips_a_step_with_a_finite_loss_and_an_infinite_gradient
     np.testing.assert_array_equal(state.params["w"], np.ones(3))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"clip_norm": 1.0}, {"check_gradients": True}, {"accumulate": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"check_gradients": True}, {"accumulate": 2}], ids=str)
 def test_a_gradient_that_is_not_finite_is_refused_and_the_state_stays(options):
     step = jaxferry.train_step(_rooted, optax.sgd(0.1), **options)
     state, good, bad = step.init({"w": np.ones(3, np.float32)}), np.zeros(3, np.float32), np.ones(3, np.float32)

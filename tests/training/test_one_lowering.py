@@ -20,6 +20,7 @@ from jaxferry.errors import BudgetError
 from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.planner import make_plan, policies
 from jaxferry.step import LayerPlan, Plan, Updates, machine, needed_bytes, simulate
+from slowly import slow
 
 
 def frozen_lookup():
@@ -62,35 +63,24 @@ MODELS = {
 
 
 OFTEN = {
-    **dict.fromkeys(MODELS, ("memferry", "auto")),
-    "lookup that clips": ("auto",),
-    "lookup that accumulates": ("memferry",),
-    "frozen table": ("auto",),
-    "lookup": ("auto",),
-    "perceptron that offloads activations": ("memferry",),
-    "gpt": (),
-    "gpt that may recompute": (),
-    "gpt that offloads activations": (),
+    "lookup that clips": "auto",
+    "lookup that accumulates": "memferry",
+    "frozen table": "auto",
+    "lookup": "auto",
+    "perceptron that offloads activations": "memferry",
 }
-
-
 OFTEN_IN_A_BUDGET = {
-    **dict.fromkeys(MODELS, ("exact", "auto")),
-    "lookup that clips": ("exact",),
-    "lookup that accumulates": ("auto",),
-    "gpt": (),
-    "frozen table": (),
-    "lookup": ("exact",),
-    "perceptron that offloads activations": ("exact",),
-    "gpt that may recompute": (),
-    "gpt that offloads activations": (),
+    "lookup that clips": "exact",
+    "lookup that accumulates": "auto",
+    "lookup": "exact",
+    "perceptron that offloads activations": "exact",
 }
 
 
 def cases(often):
     """Every model with every policy; all but those that `often` names for a model are marked slow."""
     return [
-        pytest.param(name, policy, marks=() if policy in often[name] else pytest.mark.slow, id=f"{name}-{policy}")
+        pytest.param(name, policy, marks=() if policy == often.get(name) else pytest.mark.slow, id=f"{name}-{policy}")
         for name in MODELS
         for policy in policies()
     ]
@@ -140,7 +130,7 @@ def check(made, plan, path):
 
 
 @pytest.mark.parametrize(("measured", "policy"), cases(OFTEN), indirect=["measured"])
-@pytest.mark.parametrize("factor", [None, pytest.param(0.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("factor", [None, *slow(0.5)])
 def test_what_plan_prints_is_the_simulation_of_the_schedule_that_runs(measured, policy, factor, capsys):
     task, options, path = measured
     flags = [] if factor is None else ["--reserve-factor", factor]
@@ -161,7 +151,7 @@ def budgets(profile, policy):
 
 
 @pytest.mark.parametrize(("measured", "policy"), cases(OFTEN_IN_A_BUDGET), indirect=["measured"])
-@pytest.mark.parametrize("share", [0.4, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.0, 0.1, 0.7, 1.0, 1.3))])
+@pytest.mark.parametrize("share", [0.4, *slow(0.0, 0.1, 0.7, 1.0, 1.3)])
 def test_so_it_is_within_a_budget(measured, policy, share, capsys):
     task, options, path = measured
     smallest, free = budgets(Profile.load(path), policy)
@@ -194,7 +184,7 @@ def any_plan(profile, generator):
     return dataclasses.replace(plan, memory_bytes=int(needed_bytes(profile, plan) * generator.choice([0.5, 1.2])))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 8))])
 @pytest.mark.parametrize("model", [pytest.param(x, marks=() if x in DIFFERENT else pytest.mark.slow) for x in MODELS])
 def test_any_plan_runs_unchanged_within_the_budget_that_it_needs(model, seed):
     """The engine counts each program's values and temporaries; the profile states them layer by layer."""

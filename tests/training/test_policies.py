@@ -10,16 +10,12 @@ from jaxferry.costs import LayerProfile, Profile
 from jaxferry.modes import Mode
 from jaxferry.planner import policies
 from planned import assert_same_bits, step_of, train, trained
+from slowly import slow_but
 from tolerances import LOSS_RTOL
 
 FEW = ("go-memferry",)
-WITHOUT_MOST = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in sorted(policies())]
+WITHOUT_MOST = slow_but(FEW, sorted(policies()))
 SGD, ADAMW_SLOW = optax.sgd(0.1), optax.adamw(1e-3)
-
-
-@pytest.fixture(scope="module")
-def gpt():
-    return models.mlp(depth=2)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +46,6 @@ def test_without_the_native_library_every_policy_trains_with_the_same_bits(gpt, 
     state, losses = train(jaxferry.train_step(gpt.loss_fn, ADAMW_SLOW, **options), gpt, 3)
     assert losses == expected
     assert_same_bits(state.params, params)
-
-
-def test_an_unknown_policy_lists_the_known():
-    with pytest.raises(jaxferry.InputError, match="memferry"):
-        jaxferry.train_step(lambda p, b: p, optax.sgd(0.1), policy="memfairy")
 
 
 def test_a_policy_plans_with_the_given_profile_and_checks_that_it_fits_the_model(gpt, tmp_path):

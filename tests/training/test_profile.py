@@ -24,7 +24,9 @@ from jaxferry.settings import own_settings
 from jaxferry.step import ProgramKey, ProgramKind, Source, Target
 from jaxferry.training import Effort, MeasuredLayers, MeasurementCache, cold_caches, measure_profile, surroundings
 from jaxferry.transport import make_placement
+from models import chain
 from planned import assert_same_bits, train
+from slowly import slow
 from watched import live_arrays
 
 BACKWARDS = ("backward_s", "backward_dha_s", "backward_go_s")
@@ -113,7 +115,7 @@ def table():
     return Setting(tied, TIED, IDS)
 
 
-@pytest.fixture(scope="module", params=["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["ferry", *slow("device_put")])
 def measured(request):
     setting = stack_of(["a", "fast1", "fast2", "slow1", "slow2", "zlast"], kind=request.param)
     return setting, setting.measure(budget_s=0)
@@ -320,7 +322,7 @@ def test_progress_tells_how_much_there_is_and_never_goes_back():
         assert total_next != total or done <= done_next <= done + 1
 
 
-@pytest.mark.parametrize("kind", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["ferry", *slow("device_put")])
 def test_the_way_of_accelerators_measures_as_well(kind, monkeypatch):
     """It works on a CPU, with more copies."""
     emulate(monkeypatch)
@@ -376,14 +378,7 @@ def test_a_policy_that_plans_with_times_measures_them_once(tmp_path, monkeypatch
     assert capfd.readouterr().err == ""  # no terminal, no bar
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        None,
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("zero-offload", "native-offload", "l2l")),
-        "native-overlapped",
-    ],
-)
+@pytest.mark.parametrize("policy", [None, *slow("zero-offload", "native-offload", "l2l"), "native-overlapped"])
 def test_policies_that_plan_without_times_measure_nothing_unless_told_to(tmp_path, monkeypatch, count, policy):
     setting = {"a": {"kernel": np.ones((8, 8), np.float32)}, "b": {"kernel": np.ones((8, 8), np.float32)}}
     batch = np.ones((4, 8), np.float32)
@@ -413,14 +408,11 @@ def test_lengths_up_to_half_and_twice_a_measured_one_are_not_measured(tmp_path, 
     assert measured == [True, False, False, False, True, False, True]
 
 
-@pytest.mark.parametrize("kind", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["ferry", *slow("device_put")])
 def test_sums_of_more_bits_are_measured_as_they_run(monkeypatch, kind):
     """One layer runs twice in 16 bits, so the host adds each gradient to an fp32 sum, which the update reads."""
 
-    def loss_fn(params, x):
-        for name in ("often", "once", "often"):
-            x = jnp.tanh(x @ params[name]["kernel"])
-        return jnp.mean(x**2)
+    loss_fn = chain(("often", "once", "often"))
 
     emulate(monkeypatch)
     params = {name: {"kernel": np.zeros((8, 8), np.float32)} for name in ("often", "once")}

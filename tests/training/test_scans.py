@@ -13,8 +13,9 @@ import jaxferry
 import scanned
 from jaxferry.modes import Mode
 from models import Task, plain_loop
-from planned import assert_same_bits, plan_of, train
+from planned import assert_near, assert_same_bits, plan_of, take_steps, train
 from scanned import DEPTH
+from slowly import slow
 from tolerances import LOSS_RTOL
 from watched import live_arrays
 
@@ -33,7 +34,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", ["linen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nnx", "lax"))])
+@pytest.mark.parametrize("name", ["linen", *slow("nnx", "lax")])
 def test_scanned_models_train_as_plain_optax_does_under_every_plan(name):
     task, optimizer = MODELS[name](), optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p))
     params, expected = plain_loop(task, optimizer, 10)
@@ -86,10 +87,7 @@ def test_checkpoints_are_those_of_the_stacked_model_whether_it_was_cut_or_not(la
     expected = plain_loop(lax, optimizer, 6)[1]
     cut, kept = (jaxferry.train_step(task.loss_fn, optimizer) for task in (lax, apart))
     for first, second in ((cut, kept), (kept, cut)):
-        state, losses = first.init(lax.params), []
-        for _ in range(3):
-            state, metrics = first(state, lax.batch)
-            losses.append(float(metrics["loss"]))
+        state, losses = take_steps(first, first.init(lax.params), [lax.batch] * 3)
         first.save(state, tmp_path / "saved")
         restored = second.restore(tmp_path / "saved", params=lax.params)
         assert_same_bits(restored.params, state.params)
@@ -234,8 +232,7 @@ def test_frozen_stacked_parameters_beside_trained_ones_are_kept_to_the_bit(lax, 
         plain = optax.multi_transform({"train": optax.adamw(1e-2, eps=1e-3), "freeze": optax.set_to_zero()}, labels)
         expected, plain_losses = plain_loop(task, plain, 4)
         np.testing.assert_allclose(losses, plain_losses, rtol=LOSS_RTOL)
-        for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-6)
+        assert_near(state.params, expected, rtol=2e-4, atol=1e-6)
         by_label = jaxferry.train_step(loss_fn, plain)
         assert train(by_label, task, 4)[1] == pytest.approx(losses, rel=LOSS_RTOL)
 

@@ -133,10 +133,7 @@ def swapped(array):
         (lambda s: setattr(s, "params", "abc"), "state.params must be a tree like .* lacks .*; a bare leaf is new"),
         (lambda s: setattr(s, "params", {**params_of(), "scale": {"frozen": FROZEN[:2]}}), r"shape \(4,\), got \(2,\)"),
         (lambda s: setattr(s, "params", {**params_of(), "scale": {"frozen": 1j * FROZEN}}), "float32 can hold, got c"),
-        (
-            lambda s: setattr(s, "params", jax.tree.map(swapped, params_of())),
-            "leaf .'first'.*has byte-swapped",
-        ),
+        (lambda s: setattr(s, "params", jax.tree.map(swapped, params_of())), "leaf .'first'.*has byte-swapped"),
         (lambda s: setattr(s, "opt_state", optax.sgd(1).init({})), "state.opt_state must be a tree like"),
         (lambda s: s.set_hyperparams(momentum=1), "no hyperparameter 'momentum': it has b1, b2, .*learning_rate"),
         (lambda s: s.set_hyperparams(learning_rate="fast"), "'learning_rate' must have a dtype"),
