@@ -76,9 +76,9 @@ def from_rows(rows: np.ndarray, size: int, where: NamedSharding) -> jax.Array:
 
 
 def empty(size: int, dtype: Any, where: NamedSharding) -> jax.Array:
-    """Makes a vector of `size` zeros; only this process's shards exist here."""
+    """Makes a vector of `size` zeros, which programs may overwrite; only this process's shards exist here."""
     if where.is_fully_addressable:
-        return jax.device_put(np.zeros(size, dtype), where)
+        return jax.device_put(np.zeros(size, dtype), where, may_alias=False)
     num = len(where.addressable_devices_indices_map((size,)))
     return from_rows(np.zeros((num, where.shard_shape((size,))[0]), dtype), size, where)
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.errors import NativeError
@@ -328,7 +327,7 @@ class Ferry(Transport):
 
     def _jitted(self, name: str, layer: Layer) -> Any:
         made = _load_programs(layer, self._placement) | _store_programs(layer, self._placement)
-        return Donating(made[name](), f"the program {name!r}") if name in made else super()._jitted(name, layer)
+        return Donating(made[name](), f"the program {name!r}")
 
 
 def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[], Any]]:
@@ -340,7 +339,9 @@ def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[],
         return arrays, [targets.mark(each, arrays, "load") for each in token]
 
     def load(vectors: Vectors, *token: jax.Array) -> Any:
-        return load_onto(Vacancy.UNKNOWN, vectors, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in layer.leaves], *token)
+        # Nothing is written before the copies arrive.
+        into = [targets.empty(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) for leaf in layer.leaves]
+        return load_onto(Vacancy.UNKNOWN, vectors, into, *token)
 
     def arrived(arrays: Sequence[jax.Array], vectors: Vectors) -> list[jax.Array]:
         return targets.ferry_wait(arrays)

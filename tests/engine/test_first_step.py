@@ -1,5 +1,7 @@
 """What a first step needs in pinned memory is made while the step is compiled, and in a thread."""
 
+import collections
+import contextlib
 import gc
 import threading
 
@@ -29,9 +31,9 @@ def loss_fn(params, x):
     return jax.numpy.mean(x**2)
 
 
-def parameters():
+def parameters(width=WIDTH):
     generator = np.random.default_rng(0)
-    return {f"l{i}": {"w": generator.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.1} for i in range(DEPTH)}
+    return {f"l{i}": {"w": generator.normal(size=(width, width)).astype(np.float32) * 0.1} for i in range(DEPTH)}
 
 
 def plan(gradient=GradientPlace.DEVICE):
@@ -167,22 +169,46 @@ def test_a_plan_that_fits_not_leaves_no_vectors(makers):
     assert transports and not any(transport.made_ahead for transport in transports)
 
 
-@pytest.mark.parametrize("record_steps", [0, 2])
-def test_loads_and_stores_are_compiled_before_the_step(accelerator, caplog, record_steps):
+@contextlib.contextmanager
+def compiled(caplog):
+    """The names of the functions that the body compiles, in all threads, each as often as it is compiled."""
+
     def control(x):
         return x + 7
 
+    found = collections.Counter()
+    caplog.clear()
+    jax.config.update("jax_log_compiles", True)
+    try:
+        jax.jit(control)(1.0)
+        yield found
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    found.update(str(record.args[0])[4:-1] for record in caplog.records if record.msg.startswith("Compiling"))
+    assert found.pop("control", 0), "compilation is not logged"
+
+
+@pytest.mark.parametrize("record_steps", [0, 2])
+def test_loads_and_stores_are_compiled_before_the_step(accelerator, caplog, record_steps):
     step = made(record_steps=record_steps)
     state = step.init(parameters())
     step.compile_updates(state, BATCH)
-    jax.config.update("jax_log_compiles", True)  # in all threads
-    try:
-        jax.jit(control)(1.0)
+    with compiled(caplog) as names:
         for _ in range(3):
             state, _ = step(state, BATCH)
             state.block_until_ready()
-    finally:
-        jax.config.update("jax_log_compiles", False)
-    compiled = {str(record.args[0]) for record in caplog.records if record.msg.startswith("Compiling")}
-    assert "jit(control)" in compiled
-    assert not compiled & {f"jit({name})" for name in ("load", "load_onto", "arrived", "store", "stack")}
+    assert not {"load", "load_onto", "arrived", "store", "stack"} & {*names}
+
+
+@pytest.mark.cpu_device
+@pytest.mark.parametrize(
+    ("transport", "width", "copies"),
+    [("ferry", 40, {"load": 1, "arrived": 1, "store": 1}), ("device_put", 48, {"unpack": 1, "store": 1})],
+)
+def test_on_a_cpu_only_what_computes_or_copies_is_compiled(caplog, transport, width, copies):
+    # No other test holds programs of this width.
+    with compiled(caplog) as names:
+        step = jaxferry.train_step(loss_fn, optax.adamw(0.1), plan=plan(), transport=transport)
+        _, metrics = step(step.init(parameters(width)), np.ones((4, width), np.float32))
+        assert np.isfinite(metrics["grad_norm"])
+    assert names == {"forward": 2, "returned": 3, "flat_update": 1} | copies
