@@ -20,7 +20,7 @@ from jaxferry.native import check_donated, library, targets
 from jaxferry.partition import Derivative, ForwardPartition, Partition, Segment, differentiate, evaluate
 from jaxferry.processes import check_same
 from jaxferry.step import ProgramKey
-from jaxferry.transport import Placement, compile_shared
+from jaxferry.transport import Placement, begin_shared, finished
 
 Compiled = Callable[..., Any]
 
@@ -96,12 +96,20 @@ class Programs:
         contents = {key: self._tracer.content(key) for key in self._compiled}
         self._held |= {content: self._compiled[key] for key, content in contents.items() if content is not None}
 
-    def require(self, keys: Iterable[ProgramKey]) -> None:
-        """Compiles the programs that are not compiled yet."""
+    def require(self, keys: Iterable[ProgramKey], meanwhile: Callable[[], object] | None = None) -> None:
+        """Compiles the programs that are not compiled yet.
+
+        Args:
+          keys: the programs.
+          meanwhile: called if there are any, while threads compile them.
+        """
         missing = {key: self._tracer.content(key) for key in keys if key not in self._compiled}
         if self._has_others:
             check_same("their programs", "".join(self.lowered(key).as_text() for key in missing))
-        made = compile_shared(missing, self.lowered)
+        begun = begin_shared(missing, self.lowered)
+        if begun and meanwhile is not None:
+            meanwhile()
+        made = finished(begun)
         self._compiled |= made
         for key, program in made.items():
             stats = program.memory_analysis()

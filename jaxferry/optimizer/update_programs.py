@@ -9,6 +9,7 @@ copy are flat vectors.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
@@ -32,8 +33,9 @@ from jaxferry.optimizer.update_group import (
     vectors_arriving,
 )
 from jaxferry.partition import Layer, bits_of, trace, zeros_of
+from jaxferry.settings import traced_settings
 from jaxferry.step import Arrival
-from jaxferry.transport import Placement, compile_shared, updated_vectors, writes_in_place
+from jaxferry.transport import Compiling, Placement, begin_shared, finished, updated_vectors, writes_in_place
 
 _FACTORS = "factors"
 
@@ -136,6 +138,7 @@ class UpdatePrograms:
         self._tree, self._placement, self._clip_norm = tree, placement, clip_norm
         self._programs: dict[Any, Any] = {}
         self._updates: dict[Any, Update] = {}
+        self._begun: dict[Any, Compiling] = {}
         self._factors: Factors | None = None
 
     def init_state(self, unit: UpdateGroup, masters: Sequence[jax.Array]) -> list[jax.Array]:
@@ -159,6 +162,44 @@ class UpdatePrograms:
           layers: the parameter groups.
           arrivals: for each layer, how its gradient arrives.
         """
+        wanted, missing, rules = self._begin(units, layers, arrivals)
+        begun = {key: (key, traced_settings()) for key in missing}
+        programs = finished({key: self._begun.pop(own) for key, own in begun.items() if own in self._begun})
+        if _FACTORS in programs:
+            counts, *_ = programs[_FACTORS].args_info[0]
+            self._factors = Factors(programs.pop(_FACTORS), len(counts))
+        for key, program in programs.items():
+            self._updates[key] = CompiledUpdate(program, self._placement, self._trained(missing[key][0], layers))
+        for key, rule in rules.items():
+            self._updates[key] = self._fused(rule, missing[key][0], missing[key][1], layers)
+        for unit, how, key in wanted:
+            unit.programs[how] = self._updates[key]
+
+    def begin(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> None:
+        """Lets threads compile what `compile` will return; that call raises what fails here.
+
+        Args:
+          units: as for `compile`; masters and state may be shapes.
+          layers: likewise.
+          arrivals: likewise.
+        """
+        with contextlib.suppress(Exception):
+            self._begin(units, layers, arrivals)
+
+    def settle(self) -> None:
+        """Waits for the threads that compile."""
+        with contextlib.suppress(Exception):
+            finished(self._begun)
+
+    def _begin(
+        self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]
+    ) -> tuple[list[tuple[UpdateGroup, Any, Any]], dict[Any, Any], dict[Any, HostRule]]:
+        """Begins to compile what is missing.
+
+        Returns:
+          The units without an update, each with how its gradients arrive and its key; by key, one such unit of those
+          whose update is not compiled; and the rules of those that the native library updates.
+        """
         missing: dict[Any, Any] = {}
         wanted = []
         for unit in units:
@@ -175,16 +216,11 @@ class UpdatePrograms:
             key = next(iter(rules))
             contents[_FACTORS] = self._factors_content(missing[key][0])
             missing[_FACTORS] = (missing[key][0], rules[key])
-        programs = compile_shared(contents, lambda key: self._lowered(key, missing[key][0], missing[key][1], layers))
-        if _FACTORS in programs:
-            counts, *_ = programs[_FACTORS].args_info[0]
-            self._factors = Factors(programs.pop(_FACTORS), len(counts))
-        for key, program in programs.items():
-            self._updates[key] = CompiledUpdate(program, self._placement, self._trained(missing[key][0], layers))
-        for key, rule in rules.items():
-            self._updates[key] = self._fused(rule, missing[key][0], missing[key][1], layers)
-        for unit, reads, key in wanted:
-            unit.programs[reads] = self._updates[key]
+        settings = traced_settings()
+        new = {key: content for key, content in contents.items() if (key, settings) not in self._begun}
+        begun = begin_shared(new, lambda key: self._lowered(key, missing[key][0], missing[key][1], layers))
+        self._begun |= {(key, settings): compiling for key, compiling in begun.items()}
+        return wanted, missing, rules
 
     def _lowered(self, key: Any, unit: UpdateGroup, how: Any, layers: Sequence[Layer]) -> Any:
         """A program before XLA compiles it: of the factors by a rule, or of a unit's update by what is read."""

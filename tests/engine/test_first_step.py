@@ -212,3 +212,44 @@ def test_on_a_cpu_only_what_computes_or_copies_is_compiled(caplog, transport, wi
         _, metrics = step(step.init(parameters(width)), np.ones((4, width), np.float32))
         assert np.isfinite(metrics["grad_norm"])
     assert names == {"forward": 2, "returned": 3, "flat_update": 1} | copies
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_preparation_begins_to_compile_the_updates_of_a_state_that_exists(caplog, has_state):
+    width = 32 + 4 * has_state  # no other test holds programs of these widths
+    step, batch = jaxferry.train_step(loss_fn, optax.adamw(0.1), plan=plan()), np.ones((4, width), np.float32)
+    if has_state:
+        state = step.init(parameters(width))
+    else:
+        step.declare(parameters(width))
+    with compiled(caplog) as names:
+        step.prepare(batch)
+        step.compiler.model.optimizer.updates.settle()
+    assert names["flat_update"] == has_state
+    with compiled(caplog) as names:
+        step(state if has_state else step.init(parameters(width)), batch)
+    assert names["flat_update"] == (not has_state)
+
+
+def test_an_update_that_fails_to_compile_meanwhile_fails_in_the_step(monkeypatch):
+    step = made()
+    state = step.init(parameters())
+    updates, fails = step.compiler.model.optimizer.updates, [True]
+    original = updates._lower
+
+    def lower(*args):
+        lowered = original(*args)
+        if fails[0]:
+            monkeypatch.setattr(lowered, "compile", failing)
+        return lowered
+
+    def failing():
+        raise RuntimeError("RESOURCE_EXHAUSTED: no memory to compile")
+
+    monkeypatch.setattr(updates, "_lower", lower)
+    step.prepare(BATCH)
+    with pytest.raises(RuntimeError, match="no memory to compile"):
+        step(state, BATCH)
+    fails[0] = False
+    state, metrics = step(state, BATCH)
+    assert np.isfinite(metrics["loss"]) and state.step == 1
