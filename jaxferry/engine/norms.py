@@ -61,7 +61,8 @@ class Norms:
         """
         place, num = self._placement, sum(uses == 1 for uses in num_uses)
         if num > 1 and not (self._on_host or place.is_cpu or place.num_devices > 1):
-            _compile_together(num, place.device)
+            # The step collects them under this thread's settings, which are not those of a trace.
+            self._thread.submit(_compile_together, num, place.device).result()
 
     def of(self, gather: Callable[[], Vectors], known: jax.Array | None) -> SquaredNorm:
         """The squared norm of a whole gradient. The caller does not wait for the device.

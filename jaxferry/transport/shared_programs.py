@@ -83,7 +83,7 @@ def begin_shared(wanted: Mapping[Any, Hashable | None], lowered: Callable[[Any],
         if (found := _found(content)) is None:
             lines.tell(f"compiling {len(wanted)} programs ({_num_done(begun)} done)")
             # XLA compiles one program while the next ones are traced and lowered.
-            found = Compiling(content, _threads(os.getpid()).submit(lowered(key).compile))
+            found = Compiling(content, in_background(lowered(key).compile))
             if content is not None:
                 _COMPILING[content] = found
         begun[key] = found
@@ -121,6 +121,11 @@ def _found(content: Hashable | None) -> Compiling | None:
         return Compiling(content, program)
     compiling = _COMPILING.get(content)
     return None if compiling is None or compiling.has_failed else compiling
+
+
+def in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Lets one of the threads that compile call a function: what it traces there, JAX finds again in any thread."""
+    return _threads(os.getpid()).submit(function, *args)
 
 
 def _num_done(begun: Mapping[Any, Compiling]) -> int:
