@@ -131,8 +131,7 @@ class Programs:
         """Lets a thread compile the prelude; what fails there fails in `run_prelude`."""
         prelude: Any = self.prelude
         if prelude is not None and not self._begun:
-            leaves = self._tracer.batch()
-            self._begun.append(in_background(lambda: prelude.trace(leaves).lower().compile()))
+            self._begun.append(in_background(lambda: prelude.trace(self._tracer.batch()).lower().compile()))
 
     def temporary_bytes_of(self, keys: Iterable[ProgramKey]) -> Mapping[ProgramKey, int]:
         """Compiles these programs and returns `temporary_bytes`."""
