@@ -36,7 +36,6 @@ SquaredNorm = Future[jax.Array] | jax.Array
 
 _norm_of_vectors = jax.jit(lambda vectors: squared_norm(jax.device_put(vectors, jax.memory.Space.Device)))
 _together = jax.jit(jnp.stack)
-_total = jax.jit(lambda norms, scale: jnp.sqrt(sum(norms, start=jnp.float32(0))) / scale)
 
 
 class Norms:
@@ -62,7 +61,8 @@ class Norms:
         """
         place, num = self._placement, sum(uses == 1 for uses in num_uses)
         if num > 1 and not (self._on_host or place.is_cpu or place.num_devices > 1):
-            _compile_together(num, place.device)
+            # The step collects them under this thread's settings, which are not those of a trace.
+            self._thread.submit(_compile_together, num, place.device).result()
 
     def of(self, gather: Callable[[], Vectors], known: jax.Array | None) -> SquaredNorm:
         """The squared norm of a whole gradient. The caller does not wait for the device.
@@ -84,7 +84,7 @@ class Norms:
         found = {group: norm.result() if isinstance(norm, Future) else norm for group, norm in squared.items()}
         place = self._placement
         there = [group for group, norm in squared.items() if not isinstance(norm, Future)]
-        if len(there) > 1 and place.num_devices == 1:
+        if len(there) > 1 and place.num_devices == 1 and not place.is_cpu:
             # One copy in place of one for each.
             found |= zip(there, np.asarray(_together([found[group] for group in there])), strict=True)
         own = [g for g, norm in squared.items() if isinstance(norm, Future) and not layers[g].is_whole]
@@ -101,8 +101,9 @@ class Norms:
           squared: the squared norms of all groups, as `values` has found them.
           scale: the divisor of the gradients.
         """
-        norm: jax.Array = _total(jax.device_get(list(squared)), jax.device_put(scale, self._placement.host_compute))
-        return norm
+        with np.errstate(all="ignore"):  # as XLA computes it: what is not finite stays so
+            norm = np.sqrt(sum(jax.device_get(list(squared)), start=np.float32(0))) / np.float32(scale)
+        return jax.device_put(np.float32(norm), self._placement.host_compute)
 
 
 class GradientNorms:

@@ -118,6 +118,10 @@ class ProgramTracer:
             return next(s for s in self._partition.segments if s.program == key.program)
         return self._derivatives[key.program].segment
 
+    def batch(self) -> list[Any]:
+        """The shapes of the batch's leaves, with their places."""
+        return self._placed([self._partition.graph.avals[value] for value in self._partition.graph.batch])
+
     def trace(self, key: ProgramKey) -> Any:
         """Traces the program of a key for its arguments' shapes; see `Programs.__getitem__` for these."""
         with targets.for_products_of(self._placement.platform):

@@ -8,8 +8,10 @@ costs the same memory and more time than it saves.
 
 from __future__ import annotations
 
+import concurrent.futures
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ from jaxferry.native import check_donated, library, targets
 from jaxferry.partition import Derivative, ForwardPartition, Partition, Segment, differentiate, evaluate
 from jaxferry.processes import check_same
 from jaxferry.step import ProgramKey
-from jaxferry.transport import Placement, compile_shared
+from jaxferry.transport import Placement, begin_shared, finished, in_background
 
 Compiled = Callable[..., Any]
 
@@ -38,7 +40,7 @@ class Programs:
 
     Attributes:
       derivatives, is_scaled: as given.
-      prelude: `batch leaves -> prelude values, [flag]`, or None.
+      prelude: `batch leaves -> prelude values, [flag]`, or None; compiled beside the first programs.
       temporary_bytes: device memory that each program needs beside its arguments and results.
     """
 
@@ -60,6 +62,7 @@ class Programs:
         self.temporary_bytes: dict[ProgramKey, int] = {}
         self._native = native
         self._tracer = ProgramTracer(partition, derivatives, placement, native, is_scaled)
+        self._begun: list[Future[None]] = []
         self._compiled: dict[ProgramKey, Any] = {}
         self._lowered: dict[ProgramKey, Any] = {}
 
@@ -73,6 +76,7 @@ class Programs:
         Returns:
           The prelude's values, and a flag that is ready once it has ended, or fails with it; none without a prelude.
         """
+        concurrent.futures.wait(self._begun)  # the call finds what they have compiled
         made: tuple[list[Any], list[jax.Array]] = ([], []) if self.prelude is None else self.prelude(leaves)
         return jax.block_until_ready(made) if is_awaited else made
 
@@ -96,12 +100,22 @@ class Programs:
         contents = {key: self._tracer.content(key) for key in self._compiled}
         self._held |= {content: self._compiled[key] for key, content in contents.items() if content is not None}
 
-    def require(self, keys: Iterable[ProgramKey]) -> None:
-        """Compiles the programs that are not compiled yet."""
+    def require(self, keys: Iterable[ProgramKey], meanwhile: Callable[[], object] | None = None) -> None:
+        """Compiles the programs that are not compiled yet.
+
+        Args:
+          keys: the programs.
+          meanwhile: called if there are any, while threads compile them.
+        """
         missing = {key: self._tracer.content(key) for key in keys if key not in self._compiled}
         if self._has_others:
             check_same("their programs", "".join(self.lowered(key).as_text() for key in missing))
-        made = compile_shared(missing, self.lowered)
+        begun = begin_shared(missing, self.lowered)
+        if begun:
+            self._begin_prelude()
+        if begun and meanwhile is not None:
+            meanwhile()
+        made = finished(begun)
         self._compiled |= made
         for key, program in made.items():
             stats = program.memory_analysis()
@@ -112,6 +126,12 @@ class Programs:
             for product in targets.PRODUCTS:
                 for device in self._devices:
                     library(self._platform).plan_product(device.local_hardware_id, *product)
+
+    def _begin_prelude(self) -> None:
+        """Lets a thread compile the prelude; what fails there fails in `run_prelude`."""
+        prelude: Any = self.prelude
+        if prelude is not None and not self._begun:
+            self._begun.append(in_background(lambda: prelude.trace(self._tracer.batch()).lower().compile()))
 
     def temporary_bytes_of(self, keys: Iterable[ProgramKey]) -> Mapping[ProgramKey, int]:
         """Compiles these programs and returns `temporary_bytes`."""

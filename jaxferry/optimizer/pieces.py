@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxferry.native import host_sums
 from jaxferry.partition import Layer, Part, Span, bits_of
-from jaxferry.processes import is_key
+from jaxferry.processes import copied_zeros, is_key
 from jaxferry.transport import DATA, ORPHANED_COPIES, Placement, Vectors, as_numpy
 
 Where = Part | Span | None
@@ -214,27 +214,9 @@ def filled(
     # Of memory that JAX owns, since it would alias aligned NumPy memory, which updates cannot overwrite.
     made = host_sums.empty(tuple(shape), dtype, where) if placement.is_cpu or not is_pinned else None
     if made is None:
-        made = jax.device_put(_copied_zeros(shape, np.dtype(dtype)), where)
+        made = jax.device_put(copied_zeros(shape, np.dtype(dtype)), where)
     fill(as_numpy(made))
     return made
-
-
-_LONG_ROW_BYTES = 512
-_ALIASED_ALIGNMENT = 16
-"""JAX aliases NumPy memory that starts at a multiple of so many bytes, and copies other memory."""
-
-
-def _copied_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns zeros that take no memory, since nobody writes there, and that JAX does not alias.
-
-    Rows of one row are copied the fastest; JAX takes each element by itself where these are short.
-    """
-    if len(shape) > 1 and shape[-1] * dtype.itemsize >= _LONG_ROW_BYTES:
-        return np.broadcast_to(np.zeros(shape[-1:], dtype), shape)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(num_bytes + 2 * _ALIASED_ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIASED_ALIGNMENT + _ALIASED_ALIGNMENT // 2
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def stored_key(key: Key) -> Key:

@@ -9,6 +9,7 @@ copy are flat vectors.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
@@ -32,8 +33,9 @@ from jaxferry.optimizer.update_group import (
     vectors_arriving,
 )
 from jaxferry.partition import Layer, bits_of, trace, zeros_of
+from jaxferry.settings import traced_settings
 from jaxferry.step import Arrival
-from jaxferry.transport import Placement, compile_shared, updated_vectors, writes_in_place
+from jaxferry.transport import Compiling, Placement, begin_shared, finished, updated_vectors, writes_in_place
 
 _FACTORS = "factors"
 
@@ -94,7 +96,13 @@ class CompiledUpdate:
 
 
 class _InitialState:
-    """Makes initial states: zeros, the most of them, are written by all threads, and a program makes others, if any."""
+    """Makes initial states: zeros, the most of them, are written by all threads, and a program makes others, if any.
+
+    Args:
+      init: returns the leaves of the state of masters.
+      masters: some that it takes.
+      placement: where arrays live.
+    """
 
     def __init__(
         self, init: Callable[[Any], list[jax.Array]], masters: Sequence[jax.Array], placement: Placement
@@ -118,12 +126,19 @@ class _InitialState:
 
 
 class UpdatePrograms:
-    """Compiles updates; equal units share one."""
+    """Compiles updates; equal units share one.
+
+    Args:
+      tree: the transformation on the model's tree.
+      placement: where arrays live.
+      clip_norm: global norm to clip gradients to, or None.
+    """
 
     def __init__(self, tree: TreeUpdate, placement: Placement, clip_norm: float | None) -> None:
         self._tree, self._placement, self._clip_norm = tree, placement, clip_norm
         self._programs: dict[Any, Any] = {}
         self._updates: dict[Any, Update] = {}
+        self._begun: dict[Any, Compiling] = {}
         self._factors: Factors | None = None
 
     def init_state(self, unit: UpdateGroup, masters: Sequence[jax.Array]) -> list[jax.Array]:
@@ -140,7 +155,51 @@ class UpdatePrograms:
         return state
 
     def compile(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> None:
-        """Stores the `Update` of every unit in `unit.programs`; equal units share it."""
+        """Stores the `Update` of every unit in `unit.programs`; equal units share it.
+
+        Args:
+          units: the units.
+          layers: the parameter groups.
+          arrivals: for each layer, how its gradient arrives.
+        """
+        wanted, missing, rules = self._begin(units, layers, arrivals)
+        begun = {key: (key, traced_settings()) for key in missing}
+        programs = finished({key: self._begun.pop(own) for key, own in begun.items() if own in self._begun})
+        if _FACTORS in programs:
+            counts, *_ = programs[_FACTORS].args_info[0]
+            self._factors = Factors(programs.pop(_FACTORS), len(counts))
+        for key, program in programs.items():
+            self._updates[key] = CompiledUpdate(program, self._placement, self._trained(missing[key][0], layers))
+        for key, rule in rules.items():
+            self._updates[key] = self._fused(rule, missing[key][0], missing[key][1], layers)
+        for unit, how, key in wanted:
+            unit.programs[how] = self._updates[key]
+
+    def begin(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> None:
+        """Lets threads compile what `compile` will return; that call raises what fails here.
+
+        Args:
+          units: as for `compile`; masters and state may be shapes.
+          layers: likewise.
+          arrivals: likewise.
+        """
+        with contextlib.suppress(Exception):
+            self._begin(units, layers, arrivals)
+
+    def settle(self) -> None:
+        """Waits for the threads that compile."""
+        with contextlib.suppress(Exception):
+            finished(self._begun)
+
+    def _begin(
+        self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]
+    ) -> tuple[list[tuple[UpdateGroup, Any, Any]], dict[Any, Any], dict[Any, HostRule]]:
+        """Begins to compile what is missing.
+
+        Returns:
+          The units without an update, each with how its gradients arrive and its key; by key, one such unit of those
+          whose update is not compiled; and the rules of those that the native library updates.
+        """
         missing: dict[Any, Any] = {}
         wanted = []
         for unit in units:
@@ -155,31 +214,27 @@ class UpdatePrograms:
         contents = {key: self._content(key, given[0]) for key, given in missing.items() if key not in rules}
         if rules and self._factors is None:
             key = next(iter(rules))
-            content = self._tree.content(missing[key][0].leaves)
-            contents[_FACTORS] = content and ("factors", content, self._clip_norm, self._placement)
+            contents[_FACTORS] = self._factors_content(missing[key][0])
             missing[_FACTORS] = (missing[key][0], rules[key])
+        settings = traced_settings()
+        new = {key: content for key, content in contents.items() if (key, settings) not in self._begun}
+        begun = begin_shared(new, lambda key: self._lowered(key, missing[key][0], missing[key][1], layers))
+        self._begun |= {(key, settings): compiling for key, compiling in begun.items()}
+        return wanted, missing, rules
 
-        def lowered(key: Any) -> Any:
-            unit, how = missing[key]
-            return self._lower_factors(unit, how) if key == _FACTORS else self._lower(unit, layers, how)
-
-        programs = compile_shared(contents, lowered)
-        if _FACTORS in programs:
-            counts, *_ = programs[_FACTORS].args_info[0]
-            self._factors = Factors(programs.pop(_FACTORS), len(counts))
-        for key, program in programs.items():
-            trained = [layers[i].trained for i in missing[key][0].layers]
-            self._updates[key] = CompiledUpdate(program, self._placement, trained)
-        for key, rule in rules.items():
-            self._updates[key] = self._fused(rule, missing[key][0], missing[key][1], layers)
-        for unit, reads, key in wanted:
-            unit.programs[reads] = self._updates[key]
+    def _lowered(self, key: Any, unit: UpdateGroup, how: Any, layers: Sequence[Layer]) -> Any:
+        """A program before XLA compiles it: of the factors by a rule, or of a unit's update by what is read."""
+        return self._lower_factors(unit, how) if key == _FACTORS else self._lower(unit, layers, how)
 
     def plain(self, unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[..., Any]:
         """The update of a unit by Optax, for a jitted function on any device.
 
         It maps `(masters, state, gradients, norm, extra)` to `(masters, state)`. `gradients` are in the master dtypes,
         by index of the leaf.
+
+        Args:
+          unit: the unit.
+          layers: its layers' trained parameters.
         """
         held, in_order = unit.keys, by_master(unit, layers)  # not the unit, which holds arrays
 
@@ -207,6 +262,11 @@ class UpdatePrograms:
             return None
         place = self._placement
         return ("update", key, self._clip_norm, place, place.is_cpu)
+
+    def _factors_content(self, unit: UpdateGroup) -> Hashable | None:
+        """Likewise for the factors of a step."""
+        content = self._tree.content(unit.leaves)
+        return content and ("factors", content, self._clip_norm, self._placement)
 
     def text(self, unit: UpdateGroup, layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> str:
         """Returns a text that says what a unit's update does; masters and state may be shapes."""
@@ -283,6 +343,9 @@ class UpdatePrograms:
 
     def _dtypes_arriving(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> list[np.dtype]:
         return [vector.dtype for of_layer in self._arrived(unit, layers, reads) for vector in of_layer]
+
+    def _trained(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
+        return [layers[i].trained for i in unit.layers]
 
     def _owned(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
         """The trained parameters of a unit's layers, as this process holds them."""

@@ -260,11 +260,13 @@ def trace(
 
 
 def are_zeros(atom: Atom, made_by: Mapping[int, Equation]) -> bool:
-    """Whether an atom is an array that a constant 0 fills; `made_by` has the equation of each value."""
-    equation = made_by.get(atom) if isinstance(atom, int) else None
-    if equation is None or equation.primitive.name != "broadcast_in_dim" or isinstance(equation.inputs[0], int):
+    """Whether an atom is a constant 0, or an array that it fills; `made_by` has the equation of each value."""
+    if not isinstance(atom, int):
+        return not any(np.asarray(atom.val).tobytes())
+    equation = made_by.get(atom)
+    if equation is None or equation.primitive.name != "broadcast_in_dim":
         return False
-    return not any(np.asarray(equation.inputs[0].val).tobytes())
+    return are_zeros(equation.inputs[0], made_by)
 
 
 def zeros_of(graph: Graph) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -231,19 +231,27 @@ class Layer:
         """Packs arrays of the leaves' shapes (any dtype) into flat vectors, inside a jitted function.
 
         `into` may hold vectors of the same shapes that are donated arguments of the function. They are then updated in
-        place, leaf by leaf, so that XLA allocates no result and makes no extra pass over it.
+        place, leaf by leaf, so that XLA allocates no result and makes no extra pass over it. Small neighbours are
+        written together: each write takes XLA as long to compile as a large operation.
         """
-        parts: list[list[jax.Array]] = [[] for _ in self.vectors]
-        written = None if into is None else list(into)
+        parts: list[list[tuple[Leaf, jax.Array]]] = [[] for _ in self.vectors]
         for leaf, array in sorted(zip(self.leaves, leaves, strict=True), key=lambda pair: pair[0].offset):
-            part = jnp.ravel(array).astype(leaf.dtype)
-            if written is None:
-                parts[leaf.vector].append(part)
-            else:
-                written[leaf.vector] = jax.lax.dynamic_update_slice(written[leaf.vector], part, (leaf.offset,))
-        if written is not None:
-            return tuple(written)
-        return tuple(part[0] if len(part) == 1 else jnp.concatenate(part) for part in parts)
+            parts[leaf.vector].append((leaf, jnp.ravel(array).astype(leaf.dtype)))
+        if into is None:
+            return tuple(_side_by_side(part for _, part in own) for own in parts)
+        written = list(into)
+        for number, own in enumerate(parts):
+            runs: list[list[tuple[Leaf, jax.Array]]] = []
+            for leaf, part in own:
+                before, its_part = runs[-1][-1] if runs else (leaf, part)
+                if leaf.is_small and before.is_small and before.offset + its_part.size == leaf.offset:
+                    runs[-1].append((leaf, part))
+                else:
+                    runs.append([(leaf, part)])
+            for run in runs:
+                joined = _side_by_side(part for _, part in run)
+                written[number] = jax.lax.dynamic_update_slice(written[number], joined, (run[0][0].offset,))
+        return tuple(written)
 
     def unpack(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
         """Unpacks flat vectors into arrays of the leaves' shapes and compute dtypes, inside a jitted function."""
@@ -251,6 +259,11 @@ class Layer:
             jax.lax.slice(vectors[leaf.vector], (leaf.offset,), (leaf.offset + leaf.size,)).reshape(leaf.shape)
             for leaf in self.leaves
         ]
+
+
+def _side_by_side(parts: Iterable[jax.Array]) -> jax.Array:
+    flat = list(parts)
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
 
 def wide_dtype(dtype: Any) -> np.dtype:

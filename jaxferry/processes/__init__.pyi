@@ -11,6 +11,7 @@ from .distributed import is_first as is_first
 from .distributed import mesh_of as mesh_of
 from .distributed import own_rows as own_rows
 from .distributed import start as start
+from .global_arrays import copied_zeros as copied_zeros
 from .global_arrays import empty as empty
 from .global_arrays import from_rows as from_rows
 from .global_arrays import global_shape as global_shape

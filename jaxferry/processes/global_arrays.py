@@ -7,6 +7,7 @@ exchange nothing, apart from `merged`, so any thread may call them.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,11 +72,29 @@ def from_rows(rows: np.ndarray, size: int, where: NamedSharding) -> jax.Array:
 
 
 def empty(size: int, dtype: Any, where: NamedSharding) -> jax.Array:
-    """Makes a vector of `size` zeros; only this process's shards exist here."""
+    """Makes a vector of `size` zeros, which programs may overwrite; only this process's shards exist here."""
     if where.is_fully_addressable:
-        return jax.device_put(np.zeros(size, dtype), where)
+        return jax.device_put(copied_zeros((size,), np.dtype(dtype)), where)
     num = len(where.addressable_devices_indices_map((size,)))
     return from_rows(np.zeros((num, where.shard_shape((size,))[0]), dtype), size, where)
+
+
+_LONG_ROW_BYTES = 512
+_ALIASED_ALIGNMENT = 16
+"""JAX aliases NumPy memory that starts at a multiple of so many bytes, and copies other memory."""
+
+
+def copied_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns zeros that take no memory, since nobody writes there, and that JAX does not alias.
+
+    Rows of one row are copied the fastest; JAX takes each element by itself where these are short.
+    """
+    if len(shape) > 1 and shape[-1] * dtype.itemsize >= _LONG_ROW_BYTES:
+        return np.broadcast_to(np.zeros(shape[-1:], dtype), shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + 2 * _ALIASED_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIASED_ALIGNMENT + _ALIASED_ALIGNMENT // 2
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _start(index: Any) -> int:

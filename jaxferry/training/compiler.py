@@ -127,7 +127,9 @@ class Compiler:
 
         def make() -> tuple[Prepared, Cut]:
             check_may_trace("the loss function for a batch of new shapes")
-            self._shared.prefetch.take(None)  # copies in flight would disturb the measurement
+            # Copies in flight, and threads that compile, would disturb the measurement.
+            self._shared.prefetch.take(None)
+            self.model.optimizer.updates.settle()
             try:
                 return self._compiled(self._cut(args, kwargs), args, kwargs, state)
             except BudgetError as error:
@@ -155,6 +157,7 @@ class Compiler:
         with self._cutter.refused_by_jax(args, kwargs):
             self._decide_granularity(args, kwargs)
             self._shared.prefetch.clear()
+            self.model.optimizer.updates.settle()
             variants, programs = self._variants(self._cut(args, kwargs))
             self._has_decided = True
             return self._profiler.measured(variants, programs, self._share(variants.base, args, kwargs))
@@ -191,7 +194,8 @@ class Compiler:
         begin = self._begin_memory(state, transport, variants.base.layers)
         try:
             given = (self._options.planning, self._options.numerics)
-            prepared = StepCompiler(variants, programs, profile, resources, *given, begin).compile_best()
+            compiler = StepCompiler(variants, programs, profile, resources, *given, begin, state is not None)
+            prepared = compiler.compile_best()
             self._check_host_memory(prepared, begin is not None)
         except BaseException:
             transport.make_ahead({})

@@ -46,6 +46,7 @@ from jaxferry.step import (
     Schedule,
     StepProgram,
     Updates,
+    arrivals_of,
     groups_summed_on_host,
     simulate_schedule,
     variants_of,
@@ -127,11 +128,12 @@ class StepCompiler:
         planning: Planning,
         numerics: Numerics,
         begin: Callable[[StepProgram], None] | None,
+        trains: bool,
     ) -> None:
         self._variants, self._programs, self._given = variants, programs, profile
         self._profile = _recomputable(profile)
         self._resources, self._planning, self._numerics = resources, planning, numerics
-        self._begin = begin or (lambda program: None)
+        self._begin, self._trains = begin or (lambda program: None), trains
         # A recorder marks each copy beside the program that queues it.
         self._joins = resources.transport.joins if resources.recorder is None else NO_JOINS
         self._widened = widened_groups(variants.base, variants.derivatives, numerics.accumulate)
@@ -211,7 +213,7 @@ class StepCompiler:
         if self._resources.placement.num_processes > 1:
             plan_json = dataclasses.replace(program.plan, predicted=None).to_json()
             check_same("their plans", json.dumps([plan_json, sorted(program.summed), sorted(program.kept)]))
-        self._programs.require(keys)
+        self._programs.require(keys, self._begin_updates)
         self._programs.keep(keys)
         peak_ahead = functools.partial(self._peak, program)
         ahead = loads_ahead(program, peak_ahead, self._planning.memory_budget_bytes)
@@ -324,7 +326,7 @@ class StepCompiler:
 
     def _counted(self, program: StepProgram) -> tuple[Mapping[ProgramKey, int], int]:
         """The temporaries of a step's programs, which it compiles for that, and the memory that is always in use."""
-        self._programs.require(self._keys(program))
+        self._programs.require(self._keys(program), self._begin_updates)
         groups = program.partition.layers
         num_shares = self._resources.placement.ownership.num_shares
         sums = sum(-(-groups[group].trained.wide.num_bytes // num_shares(groups[group])) for group in program.summed)
@@ -338,6 +340,13 @@ class StepCompiler:
             runs = key.alone_in([place for place, group in enumerate(own) if group in program.widened])
             found[key] = max(known[runs], found.get(key, 0))
         return found, other_bytes
+
+    def _begin_updates(self) -> None:
+        """Lets threads compile the host updates of a state, which its first step needs last."""
+        groups = self._variants.base.layers
+        if self._trains:
+            arrivals = arrivals_of(self._variants.base, self._widened)
+            self._resources.optimizer.updates.begin(self._resources.optimizer.units_of(groups), groups, arrivals)
 
     def _runnable(self, program: StepProgram, ahead: tuple[int, ...]) -> RunnableStep:
         graph, put = program.partition.graph, self._resources.placement.put

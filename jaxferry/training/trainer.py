@@ -143,8 +143,8 @@ class TrainStep:
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
         """Partitions, plans and compiles for arguments of this structure; results are cached.
 
-        The first call of the step does this by itself; an earlier call only chooses the time. On an accelerator,
-        a thread meanwhile makes what the first step of the newest state needs in pinned memory.
+        The first call of the step does this by itself; an earlier call only chooses the time. Threads meanwhile compile
+        the updates of the newest state, and make what its first step needs in an accelerator's pinned memory.
 
         Args:
           *args: the step's arguments; arrays or shape structs.

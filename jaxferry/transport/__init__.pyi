@@ -40,5 +40,9 @@ from .placement import PROCESS as PROCESS
 from .placement import Placement as Placement
 from .placement import check_passes as check_passes
 from .placement import make_placement as make_placement
+from .shared_programs import Compiling as Compiling
+from .shared_programs import begin_shared as begin_shared
 from .shared_programs import compile_shared as compile_shared
+from .shared_programs import finished as finished
+from .shared_programs import in_background as in_background
 from .shared_programs import shared_function as shared_function

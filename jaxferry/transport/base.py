@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.native import NativeLibrary, host_sums
@@ -231,10 +230,8 @@ class Transport(abc.ABC):
         return onto.vectors
 
     def _new_vectors(self, layer: int, is_sum: bool) -> Vectors:
-        if self._placement.is_cpu:
-            return tuple(self.program("empty", layer, is_sum)())
-        # A program of the device would make them there first, in memory that nothing counts.
-        where = self._placement.pinned_of(self._layers[layer])
+        # A program of an accelerator would make them there first, in memory that nothing counts.
+        where = self._placement.pinned if self._placement.is_cpu else self._placement.pinned_of(self._layers[layer])
         return tuple(empty(v.size, v.dtype, where) for v in self._there[2 if is_sum else 1][layer].vectors)
 
     def make_ahead(
@@ -377,12 +374,8 @@ class Transport(abc.ABC):
         return known
 
     def _jitted(self, name: str, layer: Layer) -> Any:
-        """Makes a program of these names; here `empty`, which makes vectors for gradients on a CPU."""
-
-        def empty() -> Vectors:
-            return tuple(jnp.zeros(v.shape, v.dtype) for v in layer.vectors)
-
-        return jax.jit(empty, out_shardings=self._placement.pinned)
+        """Makes the jitted function of a name."""
+        raise NotImplementedError
 
 
 def add_gradients(

@@ -129,7 +129,7 @@ class DevicePut(Transport):
             "store": lambda: jax.jit(store, donate_argnums=1, out_shardings=gathered),
             "pack": lambda: jax.jit(pack, out_shardings=self._placement.shares_of(layer)),
         }
-        return made[name]() if name in made else super()._jitted(name, layer)
+        return made[name]()
 
 
 class _PartCopy(CopyInFlight):

@@ -20,13 +20,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.errors import NativeError
-from jaxferry.native import Donating, NativeLibrary, Vacancy, library, num_cpus, targets
+from jaxferry.native import Donating, NativeLibrary, Vacancy, library, targets
 from jaxferry.partition import Gradient, Layer, RowGradient
-from jaxferry.settings import ThreadPool
 from jaxferry.step import NO_JOINS, Joins
 from jaxferry.transport.base import Transport
 from jaxferry.transport.held import CopyInFlight, DeviceLayer, HostGradient, delete_all
@@ -34,7 +32,7 @@ from jaxferry.transport.interrupts import deferred_interrupts
 from jaxferry.transport.marks import TaskMark
 from jaxferry.transport.pinned import ORPHANED_COPIES, InFlight, Vectors
 from jaxferry.transport.placement import Placement
-from jaxferry.transport.shared_programs import shared_function
+from jaxferry.transport.shared_programs import in_background, shared_function
 
 
 def queue_stores(
@@ -201,9 +199,7 @@ class Ferry(Transport):
     def compile(
         self, loads: Mapping[int, int], reserved: Collection[int], stored: Collection[int], marks: bool
     ) -> None:
-        """See `Transport.compile`. On a CPU, the threads of the lanes compile each when it is called."""
-        if self._placement.is_cpu:
-            return
+        """See `Transport.compile`. On a CPU, loads into known buffers are compiled when they are called."""
         wanted: dict[tuple[int, bool], int] = {}
         for layer, num in loads.items():
             kinds = {layer in reserved, layer in reserved and num == 1}
@@ -213,9 +209,8 @@ class Ferry(Transport):
         by_layout = {self._layouts[layer]: layer for layer in stored}
         calls += [call for layer in by_layout.values() for call in self._calls_of_store(layer, marks)]
         # The lanes' threads have the settings of these, on which compiled programs depend.
-        with ThreadPool(num_cpus(), "jaxferry compile") as pool:
-            # What fails here fails in the step, which says what it was doing.
-            concurrent.futures.wait([pool.submit(program.compile, *args) for program, args in calls])
+        # What fails here fails in the step, which says what it was doing.
+        concurrent.futures.wait([in_background(program.compile, *args) for program, args in calls])
 
     def _calls_of_load(
         self, layer: int, is_reserved: bool, is_recorded: bool
@@ -226,8 +221,9 @@ class Ferry(Transport):
         arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.device) for leaf in own.leaves]
         token = self._tokens(is_recorded)
         found: list[tuple[str, tuple[Any, ...]]] = [("load", (vectors, *token))]
-        found.append(("load unused" if is_reserved else "load vacant", (vectors, arrays, *token)))
-        found += [] if is_reserved else [("vacate", (arrays,))]
+        if not place.is_cpu:
+            found.append(("load unused" if is_reserved else "load vacant", (vectors, arrays, *token)))
+            found += [] if is_reserved else [("vacate", (arrays,))]
         found += [("arrived", (arrays, vectors))] if is_recorded or not self.joins.arrives else []
         return [(self.program(name, layer), args) for name, args in found]
 
@@ -239,7 +235,8 @@ class Ferry(Transport):
         arrays = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place.device) for each in joined]
         vectors = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place.pinned_of(own)) for v in own.vectors)
         store = self.program("store", layer), (arrays, vectors, *self._tokens(is_recorded))
-        return [(self._landed, (arrays,)), *([store] if is_recorded or not self.joins.stores else [])]
+        landed = [] if place.is_cpu else [(self._landed, (arrays,))]
+        return [*landed, *([store] if is_recorded or not self.joins.stores else [])]
 
     def _tokens(self, is_recorded: bool) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct((1,), np.uint8, sharding=self._placement.device)] if is_recorded else []
@@ -322,7 +319,7 @@ class Ferry(Transport):
 
     def _jitted(self, name: str, layer: Layer) -> Any:
         made = _load_programs(layer, self._placement) | _store_programs(layer, self._placement)
-        return Donating(made[name](), f"the program {name!r}") if name in made else super()._jitted(name, layer)
+        return Donating(made[name](), f"the program {name!r}")
 
 
 def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[], Any]]:
@@ -334,7 +331,9 @@ def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[],
         return arrays, [targets.mark(each, arrays, "load") for each in token]
 
     def load(vectors: Vectors, *token: jax.Array) -> Any:
-        return load_onto(Vacancy.UNKNOWN, vectors, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in layer.leaves], *token)
+        # Nothing is written before the copies arrive.
+        into = [targets.empty(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) for leaf in layer.leaves]
+        return load_onto(Vacancy.UNKNOWN, vectors, into, *token)
 
     def arrived(arrays: Sequence[jax.Array], vectors: Vectors) -> list[jax.Array]:
         return targets.ferry_wait(arrays)

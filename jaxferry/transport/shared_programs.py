@@ -2,24 +2,27 @@
 
 Steps of one model that differ in plan, policy or budget run mostly equal programs. Programs with equal content are
 compiled once, whichever step asks first. A program is freed with the last holder: a step, or what steps of one loss
-function share.
+function share. What a first step needs later than the rest is compiled meanwhile.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
+import functools
+import os
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from jaxferry.costs import Lines
 from jaxferry.native import num_cpus
-from jaxferry.settings import traced_settings, with_own_settings
+from jaxferry.settings import ThreadPool, traced_settings
 
 _TOLD_EVERY_S = 1.0
 
 _PROGRAMS: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
+_COMPILING: weakref.WeakValueDictionary[Hashable, Compiling] = weakref.WeakValueDictionary()
 _FUNCTIONS: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
 
 
@@ -32,6 +35,67 @@ def shared_function(content: Hashable, make: Callable[[], Any]) -> Any:
     return function
 
 
+class Compiling:
+    """A program that a thread compiles, or that some step holds.
+
+    Args:
+      content: everything that it depends on; None if it is not shared.
+      program: what compiles it.
+    """
+
+    def __init__(self, content: Hashable | None, program: Future[Any]) -> None:
+        self._content, self._program = content, program
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is compiled, or has failed."""
+        return self._program.done()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has failed."""
+        return self.is_done and self._program.exception() is not None
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Waits for the program, and returns it.
+
+        Raises:
+          TimeoutError: if it takes longer.
+          Exception: what XLA has raised.
+        """
+        program = self._program.result(timeout_s)
+        if self._content is not None:
+            _PROGRAMS[self._content] = program
+        return program
+
+
+def begin_shared(wanted: Mapping[Any, Hashable | None], lowered: Callable[[Any], Any]) -> dict[Any, Compiling]:
+    """Lowers programs, and lets threads compile those that no step holds; arguments as for `compile_shared`."""
+    # What is traced elsewhere, such as an optimizer's update, depends on JAX's settings too.
+    settings, begun, lines = traced_settings(), dict[Any, Compiling](), Lines()
+    for key, own in wanted.items():
+        content = own and (own, settings)
+        if (found := _found(content)) is None:
+            lines.tell(f"compiling {len(wanted)} programs ({_num_done(begun)} done)")
+            # XLA compiles one program while the next ones are traced and lowered.
+            found = Compiling(content, in_background(lowered(key).compile))
+            if content is not None:
+                _COMPILING[content] = found
+        begun[key] = found
+    return begun
+
+
+def finished(begun: Mapping[Any, Compiling]) -> dict[Any, Any]:
+    """Waits for programs, and returns them by key."""
+    lines = Lines()
+    for compiling in begun.values():
+        while not compiling.is_done:
+            with contextlib.suppress(TimeoutError):
+                compiling.result(_TOLD_EVERY_S)
+            lines.tell(f"compiling {len(begun)} programs ({_num_done(begun)} done)")
+    return {key: compiling.result() for key, compiling in begun.items()}
+
+
 def compile_shared(wanted: Mapping[Any, Hashable | None], lowered: Callable[[Any], Any]) -> dict[Any, Any]:
     """Returns programs by key; compiles those that no step holds, in parallel.
 
@@ -39,22 +103,31 @@ def compile_shared(wanted: Mapping[Any, Hashable | None], lowered: Callable[[Any
       wanted: by key, everything that the program depends on; None for a program that is not shared.
       lowered: returns a key's program before XLA compiles it.
     """
-    # What is traced elsewhere, such as an optimizer's update, depends on JAX's settings too.
-    settings = traced_settings()
-    wanted = {key: content and (content, settings) for key, content in wanted.items()}
-    made = {key: held for key, content in wanted.items() if content and (held := _PROGRAMS.get(content)) is not None}
-    missing = [key for key in wanted if key not in made]
-    what, lines = f"compiling {len(missing)} programs", Lines()
-    compiled: list[concurrent.futures.Future[Any]] = []
-    # XLA compiles one program while the next ones are traced and lowered.
-    with ThreadPoolExecutor(num_cpus()) as pool:
-        for key in missing:
-            lines.tell(f"{what} ({sum(each.done() for each in compiled)} done)")
-            compiled.append(pool.submit(with_own_settings(lowered(key).compile)))
-        while concurrent.futures.wait(compiled, timeout=_TOLD_EVERY_S).not_done:
-            lines.tell(f"{what} ({sum(each.done() for each in compiled)} done)")
-    made |= {key: each.result() for key, each in zip(missing, compiled, strict=True)}
-    for key in missing:
-        if (content := wanted[key]) is not None:
-            _PROGRAMS[content] = made[key]
-    return made
+    return finished(begin_shared(wanted, lowered))
+
+
+def _found(content: Hashable | None) -> Compiling | None:
+    """The program of this content that a step holds, or that a thread compiles for one."""
+    if content is None:
+        return None
+    if (held := _PROGRAMS.get(content)) is not None:
+        program: Future[Any] = Future()
+        program.set_result(held)
+        return Compiling(content, program)
+    compiling = _COMPILING.get(content)
+    return None if compiling is None or compiling.has_failed else compiling
+
+
+def in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Lets one of the threads that compile call a function: what it traces there, JAX finds again in any thread."""
+    return _threads(os.getpid()).submit(function, *args)
+
+
+def _num_done(begun: Mapping[Any, Compiling]) -> int:
+    return sum(each.is_done for each in begun.values())
+
+
+@functools.lru_cache(maxsize=1)
+def _threads(process: int) -> ThreadPool:
+    """The threads of a process that compile: a forked one has none of its parent's."""
+    return ThreadPool(num_cpus(), "jaxferry compile")

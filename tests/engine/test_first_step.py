@@ -1,5 +1,7 @@
 """What a first step needs in pinned memory is made while the step is compiled, and in a thread."""
 
+import collections
+import contextlib
 import gc
 import threading
 
@@ -13,7 +15,7 @@ from jaxferry.errors import JaxFerryError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.optimizer import arrays
 from jaxferry.step import LayerPlan, Plan
-from jaxferry.transport import base
+from jaxferry.transport import base, make_placement
 from models import chain
 from planned import assert_same_bits
 from steps import transport_of
@@ -26,9 +28,9 @@ BATCH = np.ones((4, WIDTH), np.float32)
 loss_fn = chain()
 
 
-def parameters():
+def parameters(width=WIDTH):
     generator = np.random.default_rng(0)
-    return {f"l{i}": {"w": generator.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.1} for i in range(DEPTH)}
+    return {f"l{i}": {"w": generator.normal(size=(width, width)).astype(np.float32) * 0.1} for i in range(DEPTH)}
 
 
 def plan(gradient=GradientPlace.DEVICE):
@@ -159,22 +161,100 @@ def test_a_plan_that_fits_not_leaves_no_vectors(makers):
     assert transports and not any(transport.made_ahead for transport in transports)
 
 
-@pytest.mark.parametrize("record_steps", [0, 2])
-def test_loads_and_stores_are_compiled_before_the_step(accelerator, caplog, record_steps):
+@contextlib.contextmanager
+def compiled(caplog):
+    """The names of the functions that the body compiles, in all threads, each as often as it is compiled."""
+
     def control(x):
         return x + 7
 
+    found = collections.Counter()
+    caplog.clear()
+    jax.config.update("jax_log_compiles", True)
+    try:
+        jax.jit(control)(1.0)
+        yield found
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    found.update(str(record.args[0])[4:-1] for record in caplog.records if record.msg.startswith("Compiling"))
+    assert found.pop("control", 0), "compilation is not logged"
+
+
+@pytest.mark.parametrize("record_steps", [0, 2])
+def test_loads_and_stores_are_compiled_before_the_step(accelerator, caplog, record_steps):
     step = made(record_steps=record_steps)
     state = step.init(parameters())
     step.compile_updates(state, BATCH)
-    jax.config.update("jax_log_compiles", True)  # in all threads
-    try:
-        jax.jit(control)(1.0)
+    with compiled(caplog) as names:
         for _ in range(3):
             state, _ = step(state, BATCH)
             state.block_until_ready()
-    finally:
-        jax.config.update("jax_log_compiles", False)
-    compiled = {str(record.args[0]) for record in caplog.records if record.msg.startswith("Compiling")}
-    assert "jit(control)" in compiled
-    assert not compiled & {f"jit({name})" for name in ("load", "load_onto", "arrived", "store", "stack")}
+    assert not {"load", "load_onto", "arrived", "store", "stack"} & {*names}
+
+
+@pytest.mark.cpu_device
+@pytest.mark.parametrize(
+    ("transport", "width", "copies"),
+    [("ferry", 40, {"load": 1, "arrived": 1, "store": 1}), ("device_put", 48, {"unpack": 1, "store": 1})],
+)
+def test_on_a_cpu_only_what_computes_or_copies_is_compiled(caplog, transport, width, copies):
+    # No other test holds programs of this width.
+    with compiled(caplog) as names:
+        step = jaxferry.train_step(loss_fn, optax.adamw(0.1), plan=plan(), transport=transport)
+        _, metrics = step(step.init(parameters(width)), np.ones((4, width), np.float32))
+        assert np.isfinite(metrics["grad_norm"])
+    assert names == {"forward": 2, "returned": 3, "flat_update": 1} | copies
+
+
+@pytest.mark.cpu_device
+@pytest.mark.parametrize("size", [3, 64, 1000, 2**20])
+def test_a_cpus_programs_overwrite_the_vectors_that_it_allocates(size):
+    where = make_placement().pinned
+    overwrite = jax.jit(lambda vector: vector + 1, donate_argnums=0, out_shardings=where)
+    for _ in range(8):  # NumPy's memory is aligned by chance, and JAX would use it as it is
+        vector = base.empty(size, np.float32, where)
+        address = vector.unsafe_buffer_pointer()
+        made = overwrite(vector)
+        assert made.unsafe_buffer_pointer() == address and np.all(np.asarray(made) == 1)
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_preparation_begins_to_compile_the_updates_of_a_state_that_exists(caplog, has_state):
+    width = 32 + 4 * has_state  # no other test holds programs of these widths
+    step, batch = jaxferry.train_step(loss_fn, optax.adamw(0.1), plan=plan()), np.ones((4, width), np.float32)
+    if has_state:
+        state = step.init(parameters(width))
+    else:
+        step.declare(parameters(width))
+    with compiled(caplog) as names:
+        step.prepare(batch)
+        step.compiler.model.optimizer.updates.settle()
+    assert names["flat_update"] == has_state
+    with compiled(caplog) as names:
+        step(state if has_state else step.init(parameters(width)), batch)
+    assert names["flat_update"] == (not has_state)
+
+
+def test_an_update_that_fails_to_compile_meanwhile_fails_in_the_step(monkeypatch):
+    # No other test holds an update of this rate.
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.3), plan=plan())
+    state = step.init(parameters())
+    updates, fails = step.compiler.model.optimizer.updates, [True]
+    original = updates._lower
+
+    def lower(*args):
+        lowered = original(*args)
+        if fails[0]:
+            monkeypatch.setattr(lowered, "compile", failing)
+        return lowered
+
+    def failing():
+        raise RuntimeError("RESOURCE_EXHAUSTED: no memory to compile")
+
+    monkeypatch.setattr(updates, "_lower", lower)
+    step.prepare(BATCH)
+    with pytest.raises(RuntimeError, match="no memory to compile"):
+        step(state, BATCH)
+    fails[0] = False
+    state, metrics = step(state, BATCH)
+    assert np.isfinite(metrics["loss"]) and state.step == 1

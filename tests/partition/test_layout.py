@@ -1,5 +1,7 @@
 """How the leaves of a layer lie in its flat vectors."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,23 @@ def test_of_matrices_that_are_aligned_anyway_there_is_one_vector():
         1048576,
         5242880 + 1023 * 1025 + 1024,
     ]
+
+
+@pytest.mark.parametrize(("left_out", "num_writes"), [(None, 3), (2, 4)], ids=["whole", "gap"])
+def test_small_neighbours_are_written_together_and_nothing_beside_them(left_out, num_writes):
+    whole = layer_of([(300, 301), (3,), (4, 5), (200, 500), (7,), (2, 2)], [np.float32])
+    assert [leaf.is_small for leaf in whole.leaves] == [False, True, True, False, True, True]
+    layer = dataclasses.replace(whole, leaves=tuple(leaf for leaf in whole.leaves if leaf.index != left_out))
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=leaf.shape).astype(np.float32) for leaf in layer.leaves]
+    [into] = [rng.normal(size=vector.size).astype(np.float32) for vector in whole.vectors]
+    expected = into.copy()
+    for leaf, array in zip(layer.leaves, arrays, strict=True):
+        expected[leaf.offset : leaf.offset + leaf.size] = array.ravel()
+    [made] = jax.jit(layer.pack)(arrays, [into])
+    np.testing.assert_array_equal(made, expected)
+    equations = jax.make_jaxpr(layer.pack)(arrays, [into]).eqns
+    assert [each.primitive.name for each in equations].count("dynamic_update_slice") == num_writes
 
 
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
