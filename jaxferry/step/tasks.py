@@ -229,6 +229,10 @@ def leading_loads(step: Schedule) -> tuple[int, ...]:
     return tuple(leading)
 
 
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Task)}
+_NAMES = {kind: kind.value for kind in Kind}
+
+
 class StepTasks:
     """The tasks so far, in dispatch order.
 
@@ -245,10 +249,24 @@ class StepTasks:
 
     def emit(self, kind: Kind, lane: Lane, layer: int, duration: tuple[str, float], after: tuple[int, ...] = ()) -> int:
         """Appends a task and returns its index."""
-        name = f"{kind.value} {self.layers[layer].name}"
-        self.tasks.append(Task(name, layer, kind, lane, *duration, after))
-        start_s = max([self.free_s[lane], *(self.ends_s[other] for other in after)])
-        self.free_s[lane] = start_s + duration[1]
+        key, seconds = duration
+        # As `changed`: a frozen dataclass takes far longer to make.
+        task, start_s = object.__new__(Task), self.free_s[lane]
+        task.__dict__.update(
+            _DEFAULTS,
+            name=f"{_NAMES[kind]} {self.layers[layer].name}",
+            segment=layer,
+            kind=kind,
+            lane=lane,
+            duration_key=key,
+            duration_s=seconds,
+            after=after,
+        )
+        self.tasks.append(task)
+        for other in after:
+            if self.ends_s[other] > start_s:
+                start_s = self.ends_s[other]
+        self.free_s[lane] = start_s + seconds
         self.ends_s.append(self.free_s[lane])
         return len(self.tasks) - 1
 
