@@ -242,12 +242,13 @@ class Layer:
         written = list(into)
         for number, own in enumerate(parts):
             runs: list[list[tuple[Leaf, jax.Array]]] = []
+            end = -1  # of the last leaf, if that is small
             for leaf, part in own:
-                before, its_part = runs[-1][-1] if runs else (leaf, part)
-                if leaf.is_small and before.is_small and before.offset + its_part.size == leaf.offset:
+                if leaf.is_small and leaf.offset == end:
                     runs[-1].append((leaf, part))
                 else:
                     runs.append([(leaf, part)])
+                end = leaf.offset + part.size if leaf.is_small else -1
             for run in runs:
                 joined = _side_by_side(part for _, part in run)
                 written[number] = jax.lax.dynamic_update_slice(written[number], joined, (run[0][0].offset,))

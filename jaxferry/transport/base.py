@@ -373,9 +373,9 @@ class Transport(abc.ABC):
             known = self._of_layer[name, layer, is_sum] = self._programs[key]
         return known
 
+    @abc.abstractmethod
     def _jitted(self, name: str, layer: Layer) -> Any:
         """Makes the jitted function of a name."""
-        raise NotImplementedError
 
 
 def add_gradients(

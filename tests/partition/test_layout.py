@@ -96,3 +96,14 @@ def test_several_vectors_of_one_dtype_change_no_bit(transport, monkeypatch):
     monkeypatch.setattr(layout, "SMALL_BYTES", 64)
     monkeypatch.setattr(layout, "MATRIX_BYTES", 1024)
     assert_same_bits(trained(), expected)
+
+
+@pytest.mark.parametrize("shapes", [[(0, 3), (4,)], [(), (0,), (5,)], [(0,)]], ids=str)
+def test_leaves_without_elements_are_packed_with_their_neighbours(shapes):
+    layer = layer_of(shapes, [np.float32])
+    arrays = [np.full(leaf.shape, number + 1, np.float32) for number, leaf in enumerate(layer.leaves)]
+    into = [np.zeros(vector.size, np.float32) for vector in layer.vectors]
+    made = jax.jit(layer.pack)(arrays, into)
+    for leaf, array in zip(layer.leaves, arrays, strict=True):
+        found = made[leaf.vector][leaf.offset : leaf.offset + leaf.size]
+        np.testing.assert_array_equal(found.reshape(leaf.shape), array)
