@@ -62,7 +62,7 @@ class Programs:
         self.temporary_bytes: dict[ProgramKey, int] = {}
         self._native = native
         self._tracer = ProgramTracer(partition, derivatives, placement, native, is_scaled)
-        self._begun: list[Future[None]] = []
+        self._prelude: Future[None] | None = None
         self._compiled: dict[ProgramKey, Any] = {}
         self._lowered: dict[ProgramKey, Any] = {}
 
@@ -76,7 +76,8 @@ class Programs:
         Returns:
           The prelude's values, and a flag that is ready once it has ended, or fails with it; none without a prelude.
         """
-        concurrent.futures.wait(self._begun)  # the call finds what they have compiled
+        if self._prelude is not None and not self._prelude.done():
+            concurrent.futures.wait([self._prelude])  # the call finds what it has compiled
         made: tuple[list[Any], list[jax.Array]] = ([], []) if self.prelude is None else self.prelude(leaves)
         return jax.block_until_ready(made) if is_awaited else made
 
@@ -130,8 +131,8 @@ class Programs:
     def _begin_prelude(self) -> None:
         """Lets a thread compile the prelude; what fails there fails in `run_prelude`."""
         prelude: Any = self.prelude
-        if prelude is not None and not self._begun:
-            self._begun.append(in_background(lambda: prelude.trace(self._tracer.batch()).lower().compile()))
+        if prelude is not None and self._prelude is None:
+            self._prelude = in_background(lambda: prelude.trace(self._tracer.batch()).lower().compile())
 
     def temporary_bytes_of(self, keys: Iterable[ProgramKey]) -> Mapping[ProgramKey, int]:
         """Compiles these programs and returns `temporary_bytes`."""

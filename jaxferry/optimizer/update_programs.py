@@ -163,8 +163,9 @@ class UpdatePrograms:
           arrivals: for each layer, how its gradient arrives.
         """
         wanted, missing, rules = self._begin(units, layers, arrivals)
-        begun = {key: (key, traced_settings()) for key in missing}
-        programs = finished({key: self._begun.pop(own) for key, own in begun.items() if own in self._begun})
+        settings = traced_settings()
+        begun = {key: self._begun.pop((key, settings), None) for key in missing}
+        programs = finished({key: compiling for key, compiling in begun.items() if compiling is not None})
         if _FACTORS in programs:
             counts, *_ = programs[_FACTORS].args_info[0]
             self._factors = Factors(programs.pop(_FACTORS), len(counts))

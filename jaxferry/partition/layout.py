@@ -206,8 +206,7 @@ class Layer:
         """Joins small gradients, inside a jitted function: returns one array for each of `transfers`."""
         joined = []
         for transfer in self.transfers:
-            arrays = [gradients[index] for index in transfer.leaves]
-            joined.append(arrays[0] if len(arrays) == 1 else jnp.concatenate([array.ravel() for array in arrays]))
+            joined.append(_side_by_side(gradients[index] for index in transfer.leaves))
         return joined
 
     def split_small(self, joined: Sequence[jax.Array]) -> list[jax.Array]:
@@ -263,8 +262,9 @@ class Layer:
 
 
 def _side_by_side(parts: Iterable[jax.Array]) -> jax.Array:
-    flat = list(parts)
-    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+    """The elements of arrays in one vector; a single array stays as it is."""
+    arrays = list(parts)
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate([jnp.ravel(array) for array in arrays])
 
 
 def wide_dtype(dtype: Any) -> np.dtype:
