@@ -286,6 +286,23 @@ void TestMarksTellWhenCopiesRan() {
   EXPECT(last_s <= Seconds(Clock::now()));
 }
 
+// It would sleep for hours. At any moment, so also between the copy of a piece and the sleep until a slow link carried it.
+void TestALinkThatIsOpenedSleepsNoLonger() {
+  LinkSettings settings;
+  FerryQueue queue(settings, NewCallbacks());
+  std::vector<char> source(1 << 15), destination(1 << 15);
+  for (int i = 0; i < 20000; ++i) {
+    settings.bytes_per_s = 1.0;
+    queue.Push({{source.data(), destination.data(), static_cast<int64_t>(source.size()), std::nullopt}});
+    const auto opened = Clock::now() + std::chrono::nanoseconds(i * 5);
+    while (Clock::now() < opened) {
+    }
+    settings.bytes_per_s = 0.0;
+    queue.NoteSettings();
+    queue.Synchronize();
+  }
+}
+
 void TestStoppingDropsWhatIsQueuedAtOnce() {
   LinkSettings settings;
   settings.bytes_per_s = 1e6;
@@ -331,6 +348,7 @@ int main() {
   TestCopiesRunInTheOrderTheyWerePushed();
   TestMarksTellWhenCopiesRan();
   TestManyLayersAtOnce();
+  TestALinkThatIsOpenedSleepsNoLonger();
   TestStoppingDropsWhatIsQueuedAtOnce();
   TestACallbackThatTakesItsTimeHoldsUpNoOther();
   TestHostStep();

@@ -72,6 +72,19 @@ def test_loads_and_stores_have_links_of_their_own(stopped, vector, opened):
     stopped.synchronize()
 
 
+def test_a_link_that_is_opened_carries_the_next_copy_at_once(stopped):
+    """It forgets for how long the slow link would have been busy, also after a copy of one piece."""
+    small = jnp.arange(1024, dtype=jnp.float32)
+    for _ in range(2):
+        stopped.set_bandwidth("store", 1.0)
+        host = store([small], fresh(small))
+        while last_number(host) == -1.0:
+            pass
+        open_link(stopped)
+        host, *_ = wait([host])[0]
+        np.testing.assert_array_equal(host, small)
+
+
 def test_what_is_computed_before_the_wait_overlaps_the_copy(stopped, vector):
     compute = jax.jit(lambda x: jax.lax.fori_loop(0, 100, lambda _, y: jnp.tanh(y @ x), x))
     [array] = load([vector], [fresh(vector)])

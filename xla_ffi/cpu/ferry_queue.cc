@@ -122,8 +122,9 @@ void FerryQueue::Run(const Transfer& transfer) {
   link_is_free_ = std::max(link_is_free_, transfer.pushed);
   if (!marked_start_) marked_start_ = link_is_free_;
   for (const Copy& copy : transfer.copies) {
-    link_is_free_ += DrawDelay();
-    if (!SleepUntil(link_is_free_, settings_.delay_s)) return;
+    const double longest_delay_s = settings_.delay_s.load();
+    link_is_free_ += DrawDelay(longest_delay_s);
+    if (!SleepUntilFree(settings_.delay_s, longest_delay_s)) return;
     RunPieces(copy);
   }
 }
@@ -140,24 +141,24 @@ void FerryQueue::RunPieces(const Copy& copy) {
     } else {
       link_is_free_ = Clock::now();
     }
-    if (!SleepUntil(link_is_free_, settings_.bytes_per_s)) return;
+    if (!SleepUntilFree(settings_.bytes_per_s, bytes_per_s)) return;
   }
 }
 
-// Wakes early if the setting that made it sleep changes. Returns false if the queue was stopped meanwhile.
-bool FerryQueue::SleepUntil(Clock::time_point time, const std::atomic<double>& setting) {
-  const double was = setting.load();
+// A setting that is no longer what the time was computed from frees the link at once. Returns false if the queue was
+// stopped meanwhile.
+bool FerryQueue::SleepUntilFree(const std::atomic<double>& setting, double was) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (time > Clock::now()) changed_.wait_until(lock, time, [&] { return is_stopped_ || setting.load() != was; });
+  const auto is_over = [&] { return is_stopped_ || setting.load() != was; };
+  if (link_is_free_ > Clock::now() && changed_.wait_until(lock, link_is_free_, is_over)) link_is_free_ = Clock::now();
   return !is_stopped_;
 }
 
-Clock::duration FerryQueue::DrawDelay() {
+Clock::duration FerryQueue::DrawDelay(double longest_s) {
   if (const unsigned num_seeds = settings_.num_seeds.load(); num_seeds != seeds_seen_) {
     seeds_seen_ = num_seeds;
     random_.seed(settings_.seed.load());
   }
-  const double longest_s = settings_.delay_s.load();
   if (longest_s <= 0) return Clock::duration::zero();
   const std::chrono::duration<double> delay(std::uniform_real_distribution<double>(0.0, longest_s)(random_));
   return std::chrono::duration_cast<Clock::duration>(delay);

@@ -74,8 +74,8 @@ class FerryQueue {
   void Work();
   void Run(const Transfer& transfer);
   void RunPieces(const Copy& copy);
-  bool SleepUntil(Clock::time_point time, const std::atomic<double>& setting);
-  Clock::duration DrawDelay();
+  bool SleepUntilFree(const std::atomic<double>& setting, double was);
+  Clock::duration DrawDelay(double longest_s);
 
   const LinkSettings& settings_;
   Callbacks& callbacks_;
