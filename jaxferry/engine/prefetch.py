@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Collection
 from typing import Protocol
 
 import jax
@@ -62,7 +63,7 @@ class DeviceCopies:
         group = self._program.instructions[index].group
         is_first = self._num_left[group] == self._program.loaded[group]
         self._num_left[group] -= 1
-        if not (is_first and self.expects_kept and group in self._program.kept):
+        if index not in self._held and not (is_first and self.expects_kept and group in self._program.kept):
             self._take(index, None if self.marks is None else self.marks.of(index))
 
     def _take(self, index: int, mark: TaskMark | None = None) -> DeviceLayer:
@@ -97,6 +98,12 @@ class DeviceCopies:
         else:
             # Before the update the next load does not wait for the gradient that the last reader makes.
             self._transport.drop(held, is_reused, self.is_last and group in self._program.reserved)
+
+    def take_over(self, earlier: DeviceCopies, loads: Collection[int]) -> None:
+        """Takes the copies that these loads have made for a step with like tasks; frees its other copies."""
+        self._held = {index: held for index, held in earlier._held.items() if index in loads}
+        earlier._held = {index: held for index, held in earlier._held.items() if index not in loads}
+        earlier.drop_all()
 
     def forget(self, index: int) -> None:
         """Gives up the copy of a load whose arrays a failed program has taken."""

@@ -6,6 +6,7 @@ Nothing here locks: `lanes.py` calls it under its own lock.
 from __future__ import annotations
 
 import collections
+import functools
 import heapq
 from collections.abc import Callable, Collection, Sequence
 
@@ -68,6 +69,19 @@ class TaskList:
         for task, outlasts in zip(self.tasks, self.outlasts, strict=True):
             self.counts[task.lane] += not outlasts
         self.needs = [task.need if schedule.updates_by_need else (0, i) for i, task in enumerate(self.tasks)]
+
+    def is_like(self, other: TaskList) -> bool:
+        """Whether a run of one may follow a run of the other: the same tasks, and dependencies on the step before.
+
+        With larger batches, other tasks of the same step may have to end first.
+        """
+        return self is other or self._structure == other._structure
+
+    @functools.cached_property
+    def _structure(self) -> tuple[object, ...]:
+        kinds = [(task.kind, task.lane, task.segment, task.subgroup, task.num_subgroups) for task in self.tasks]
+        order = [(task.after_previous, task.before) for task in self.tasks]
+        return kinds, order, self.trivial
 
 
 class ReadyTasks:

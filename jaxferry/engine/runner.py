@@ -84,17 +84,19 @@ class StepRunner:
     def _begin(self, state: TrainState, batch: Sequence[Any], extra_args: Mapping[str, Any] | None) -> StepContext:
         """Starts the tasks of a step on its prefetched copies."""
         runnable = self.runnable if self._has_run else self.first
-        prefetch = self._prefetched(state, runnable)
+        prefetch, copies = self._prefetched(state, runnable)
         try:
             previous = self._previous(state, runnable)
             self._resources.transport.settle()
             self._resources.prefetch.keep(state, self._resources.transport)
             self._arrange_copies(state, runnable)
-            copies = self._new_copies(state, runnable) if prefetch is None else prefetch.copies
+            copies = self._new_copies(state, runnable) if copies is None else copies
             step = StepContext(runnable, state, batch, copies, extra_args)
         except BaseException:
             if prefetch is not None:
                 prefetch.discard()
+            elif copies is not None:
+                copies.drop_all()
             raise
         action, transport = functools.partial(execute, step), self._resources.transport
         arrival = None if step.does_what_it_issues else functools.partial(await_gradients, step)
@@ -117,12 +119,17 @@ class StepRunner:
         pending = state.pending
         if pending is None or pending.work.is_over():
             return None
-        program, host = runnable.program, state.host
-        is_placed = (host.on_device, host.streamed) == (program.stays_on_device, program.streamed)
-        if pending.work.list is runnable.tasks and state.resident.keys() == runnable.program.resident and is_placed:
+        if self._goes_on(pending.work, state, runnable):
             return pending.work
         state.settle()
         return None
+
+    def _goes_on(self, work: StepRun, state: TrainState, runnable: RunnableStep) -> bool:
+        """Whether a run of these tasks may follow a run in flight, and all that it reads is where it should be."""
+        program, host, sums = runnable.program, state.host, state.accumulated.on_device
+        are_placed = (host.on_device, host.streamed) == (program.stays_on_device, program.streamed)
+        stay = sums.keys() <= program.summed | program.updated_on_device
+        return are_placed and stay and state.resident.keys() == program.resident and runnable.tasks.is_like(work.list)
 
     def _arrange_copies(self, state: TrainState, runnable: RunnableStep) -> None:
         """Loads the RESIDENT copies that this program reads, and moves optimizer state to where it updates.
@@ -159,18 +166,30 @@ class StepRunner:
                     f"the offload of the sums of layer {name!r} failed: {described(error)}", name
                 ) from error
 
-    def _prefetched(self, state: TrainState, runnable: RunnableStep) -> Prefetch | None:
-        """The prefetch for this step; frees one that cannot be used."""
+    def _prefetched(
+        self, state: TrainState, runnable: RunnableStep
+    ) -> tuple[Prefetch, DeviceCopies] | tuple[None, DeviceCopies | None]:
+        """The prefetch for this step, and what it has loaded; frees one that cannot be used.
+
+        Of one for a batch of another size the step takes the copies alone, and those that it has no room for are freed.
+        """
         prefetch = state.prefetch
         self._resources.prefetch.take(prefetch)
         if prefetch is None:
-            return None
-        is_same = prefetch.work.list is runnable.tasks and state.resident.keys() == runnable.program.resident
-        if is_same and prefetch.is_good:
-            state.prefetch = None
-            return prefetch
+            return None, None
+        if prefetch.is_good and state.resident.keys() == runnable.program.resident:
+            if prefetch.work.list is runnable.tasks:
+                state.prefetch = None
+                return prefetch, prefetch.copies
+            # Marks belong to one list of tasks.
+            if prefetch.copies.marks is None and runnable.tasks.is_like(prefetch.work.list):
+                state.prefetch = None
+                prefetch.work.stop()
+                copies = self._new_copies(state, runnable)
+                copies.take_over(prefetch.copies, runnable.loads_ahead)
+                return None, copies
         self._discard_prefetch(state)
-        return None
+        return None, None
 
     def _prefetch_next(self, step: StepContext) -> None:
         """Starts the next step's first loads, each after its update in this step."""

@@ -67,7 +67,7 @@ def planning_profile(
             own = by and f" of {num_processes}"
             raise InputError(f"the profile is of {given.num_devices} devices{by}, and {num_devices}{own} train")
         profile = given
-    elif planning.plan is None and planning.chooser is not None:
+    elif planning.lets_policy_choose:
         costs, facts = partition_costs(parts, None), {"device": device_kind}
         profile = estimate_profile(costs, _machine_of(device_kind), facts, num_devices, num_processes)
         profile = profile.without_streaming()  # those times are AdamW's
@@ -173,10 +173,7 @@ def leanest_plan(variants: RematVariants, planning: Planning, profile: Profile) 
 
     A profile without temporaries may make a policy choose a plan that does not fit, where its leanest one does.
     """
-    policy = planning.chooser
-    if planning.plan is not None or policy is None:
-        return None
-    return planner_within(variants, planning, profile)(1)
+    return planner_within(variants, planning, profile)(1) if planning.lets_policy_choose else None
 
 
 def planner_within(

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from jaxferry.costs import Profile
+from jaxferry.costs import Profile, partition_costs
 from jaxferry.engine import (
     Evaluator,
     Owner,
@@ -34,7 +34,7 @@ from jaxferry.training.choice import best_granularity
 from jaxferry.training.cuts import Cut, Cutter, structure_of
 from jaxferry.training.model import Model
 from jaxferry.training.options import Options
-from jaxferry.training.profiles import Profiler, Share, share_of_one
+from jaxferry.training.profiles import OfBatches, Profiler, Share, share_of_one
 from jaxferry.training.step import Prepared, StepCompiler
 from jaxferry.transport import Placement, Transport, make_transport, writes_in_place
 
@@ -111,6 +111,7 @@ class Compiler:
         self._has_dropped = self._has_decided = False
         self._saved_bytes = 0
         self._transports: dict[tuple[Layer, ...], Transport] = {}
+        self._plans = OfBatches[Plan]()
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -195,7 +196,11 @@ class Compiler:
         try:
             given = (self._options.planning, self._options.numerics)
             compiler = StepCompiler(variants, programs, profile, resources, *given, begin, state is not None)
-            prepared = compiler.compile_best()
+            costs = partition_costs(variants.base) if self._options.planning.lets_policy_choose else ()
+            earlier = [plan for plan, _ in self._plans.near(costs)]
+            prepared = compiler.compile_best(earlier)
+            if costs and prepared.plan.layers not in [plan.layers for plan in earlier]:
+                self._plans.add(prepared.plan, costs)
             self._check_host_memory(prepared, begin is not None)
         except BaseException:
             transport.make_ahead({})

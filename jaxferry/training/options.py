@@ -88,6 +88,11 @@ class Planning:
         return self.policy
 
     @property
+    def lets_policy_choose(self) -> bool:
+        """Whether a policy chooses the plan, which is not given."""
+        return self.plan is None and self.chooser is not None
+
+    @property
     def given_names(self) -> tuple[str, ...]:
         """The names of the layers of the given plan or profile; empty without any."""
         given = self.plan if self.plan is not None else self.profile

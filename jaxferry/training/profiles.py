@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -226,7 +226,24 @@ def _shape(graph: Graph, has_rows: Rule, value: int, leaf: Any) -> Any:
 
 
 LEAST_SCALE = 0.5
-"""Batches with so small a share of a measured batch's operations, or so many times as many, are measured anew."""
+"""Batches with a smaller share of a known batch's operations, or more times as many, are measured and planned anew."""
+
+Value = TypeVar("Value")
+
+
+class OfBatches(Generic[Value]):
+    """What is known of the batches so far, and holds for similar ones: those with half to twice the operations."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Value, tuple[LayerCosts, ...]]] = []
+
+    def add(self, value: Value, costs: tuple[LayerCosts, ...]) -> None:
+        """Adds what holds for batches with about these costs."""
+        self._known.append((value, costs))
+
+    def near(self, costs: Sequence[LayerCosts]) -> list[tuple[Value, tuple[LayerCosts, ...]]]:
+        """What holds for these costs, each with the costs that it was found for; the latest first."""
+        return [each for each in reversed(self._known) if LEAST_SCALE <= scaling(each[1], costs) <= 1 / LEAST_SCALE]
 
 
 class Profiler:
@@ -234,7 +251,7 @@ class Profiler:
 
     def __init__(self, model: Model, planning: Planning, placement: Placement) -> None:
         self._model, self._planning, self._placement = model, planning, placement
-        self._known: list[tuple[Profile, tuple[LayerCosts, ...]]] = []
+        self._measurements = OfBatches[Profile]()
 
     def planned(
         self, variants: RematVariants, programs: Programs, share: Callable[[], Share], staging_bytes: int
@@ -306,9 +323,8 @@ class Profiler:
         Batches with half to twice the operations of a measured one take its times in proportion.
         """
         costs = partition_costs(variants.base)
-        for profile, known in self._known:
-            if LEAST_SCALE <= scaling(known, costs) <= 1 / LEAST_SCALE:
-                return scaled_profile(profile, known, costs)
+        for profile, known in self._measurements.near(costs):
+            return scaled_profile(profile, known, costs)
         try:
             if self._planning.profile != MEASURE:
                 self._check_room(variants.base, programs)
@@ -318,7 +334,7 @@ class Profiler:
                 raise
             warnings.warn(f"planning with an estimated profile: {error}", stacklevel=8)
             return None
-        self._known.append((profile, costs))
+        self._measurements.add(profile, costs)
         return profile
 
     def _check_room(self, parts: Partition, programs: Programs) -> None:

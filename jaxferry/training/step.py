@@ -37,7 +37,7 @@ from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.optimizer import HostOptimizer
 from jaxferry.partition import AUTO, Partition
-from jaxferry.planner import L2L, SIMPLE_POLICIES, Auto, fastest_that_fits, with_update_order
+from jaxferry.planner import L2L, SIMPLE_POLICIES, Auto, as_run, fastest_that_fits, with_update_order
 from jaxferry.processes import check_same
 from jaxferry.step import (
     NO_JOINS,
@@ -145,13 +145,19 @@ class StepCompiler:
             numerics.accumulate > 1,
         )
 
-    def compile_best(self) -> Prepared:
+    def compile_best(self, earlier: Sequence[Plan] = ()) -> Prepared:
         """Prepares the chosen plan, or the leanest one if that does not fit into the memory budget.
+
+        A policy chooses the first plan of similar batches before that fits as it is: the state then stays where it is
+        from batch to batch, and the next step's loads need not wait until all updates have ended.
+
+        Args:
+          earlier: the plans of similar batches.
 
         Raises:
           BudgetError: if neither fits; it names the smaller of both needs.
         """
-        plan = self._chosen()
+        plan = self._kept(earlier) or self._chosen()
         try:
             return self.compile(plan)
         except BudgetError as error:
@@ -163,6 +169,15 @@ class StepCompiler:
             except BudgetError as other:
                 raise min((error, other), key=lambda each: each.smallest_bytes) from None
 
+    def _kept(self, earlier: Sequence[Plan]) -> Plan | None:
+        """The first of these plans that fits as it is; None if there is none."""
+        for plan in earlier:
+            plan = as_run(self._profile, dataclasses.replace(plan, predicted=None, details={}))
+            if self._peak(lowered := self._lower(plan)).fits(self._planning.memory_budget_bytes):
+                self._begin(lowered)
+                return plan
+        return None
+
     def _chosen(self) -> Plan:
         """The given plan, or the policy's.
 
@@ -171,7 +186,7 @@ class StepCompiler:
         budget that is smaller by the excess, since to change the plan layer by layer would make the step slower.
         """
         planning, budget = self._planning, self._planning.memory_budget_bytes
-        if budget is None or planning.plan is not None or planning.chooser is None:
+        if budget is None or not planning.lets_policy_choose:
             plan = choose_plan(self._variants, planning, self._given)
             self._begin(self._lower(plan))
             return plan
