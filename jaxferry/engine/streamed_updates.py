@@ -69,7 +69,7 @@ class StreamingStep:
         self._updates, self._host, self._resident, self._placement = updates, host, resident, placement
         self._loaded: dict[Place, DeviceLayer] = {}
         self._made: dict[Place, tuple[Any, Any]] = {}
-        self._stored: dict[Place, tuple[HostGradient | None, HostGradient]] = {}
+        self._stored: dict[Place, tuple[HostGradient | None, HostGradient, Any]] = {}
         self._uses: dict[int, Uses] = {}
 
     def load(self, place: Place, mark: TaskMark | None) -> None:
@@ -133,6 +133,8 @@ class StreamingStep:
         group, transport, number = place[0], self._updates.transport, self._updates.layers[place]
         subgroup = self._subgroup(place)
         moved, parameters = self._made.pop(place)
+        # A transport may write to new memory. What was issued before may read the old one until the copy ends.
+        replaced = subgroup.vectors, self._host.vectors[group]
         copied = None
         if parameters is not None:
             vectors = list(self._host.vectors[group])
@@ -142,13 +144,13 @@ class StreamingStep:
             self._host.vectors[group] = tuple(vectors)
         stored = transport.store(number, moved, mark=mark, into=subgroup.vectors)
         subgroup.vectors = stored.vectors
-        self._stored[place] = copied, stored
+        self._stored[place] = copied, stored, replaced
 
     def wait(self, place: Place) -> None:
         """Waits until a subgroup is in host memory."""
         if place not in self._stored:
             return
-        copied, stored = self._stored.pop(place)
+        copied, stored, _ = self._stored.pop(place)
         if stored.copy is None:
             jax.block_until_ready(stored.vectors)
         else:

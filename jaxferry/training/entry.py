@@ -90,7 +90,8 @@ def train_step(
         gradients overflow, `"dynamic"` (the default for `float16`) halves it and skips that update.
       plan: a plan, or the path of its JSON file, instead of a policy.
       policy: name of the policy that chooses the plan, such as `"exact"`, `"memferry"` or `"auto"`. None makes every
-        layer GFGB; layers switch to RELOAD until the step fits into the memory budget.
+        layer GFGB; layers switch to RELOAD until the step fits into the memory budget. Batches with half to twice the
+        operations of an earlier one take its plan, if it fits, so that no layer moves from batch to batch.
       profile: the profile that the policy plans with, or the path of its JSON file. None measures one on the device for
         policies that need times, and keeps the measurements in the user's cache folder (`JAXFERRY_CACHE_DIR` names
         another, or "off"). `"measure"` measures for any policy; `"estimate"` runs nothing and uses a roofline model.

@@ -10,7 +10,6 @@ import jaxferry
 from jaxferry.modes import Mode
 from jaxferry.step import LayerPlan, Plan
 from models import chain
-from planned import assert_same_bits, take_steps
 
 WIDTH, DEPTH = 64, 6
 MANY, FEW, FEWEST = (np.full((rows, WIDTH), 0.5, np.float32) for rows in (64, 40, 8))
@@ -54,17 +53,8 @@ def test_what_no_policy_chooses_stays_as_it_is(params):
     assert {layer.mode for layers in plans(params, MANY, FEW, **given) for layer in layers} == {Mode.GFGB}
 
 
-def test_a_plan_that_is_taken_over_tells_the_times_of_its_own_batch(params):
+def test_a_plan_that_is_taken_over_predicts_its_own_batch(params):
     step, _ = training(params)
     many, few = (step.prepare(batch).plan for batch in (MANY, FEW))
-    assert few.predicted.steady_step_s < many.predicted.steady_step_s
-
-
-def test_batches_in_turns_have_the_bits_of_the_default_plan(params):
-    batches = list(itertools.islice(itertools.cycle([MANY, FEW, FEW, FEWEST]), 14))
-    step, state = training(params)
-    state, losses = take_steps(step, state, batches)
-    plain = jaxferry.train_step(chain(), optax.adamw(1e-2), compute_dtype=np.float32)
-    expected, expected_losses = take_steps(plain, plain.init(params), batches)
-    assert losses == expected_losses
-    assert_same_bits(state.params, expected.params)
+    assert few.predicted.peak_device_bytes < many.predicted.peak_device_bytes
+    assert many.details and not few.details  # they tell of the search
