@@ -83,8 +83,8 @@ class DeviceUpdates:
         Returns:
           Masters, state and copies.
         """
-        given = (unit.masters, unit.state, copies, gradients, norm, scale, loss, *extra)
-        made: Any = self.updates[unit.layers](*given)
+        update = self.updates[unit.layers]
+        made: Any = update(unit.masters, unit.state, copies, gradients, norm, scale, loss, *extra)
         return made
 
     def fold(self, group: int, earlier: Sequence[list[jax.Array]], uses: Uses) -> list[jax.Array]:

@@ -157,38 +157,38 @@ class ProgramTracer:
         if key.kind is ProgramKind.BACKWARD:
             is_read = list(self._derivatives[key.program].reads_groups)
 
-        def of_groups(given: Any, *others: Any) -> Any:
+        def of_groups(weights: Any, *others: Any) -> Any:
             found = [
                 arrays if read else [jnp.zeros(w.shape, w.dtype) for w in own]
-                for arrays, read, own in zip(given, is_read, by_group, strict=True)
+                for arrays, read, own in zip(weights, is_read, by_group, strict=True)
             ]
             return function(segment.from_groups(found), *others)
 
         of_groups.__name__ = function.__name__
 
-        function_of, given = of_groups, [own if read else [] for own, read in zip(by_group, is_read, strict=True)]
+        function_of, weights = of_groups, [own if read else [] for own, read in zip(by_group, is_read, strict=True)]
         for place, source in enumerate(key.reads):
             if source is Source.HOST and is_read[place]:
-                function_of, given = self._in_place(place, layers[place], function_of, given, others)
-        return function_of, [given, *others]
+                function_of, weights = self._in_place(place, layers[place], function_of, weights, others)
+        return function_of, [weights, *others]
 
     def _in_place(
-        self, place: int, layer: Layer, function: Function, given: list[Any], others: list[Any]
+        self, place: int, layer: Layer, function: Function, weights: list[Any], others: list[Any]
     ) -> tuple[Function, list[Any]]:
         """Makes a function of `(by group, *others)` read one group in host memory; returns its new first argument."""
 
         def of_one(own: Any, rest: Any, *others: Any) -> Any:
             return function([*rest[:place], own, *rest[place:]], *others)
 
-        rest = [*given[:place], *given[place + 1 :]]
+        rest = [*weights[:place], *weights[place + 1 :]]
         there = self._placement.ownership.shared(layer)
-        read = read_in_place(of_one, there, [given[place], rest, *others], self._native)
+        read = read_in_place(of_one, there, [weights[place], rest, *others], self._native)
 
-        def reading(given: Any, *others: Any) -> Any:
-            return read(given[place], [*given[:place], *given[place + 1 :]], *others)
+        def reading(weights: Any, *others: Any) -> Any:
+            return read(weights[place], [*weights[:place], *weights[place + 1 :]], *others)
 
         reading.__name__ = function.__name__
-        return reading, [*given[:place], self._placement.readable(layer), *given[place + 1 :]]
+        return reading, [*weights[:place], self._placement.readable(layer), *weights[place + 1 :]]
 
     def _targeted(self, key: ProgramKey, segment: Segment, function: Function, arguments: list[Any]) -> Any:
         """Traces a function `-> gradients, rest` that writes the gradients of each group to the key's target.
@@ -205,13 +205,13 @@ class ProgramTracer:
             return self._arriving(key, segment, returning, arguments, donated, where)
         if self._placement.num_devices > 1:
             return self._storing_shares(key, segment, function, arguments)
-        run, given = _by_group(segment, function), list(arguments)
+        run, left = _by_group(segment, function), list(arguments)
         places = [place for place, target in enumerate(key.writes) if target is not Target.DEVICE]
         for place in places:
-            run, given = self._stored(place, layers[place], key.writes[place], run, given)
+            run, left = self._stored(place, layers[place], key.writes[place], run, left)
 
-        def stored(destinations: Any, *given: Any) -> Any:
-            parts, rest = run(*reversed(destinations), *given)
+        def stored(destinations: Any, *args: Any) -> Any:
+            parts, rest = run(*reversed(destinations), *args)
             made = [
                 self._joined(layer, part) if target is Target.DEVICE else part
                 for layer, part, target in zip(layers, parts, key.writes, strict=True)
@@ -227,8 +227,8 @@ class ProgramTracer:
         """Makes a function `-> gradients, rest` return joined gradients, rest and norms, by group."""
         by_group, layers = _by_group(segment, function), self._layers(segment)
 
-        def returned(*given: Any) -> Any:
-            parts, rest = by_group(*given)
+        def returned(*args: Any) -> Any:
+            parts, rest = by_group(*args)
             made = [self._joined(layer, part) for layer, part in zip(layers, parts, strict=True)]
             return [gradients for gradients, _ in made], rest, [norm for _, norm in made]
 
@@ -247,15 +247,15 @@ class ProgramTracer:
         Its part of the result is then the vectors and the norm, and the vectors to write are a further first argument.
         """
 
-        def of_one(*given: Any) -> Any:
-            parts, rest = function(*given)
+        def of_one(*args: Any) -> Any:
+            parts, rest = function(*args)
             return parts[place], ([*parts[:place], *parts[place + 1 :]], rest)
 
         accumulate = target is Target.HOST_SUM
         store = store_in_place(of_one, layer.trained, arguments, accumulate=accumulate, native=self._native)
 
-        def storing(destinations: Any, *given: Any) -> Any:
-            vectors, gradients, (others, rest) = store(destinations, *given)
+        def storing(destinations: Any, *args: Any) -> Any:
+            vectors, gradients, (others, rest) = store(destinations, *args)
             part = vectors, None if gradients is None else squared_norm(gradients)
             return [*others[:place], part, *others[place:]], rest
 
@@ -276,8 +276,8 @@ class ProgramTracer:
                 made = [twins.to_device(known) + vector for known, vector in zip(destinations, made, strict=True)]
             return list(map(twins.to_host, made)), norm
 
-        def stored(destinations: Any, *given: Any) -> Any:
-            parts, rest = by_group(*given)
+        def stored(destinations: Any, *args: Any) -> Any:
+            parts, rest = by_group(*args)
             into = dict(zip(written, destinations, strict=True))
             made = [
                 share(place, part, into[place]) if place in into else self._joined(layers[place], part)
@@ -313,8 +313,8 @@ class ProgramTracer:
         """
         device, pinned, [layer] = self._placement.device, self._placement.pinned, self._layers(segment)
 
-        def returned(destinations: Any, *given: Any) -> Any:
-            [made], rest, norms = function(*given)
+        def returned(destinations: Any, *args: Any) -> Any:
+            [made], rest, norms = function(*args)
             sources = targets.ferry_wait(made)
             return [(queue_stores(layer.trained, sources, destinations[0]), sources)], rest, norms
 
@@ -340,8 +340,8 @@ class ProgramTracer:
             return self._traced(function, *arguments, donate=donate, shardings=shardings)
         place, [layer] = int(key.writes_host or key.stores), self._layers(segment)
 
-        def arriving(*given: Any) -> Any:
-            *own, _ = given
+        def arriving(*args: Any) -> Any:
+            *own, _ = args
             own[place] = [targets.ferry_wait(own[place][0])]
             return own[place][0], function(*own)
 
@@ -415,8 +415,8 @@ class ProgramTracer:
 def _by_group(segment: Segment, function: Function) -> Function:
     """Makes a function `-> gradients, rest` return the gradients of each group of its segment apart."""
 
-    def by_group(*given: Any) -> Any:
-        gradients, rest = function(*given)
+    def by_group(*args: Any) -> Any:
+        gradients, rest = function(*args)
         return segment.trained_by_group(gradients), rest
 
     return by_group

@@ -202,8 +202,9 @@ class StepContext:
         self.cotangents: dict[int, jax.Array] = {}
         self.is_last = copies.is_last = accumulated.num_batches == rules.accumulate - 1
         transport = runnable.resources.transport
-        given = (self.program, transport, runnable.norms, accumulated, self.is_last)
-        self.gradients = StepGradients(*given, runnable.device_updates)
+        self.gradients = StepGradients(
+            self.program, transport, runnable.norms, accumulated, self.is_last, runnable.device_updates
+        )
         self.streaming = StreamingStep(runnable.device_updates.streamed, state.host, state.resident, placement)
         scale = self._loss_scale = state.loss_scale.value
         is_scaled = runnable.programs.is_scaled

@@ -175,11 +175,11 @@ class FusedUpdate:
     def _prepare(self, unit: UpdateGroup) -> _Prepared:
         masters, state = (list(map(as_numpy, own)) for own in (unit.masters, unit.state))
         moments, counts = [[state[i] for i in places] for places in self._moments], [state[i] for i in self._counts]
-        dtypes = [dtype for _, dtype in self._gradients], [vector.dtype for vector in self._copies]
-        given = (self._rule.step, self._parts, masters, moments, *dtypes, counts, self._factors.shared)
-        unit.prepared = _Prepared(
-            self, HostStep(*given), counts, [_nothing for _ in self._gradients], [()] * len(self._layers)
+        gradient_dtypes, copy_dtypes = [dtype for _, dtype in self._gradients], [copy.dtype for copy in self._copies]
+        step = HostStep(
+            self._rule.step, self._parts, masters, moments, gradient_dtypes, copy_dtypes, counts, self._factors.shared
         )
+        unit.prepared = _Prepared(self, step, counts, [_nothing for _ in self._gradients], [()] * len(self._layers))
         return unit.prepared
 
     def _note_gradient(self, prepared: _Prepared, number: int, vector: jax.Array) -> None:

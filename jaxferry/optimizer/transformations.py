@@ -150,10 +150,11 @@ class Settled:
         self._optimizer, self._first, self._later = optimizer, first, later
         names = _named(later)
         self._alone = {name: aval for name, aval in _named(first).items() if names.get(name) != aval}
-        given = (params, params, result_shapes(self.init, params), extra_args)
+        state = result_shapes(self.init, params)
         # If all that was added is overwritten, as by `optax.monitor`, the first update is like the later ones.
         first_jaxpr, later_jaxpr = (
-            jax.make_jaxpr(update)(*given) for update in (self._update_first, self._update_later)
+            jax.make_jaxpr(update)(params, params, state, extra_args)
+            for update in (self._update_first, self._update_later)
         )
         constants = [list(map(bytes_of, jaxpr.consts)) for jaxpr in (first_jaxpr, later_jaxpr)]
         self._is_same = str(first_jaxpr) == str(later_jaxpr) and constants[0] == constants[1]
@@ -164,11 +165,12 @@ class Settled:
 
     def update(self, gradients: Any, state: SettlingState, params: Any, **extra_args: Any) -> tuple[Any, SettlingState]:
         """Returns the updates and the new state."""
-        given = (gradients, params, state, extra_args)
         if self._is_same:
-            updates, leaves = self._update_later(*given)
+            updates, leaves = self._update_later(gradients, params, state, extra_args)
         else:
-            updates, leaves = jax.lax.cond(state.is_settled > 0, self._update_later, self._update_first, *given)
+            updates, leaves = jax.lax.cond(
+                state.is_settled > 0, self._update_later, self._update_first, gradients, params, state, extra_args
+            )
         after = jax.tree.unflatten(jax.tree.structure(self._later), leaves)
         return updates, SettlingState(jnp.int32(1), after, state.initial)
 

@@ -194,8 +194,16 @@ class Compiler:
         resources = self._shared.resources(transport, self.model)
         begin = self._begin_memory(state, transport, variants.base.layers)
         try:
-            given = (self._options.planning, self._options.numerics)
-            compiler = StepCompiler(variants, programs, profile, resources, *given, begin, state is not None)
+            compiler = StepCompiler(
+                variants,
+                programs,
+                profile,
+                resources,
+                self._options.planning,
+                self._options.numerics,
+                begin,
+                trains=state is not None,
+            )
             costs = partition_costs(variants.base) if self._options.planning.lets_policy_choose else ()
             earlier = [plan for plan, _ in self._plans.near(costs)]
             prepared = compiler.compile_best(earlier)
@@ -235,8 +243,16 @@ class Compiler:
         if is_begun and (read or prepared.saved_bytes or prepared.program.widened):
             # They count as taken once they exist.
             self._shared.memory.submit(lambda: None).result()
-        given = (layers, read, prepared.saved_bytes, not self._has_decided, kept_bytes, is_begun, streamed_bytes)
-        self.model.check_step(*given, prepared.program.widened)
+        self.model.check_step(
+            layers,
+            read,
+            prepared.saved_bytes,
+            not self._has_decided,
+            kept_bytes,
+            is_begun,
+            streamed_bytes,
+            prepared.program.widened,
+        )
         self._saved_bytes = max(self._saved_bytes, prepared.saved_bytes)
 
     def _compiled_finer(
@@ -253,8 +269,8 @@ class Compiler:
 
     def _share(self, partition: Partition, args: Any, kwargs: Mapping[str, Any]) -> Callable[[], Share]:
         """Makes what one of several devices does of a step, for its measurement."""
-        given = (self.model, self._loss_fn, self._options.planning, self._shared.placement, partition, args, kwargs)
-        return functools.partial(share_of_one, *given)
+        planning, placement = self._options.planning, self._shared.placement
+        return functools.partial(share_of_one, self.model, self._loss_fn, planning, placement, partition, args, kwargs)
 
     def _drop(self, dropped: tuple[Any, Cut | None]) -> None:
         """Frees what was compiled for a structure; warns the first time."""

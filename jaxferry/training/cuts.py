@@ -178,10 +178,10 @@ class Cutter:
         """The loss function for these arguments. The first cut decides the groups; later ones keep them if possible."""
         arrays, flags = split_flags(kwargs)
         model, known = self._model, self.known_layers
-        given = (with_flags(self._loss_fn, flags), model.params, args, arrays)
+        loss = with_flags(self._loss_fn, flags)
         dtype, frozen, whole = model.compute_dtype, model.optimizer.frozen, model.optimizer.whole
         with for_platform(self._placement.platform):
-            jaxpr = traced_jaxpr(*given, dtype, frozen)
+            jaxpr = traced_jaxpr(loss, model.params, args, arrays, dtype, frozen)
         cuts = _CUTS.setdefault(jaxpr, {})
         names, machine = self._merging()
         granularity = self.granularity
@@ -191,10 +191,20 @@ class Cutter:
         key = (dtypes, known, frozen, whole, rule, num, num_processes)
         if key not in cuts:
             merge = merge_rule(names, machine) if granularity == BLOCK else None
-            settings = {"compute_dtype": dtype, "layers": known, "frozen": frozen, "merge": merge}
-            settings["granularity"] = granularity
             with for_platform(self._placement.platform):
-                parts = partition(*given, **settings, num_devices=num, num_processes=num_processes)
+                parts = partition(
+                    loss,
+                    model.params,
+                    args,
+                    arrays,
+                    compute_dtype=dtype,
+                    layers=known,
+                    frozen=frozen,
+                    merge=merge,
+                    granularity=granularity,
+                    num_devices=num,
+                    num_processes=num_processes,
+                )
             cuts[key] = Cut(dataclasses.replace(parts, layers=held_whole(parts.layers, whole)), jaxpr, key)
         if known is None:
             self.known_layers = cuts[key].parts.layers
@@ -204,9 +214,9 @@ class Cutter:
     def refused_by_jax(self, args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Raises what JAX itself raises for the loss function's gradient in place of an internal error of the body."""
         arrays, flags = split_flags(kwargs)
-        model = self._model
-        given = (with_flags(self._loss_fn, flags), model.params, args, arrays, model.compute_dtype)
-        with for_platform(self._placement.platform), refused_by_jax(*given, model.optimizer.frozen):
+        model, loss = self._model, with_flags(self._loss_fn, flags)
+        refused = refused_by_jax(loss, model.params, args, arrays, model.compute_dtype, model.optimizer.frozen)
+        with for_platform(self._placement.platform), refused:
             yield
 
     def forward(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> ForwardPartition:

@@ -79,8 +79,9 @@ class Model:
         leaves, tree = jax.tree.flatten(self.params)
         dtypes = _master_dtypes(layers)
         masters = [jax.ShapeDtypeStruct(stored_struct(leaf).shape, dtypes[i]) for i, leaf in enumerate(leaves)]
-        given = (placement, numerics.clip_norm, hidden, numerics.extra_args)
-        self.optimizer = HostOptimizer(optimizer, tree, masters, *given)
+        self.optimizer = HostOptimizer(
+            optimizer, tree, masters, placement, numerics.clip_norm, hidden, numerics.extra_args
+        )
         by_path = layers_by_path(params, self.compute_dtype, self.optimizer.frozen)
         self.layers = held_whole(by_path, self.optimizer.whole)
         self.optimizer.check_parts(self.layers)

@@ -128,8 +128,9 @@ def _measured_alone(
         own = share()
         if [use.name for use in partition.uses] != [use.name for use in own.partition.uses]:
             raise InputError("the share of the batch that one device has is cut into other layers than the whole batch")
-        given = (own.partition, own.programs, own.optimizer, own.placement)
-        layers = measure_share(*given, recomputing=own.recomputing, progress=progress)
+        layers = measure_share(
+            own.partition, own.programs, own.optimizer, own.placement, recomputing=own.recomputing, progress=progress
+        )
     except ValueError as error:  # JAX's own, too
         problem = str(error).splitlines()[0]
     if placement.num_processes > 1:
@@ -257,26 +258,27 @@ class Profiler:
         self, variants: RematVariants, programs: Programs, share: Callable[[], Share], staging_bytes: int
     ) -> Profile:
         """The profile to plan and lower with: the user's own, measured, estimated, or of sizes only."""
-        given = self._planning.profile
-        if given == MEASURE or (given is None and needs_times(self._planning.policy)):
-            given = self._measured_once(variants, programs, share)
-        return self._planning_profile(variants, given if isinstance(given, Profile) else None, staging_bytes)
+        source = self._planning.profile
+        profile = source if isinstance(source, Profile) else None
+        if source == MEASURE or (source is None and needs_times(self._planning.policy)):
+            profile = self._measured_once(variants, programs, share)
+        return self._planning_profile(variants, profile, staging_bytes)
 
     @property
     def source(self) -> str:
         """Where the profile comes from, in words."""
-        given = self._planning.profile
-        return str(given) if given is None or isinstance(given, str) else "given"
+        profile = self._planning.profile
+        return "given" if isinstance(profile, Profile) else str(profile)
 
     def planned_by_estimate(self, variants: RematVariants) -> Profile:
         """Likewise without measurements, whatever the user gives."""
         return self._planning_profile(variants, None, 0)
 
-    def _planning_profile(self, variants: RematVariants, given: Profile | None, staging_bytes: int) -> Profile:
+    def _planning_profile(self, variants: RematVariants, profile: Profile | None, staging_bytes: int) -> Profile:
         return planning_profile(
             variants,
             self._planning,
-            given,
+            profile,
             self._placement.device_kind,
             self._needs_all_gradients(variants.base),
             self._updates_together(variants.base),
@@ -362,11 +364,21 @@ class Profiler:
         recomputing = variants.of(variants.may_recompute)
         with progress_bar("measuring") as progress:
             if placement.num_devices > 1:
-                given = (variants.base, recomputing, programs, placement, transport)
-                profile = measure_shares(share, *given, progress=progress, **more)
+                profile = measure_shares(
+                    share, variants.base, recomputing, programs, placement, transport, progress=progress, **more
+                )
             else:
-                alone = (variants.base, programs, self._model.optimizer, placement, transport)
-                profile = measure_profile(*alone, recomputing=recomputing, progress=progress, **more)
+                optimizer = self._model.optimizer
+                profile = measure_profile(
+                    variants.base,
+                    programs,
+                    optimizer,
+                    placement,
+                    transport,
+                    recomputing=recomputing,
+                    progress=progress,
+                    **more,
+                )
         widened = widened_groups(variants.base, variants.derivatives)
         host_bytes = self._model.host_bytes(variants.base.layers, widened=widened)
         facts = {**profile.machine, "host_bytes": host_bytes, **self._placement.memory_facts()}

@@ -371,8 +371,9 @@ class StepCompiler:
         used = program.partition.num_uses
         norms.compile([used[group] for group in {use.group for use in program.partition.uses if use.is_trained}])
         updates = self._device_updates.compile(program, self._programs)
-        given = (program, tasks, self._programs, self._resources, rules, norms, updates, constants)
-        return RunnableStep(*given, ahead)
+        return RunnableStep(
+            program, tasks, self._programs, self._resources, rules, norms, updates, constants, loads_ahead=ahead
+        )
 
 
 def _recomputable(profile: Profile) -> Profile:
