@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from jaxferry.cli.common import AsJson, make_table, plan_counts, plan_table, print_result, progress, read_budget_on
-from jaxferry.cli.fitting import BatchForecast, Fit, find_fit
+from jaxferry.cli.fitting import MOST_SAMPLES, BatchForecast, Fit, find_fit
 from jaxferry.cli.profile import Traced, trace
 from jaxferry.cli.workload import (
     FORMS,
@@ -162,7 +162,8 @@ def _batch_shapes(user: UserModel) -> Any:
 
 def _lines(fit: Fit) -> list[str]:
     """Returns the answer, and the host and device memory that training needs."""
-    answer = f"fits, with batches of up to {fit.largest_batch_size}" if fit.fits else f"does not fit: {fit.problem}"
+    most = "at least" if fit.largest_batch_size == MOST_SAMPLES - 1 else "up to"
+    answer = f"fits, with batches of {most} {fit.largest_batch_size}" if fit.fits else f"does not fit: {fit.problem}"
     kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in fit.host_bytes.items())
     size = "an unknown size: --host-memory" if fit.host_memory_bytes is None else format_bytes(fit.host_memory_bytes)
     least = f"batches of {fit.smallest_batch_size} need at least {format_bytes(fit.smallest_bytes)}"

@@ -7,6 +7,7 @@ the update that it needs, and may run before that step is called.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -285,8 +286,10 @@ def collect_results(step: StepContext) -> StepResult:
     scale = state.loss_scale
     if step.is_last:
         state.loss_scale = scale.after(is_finite)
+    if step.weight == -math.inf:
+        state.forget_accumulated()
     # A deliberately skipped step counts too, since its batch is consumed.
-    if is_finite or rules.skip_nonfinite or (scale.is_dynamic and not scale.is_least):
+    elif is_finite or rules.skip_nonfinite or (scale.is_dynamic and not scale.is_least):
         state.step += 1
         state.accumulated = _accumulated(step, is_finite)
     else:

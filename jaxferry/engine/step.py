@@ -269,13 +269,13 @@ class StepContext:
 
     @functools.cached_property
     def weight(self) -> float:
-        """The sum of the weights of this micro-batch and of the earlier ones."""
+        """The sum of the weights of this micro-batch and of the earlier ones; negative infinity if one is negative."""
         if not self.runnable.rules.is_weighted:
             return self._earlier_weight + 1
         atom = self.program.partition.aux[0]
         own: Any = self.values[atom] if isinstance(atom, int) else atom.val
         weight = float(np.asarray(own))
-        return self._earlier_weight + (weight if weight >= 0 else math.nan)
+        return self._earlier_weight + (-math.inf if weight < 0 else weight)
 
     @functools.cached_property
     def loss(self) -> Any:

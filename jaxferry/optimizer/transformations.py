@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -20,9 +21,12 @@ from jaxferry.partition import Graph, bytes_of, graph_of, no_arrays, refuse_leak
 def graphs_of(function: Callable[..., Any], *args: Any) -> tuple[Graph, Graph]:
     """Traces a function; returns its graph, and that with calls of jitted functions, which XLA rounds otherwise."""
     leaves, tree = jax.tree.flatten(args)
-    closed, shape = jax.make_jaxpr(lambda x: call_users(function, *jax.tree.unflatten(tree, x)), return_shape=True)(
-        leaves
-    )
+
+    @functools.wraps(function)  # JAX's errors name it and its file
+    def of_leaves(leaves: Any) -> Any:
+        return call_users(function, *jax.tree.unflatten(tree, leaves))
+
+    closed, shape = jax.make_jaxpr(of_leaves, return_shape=True)(leaves)
     refuse_leaks(closed, len(leaves))
     made = [graph_of(closed, len(leaves), jax.tree.structure(shape), keeps_calls) for keeps_calls in (False, True)]
     return made[0], made[1]

@@ -310,7 +310,9 @@ def check_outputs(graph: Graph) -> tuple[int, jax.tree_util.PyTreeDef | None]:
     has_aux = isinstance(shape, tuple) and len(shape) == 2
     loss = shape[0] if has_aux else shape
     if not isinstance(loss, int):
-        raise PartitionError(f"loss_fn must return a scalar, or (scalar, aux); it returns {graph.out_tree}")
+        kind = type(loss).__name__ + (f" of {len(loss)}" if isinstance(loss, tuple | list) else "")
+        found = "None: is a `return` missing?" if shape is None else f"a {kind}" + " and aux" * has_aux
+        raise PartitionError(f"loss_fn must return a scalar, or (scalar, aux); it returns {found}")
     atom = graph.outputs[loss]
     aval: Any = graph.aval_of(atom)
     if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):

@@ -44,8 +44,11 @@ def split_flags(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     return {name: value for name, value in kwargs.items() if name not in flags}, flags
 
 
-def weighted(loss_fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The loss times an entry of its `aux`, with `(weight, (loss, aux))` as auxiliary output, the weight in fp32."""
+def weighted(loss_fn: Callable[..., Any], name: str, is_applied: bool) -> Callable[..., Any]:
+    """The loss times an entry of its `aux`, with `(weight, (loss, aux))` as auxiliary output, the weight in fp32.
+
+    A weight that is not applied is only checked.
+    """
 
     def weighted_loss(*args: Any, **kwargs: Any) -> Any:
         made = loss_fn(*args, **kwargs)
@@ -58,6 +61,8 @@ def weighted(loss_fn: Callable[..., Any], name: str) -> Callable[..., Any]:
             raise InputError(
                 f"weight must name a real scalar in the aux of loss_fn's (loss, aux), got {name!r}: {found}"
             )
+        if not is_applied:
+            return made
         weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
         loss = made[0] * weight if hasattr(made[0], "dtype") or isinstance(made[0], numbers.Number) else made[0]
         return loss, (weight, made)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxferry.engine import StepResult
-from jaxferry.errors import NonFiniteError
+from jaxferry.errors import InputError, NonFiniteError
 from jaxferry.partition import Partition
 from jaxferry.training.options import Numerics
 
@@ -21,6 +21,11 @@ def metrics_of(number: int, parts: Partition, result: StepResult, numerics: Nume
     if numerics.is_weighted:
         _, (loss, aux) = aux
         result = dataclasses.replace(result, loss=loss)
+        if result.weight == -np.inf:
+            raise InputError(
+                f"weight must be 0 or more in every micro-batch, got a negative one in step {number}; "
+                "the state is that after the last update"
+            )
     is_lost = not result.is_finite and not numerics.skip_nonfinite
     scale = numerics.loss_scale
     if is_lost and scale is not None and scale.is_dynamic and result.loss_scale > 1:

@@ -46,8 +46,8 @@ class Numerics:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether micro-batches have weights of their own."""
-        return self.weight is not None
+        """Whether micro-batches have weights of their own; of one batch, a weight divides out."""
+        return self.weight is not None and self.accumulate > 1
 
     @property
     def rules(self) -> Rules:
@@ -151,7 +151,7 @@ def read_options(
         skip_nonfinite=_read_flag(skip_nonfinite, "skip_nonfinite"),
         check_gradients=None if check_gradients is None else _read_flag(check_gradients, "check_gradients"),
         accumulate=_read_count(accumulate, 1, "accumulate must be a number of micro-batches"),
-        weight=weight if accumulate > 1 else None,  # of one batch, a weight divides out
+        weight=weight,
         extra_args=_read_extra_args(extra_args),
         loss_scale=_read_loss_scale(loss_scale, dtype, accumulate),
         trainable=trainable,

@@ -277,13 +277,34 @@ def test_a_weight_that_depends_on_parameters_has_no_gradient():
     np.testing.assert_allclose(train(step, params, batches)[0].params["a"]["w"], [3 - 4, 3 - 5], rtol=1e-6)
 
 
-def test_a_negative_weight_is_told_and_changes_nothing():
-    step = jaxferry.train_step(lambda p, n: (jnp.sum(p["a"]), {"n": n}), optax.sgd(1.0), accumulate=2, weight="n")
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
+def test_a_negative_weight_is_told_and_changes_nothing(skip_nonfinite):
+    options = {"accumulate": 2, "weight": "n", "skip_nonfinite": skip_nonfinite}
+    step = jaxferry.train_step(lambda p, n: (jnp.sum(p["a"]), {"n": n}), optax.sgd(1.0), **options)
     state = step.init({"a": np.ones(3, np.float32)})
-    state, _ = step(state, np.float32(-1))
-    with pytest.raises(jaxferry.NonFiniteError, match="the weights of the micro-batches up to step 1 sum to nan"):
-        step(state, np.float32(3))
-    assert state.params["a"].tolist() == [1.0, 1.0, 1.0]
+    for weights in ([-1], [3, -1]):
+        *others, negative = map(np.float32, weights)
+        for weight in others:
+            state, _ = step(state, weight)
+        with pytest.raises(jaxferry.InputError, match=rf"weight must be 0 or more .* one in step {len(others)};"):
+            step(state, negative)
+    assert state.params["a"].tolist() == [1.0, 1.0, 1.0] and state.step == 0
+    for _ in range(2):
+        state, _ = step(state, np.float32(2))
+    assert state.params["a"].tolist() == [0.0, 0.0, 0.0] and state.step == 2
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_name_of_a_weight_is_checked_whether_it_is_read_or_not(accumulate):
+    def take_step(weight):
+        options = {"accumulate": accumulate, "weight": weight}
+        step = jaxferry.train_step(lambda p, n: (jnp.sum(p["a"]), {"n": n}), optax.sgd(1.0), **options)
+        return step(step.init({"a": np.ones(3, np.float32)}), np.float32(5))
+
+    with pytest.raises(jaxferry.InputError, match=r"weight must name a real scalar in the aux .* 'm': no such entry"):
+        take_step("m")
+    _, metrics = take_step("n")
+    assert metrics["loss"] == 3.0 and metrics["aux"] == {"n": 5.0}
 
 
 @pytest.mark.parametrize("check", [None, False])

@@ -132,7 +132,10 @@ def test_what_the_caller_does_with_its_arrays_changes_nothing(options):
     [
         (lambda p, b: p["w"] * b, r"its loss is float32\[3\]"),
         (lambda p, b: (p["w"] * b).sum().astype(jnp.int32), "its loss is int32"),
-        (lambda p, b: {"loss": (p["w"] * b).sum()}, "must return a scalar"),
+        (lambda p, b: {"loss": (p["w"] * b).sum()}, r"must return a scalar, or \(scalar, aux\); it returns a dict"),
+        (lambda p, b: None, r"it returns None: is a `return` missing\?"),
+        (lambda p, b: 3 * ((p["w"] * b).sum(),), "it returns a tuple of 3"),
+        (lambda p, b: ([(p["w"] * b).sum()], b), "it returns a list of 1 and aux"),
         (lambda p, b: b.sum(), "reads? no parameter|no parameter"),
     ],
 )
