@@ -110,28 +110,6 @@ def rows_first(params, tokens, x):
     return jnp.mean((h @ params["table"].T @ params["table"] + x) ** 2)
 
 
-@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
-@pytest.mark.parametrize(
-    ("modes", "gradient", "options"),
-    [
-        ((Mode.GFGB, Mode.RELOAD, Mode.RESIDENT), GradientPlace.DEVICE, {"clip_norm": 0.1}),
-        ((Mode.GFGB, Mode.DHA), GradientPlace.HOST, {}),
-        ((Mode.GFGB,), GradientPlace.DEVICE, {"accumulate": 3}),
-        ((Mode.RELOAD,), GradientPlace.DEVICE, {"remat": "full", "offload_activations": True}),
-    ],
-    ids=["clipped", "in host memory", "accumulated", "activations"],
-)
-def test_the_issuing_thread_never_waits(accelerator, gpt, transport, modes, gradient, options):
-    """It waits neither for the device nor for the host; where nothing can be issued it sleeps."""
-    plan = plan_of(gpt, modes, [gradient])
-    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan, transport=transport, **options)
-    state = step.init(gpt.params)
-    for _ in range(6):
-        state, _ = step(state, gpt.batch)
-    state.block_until_ready()
-    assert not accelerator.waits, accelerator.waits[0]
-
-
 @pytest.mark.parametrize(
     "wait",
     [
@@ -197,7 +175,7 @@ def test_a_further_layer_takes_three_further_launches(accelerator, monkeypatch):
 @pytest.mark.parametrize("gradient", GradientPlace)
 @pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
 @pytest.mark.parametrize("loss_fn", [rows_first, rows_last])
-def test_nor_does_it_where_rows_and_dense_gradients_of_a_table_are_added(
+def test_the_issuing_thread_never_waits_where_rows_and_dense_gradients_of_a_table_are_added(
     monkeypatch, loss_fn, transport, gradient, accumulate
 ):
     """The bits are those of a CPU."""

@@ -1,7 +1,6 @@
 """Groups that are updated on the device, where their optimizer state stays, or comes for the update in subgroups."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,10 @@ from jaxferry.errors import InputError
 from jaxferry.modes import Mode
 from jaxferry.partition import partition
 from jaxferry.planner import make_plan
-from jaxferry.step import Kind, Lane, Operation, needed_bytes
+from jaxferry.step import Operation, needed_bytes
 from jaxferry.step import streaming as planned_streaming
-from jaxferry.transport import Placement, pinned
-from recorded import check_times
-from slowly import slow, slow_cases
+from jaxferry.transport import Placement
+from slowly import slow
 from updated import (
     ALL,
     PARAMS,
@@ -41,7 +39,6 @@ from updated import (
 RESIDENT, STREAMED = {"groups": ["embed", "layer_1"]}, {"streamed": ["embed", "layer_1"]}
 KEPT = {**STREAMED, "mode": Mode.RESIDENT}
 """The new compute copy of what streams goes to host memory, or stays on the device."""
-MIXED = {"groups": ["layer_0"], "streamed": ["embed", "layer_2"]}
 JOINT = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
 
 
@@ -49,40 +46,6 @@ JOINT = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
 def in_parts(monkeypatch):
     """Subgroups of about one parameter, of which few are on the device at once."""
     monkeypatch.setattr(planned_streaming, "SUBGROUP_BYTES", 400)
-
-
-@pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize(
-    ("transport", "reach", "kind", "options"),
-    [
-        ("ferry", True, RESIDENT, {"clip_norm": 0.5}),
-        ("ferry", True, {**MIXED, "mode": Mode.RESIDENT}, {"accumulate": 2}),
-        ("device_put", False, MIXED, {"clip_norm": 0.5}),  # the CPU cannot reach pinned memory
-        *slow_cases(
-            ("device_put", True, RESIDENT, {"accumulate": 2}),
-            ("device_put", True, {**MIXED, "mode": Mode.RESIDENT}, {}),
-        ),
-    ],
-    ids=str,
-)
-def test_the_issuing_thread_never_waits(transport, reach, kind, options, monkeypatch):
-    expected_step = make(**options)
-    _, expected = train(expected_step, expected_step.init(PARAMS))
-    accelerator = emulate(monkeypatch)
-    if not reach:
-        monkeypatch.setattr(pinned, "_reaches", lambda placement: False)
-        pinned.can_view.cache_clear()
-    try:
-        step = make(transport=transport, compute_dtype=jnp.float32, **kind, **options)
-        state, losses = train(step, step.init(PARAMS))
-        state.block_until_ready()
-        np.testing.assert_allclose(losses, expected, rtol=1e-5)
-        assert [*streaming(state)] == kind.get("streamed", []) and on_device(state) == set(kind["groups"])
-    finally:
-        pinned.can_view.cache_clear()
-    # Only where the CPU cannot reach pinned memory, pieces pass through NumPy, which waits for them.
-    assert not [stack for stack in accelerator.waits if reach or "_put_into" not in stack]
-    accelerator.check()
 
 
 @pytest.mark.parametrize("place", ["groups", "streamed"])
@@ -94,15 +57,6 @@ def test_twenty_steps_differ_by_rounding_alone(optimizer, place):
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
     for leaf, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6 * np.max(np.abs(other)))
-
-
-@pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize("kind", [RESIDENT, {**MIXED, "mode": Mode.RESIDENT}], ids=["resident", "mixed"])
-def test_one_plan_has_the_same_bits_run_after_run(kind):
-    step = make(**kind)
-    (one, losses), (other, same) = (train(step, step.init(PARAMS)) for _ in range(2))
-    assert losses == same
-    jax.tree.map(np.testing.assert_array_equal, (one.params, one.opt_state), (other.params, other.opt_state))
 
 
 @pytest.mark.usefixtures("in_parts")
@@ -167,23 +121,6 @@ def test_a_loss_that_is_not_finite_changes_nothing(kind, skips):
 
 
 @pytest.mark.usefixtures("in_parts")
-def test_checkpoints_move_between_places(tmp_path):
-    there, streams, host = {"groups": ALL}, {"streamed": ALL}, {}
-    stays, copies = {**streams, "mode": Mode.RESIDENT}, {"mode": Mode.RESIDENT}
-    one, streams_one, table = {"groups": ["layer_2"]}, {"streamed": ["layer_2"]}, {"groups": ["embed"]}
-    cases = [(host, there), (there, one), (table, host), (streams, host), (there, streams_one), (host, streams)]
-    cases += [(stays, host), (copies, stays), (stays, streams), (there, stays)]
-    steps = {str(each): make(**each) for each in itertools.chain.from_iterable(cases)}
-    for first, second in cases:
-        step, other = steps[str(first)], steps[str(second)]
-        state, _ = train(step, step.init(PARAMS), 2)
-        step.save(state, tmp_path / "saved")
-        _, expected = train(step, state, 2, first=2)
-        _, losses = train(other, other.restore(tmp_path / "saved", PARAMS), 2, first=2)
-        np.testing.assert_allclose(losses, expected, rtol=1e-5)
-
-
-@pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("kind", [RESIDENT, KEPT], ids=["resident", "kept"])
 def test_a_state_may_be_read_copied_changed_and_evaluated_between_steps(kind):
     results, optimizer = [], optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
@@ -226,24 +163,6 @@ def test_a_failure_is_rolled_back_before_the_first_update_and_damages_the_state_
         is_rolled_back = None  # loads of other subgroups run ahead of the first update
     match = rf"{'the update of ' if 'groups' in kind else ''}layer '.*' failed: no memory"
     check_failure(step, state, monkeypatch, operation, number, match, is_rolled_back)
-
-
-@pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}], ids=str)
-@pytest.mark.parametrize("kind", [{"groups": ALL}, {"groups": ["embed"]}, KEPT], ids=["all", "tied table", "kept"])
-def test_recorded_steps_hold_the_updates_and_moves(kind, options, monkeypatch):
-    emulate(monkeypatch)
-    step = make(record_steps=3, compute_dtype=jnp.float32, **kind, **options)
-    state, _ = train(step, step.init(PARAMS), 5)
-    state.block_until_ready()
-    run = step.recorded()
-    check_times(run)
-    moves = 3 * sum(streaming(state).values())
-    counts = {Kind.STATE_UP: moves, Kind.UPDATE: moves + 3 * len(kind.get("groups", ())), Kind.STATE_DOWN: moves}
-    lanes = {Kind.STATE_UP: Lane.H2D, Kind.UPDATE: Lane.GPU, Kind.STATE_DOWN: Lane.D2H}
-    assert bool(moves) == (kind is KEPT)
-    for each, lane in lanes.items():
-        assert sum(task.kind is each and task.lane is lane for task in run.schedule.tasks) == counts[each]
 
 
 @pytest.mark.parametrize("options", [{"clip_norm": 0.5}, {"accumulate": 2}], ids=lambda options: next(iter(options)))

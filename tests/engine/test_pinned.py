@@ -15,7 +15,7 @@ from jaxferry.native import library
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import make_placement, pinned
 from planned import assert_same_bits
-from slowly import slow, slow_cases
+from slowly import slow
 from watched import becomes, live_arrays, settled
 
 NUM_STEPS = 6
@@ -140,35 +140,6 @@ def train(transport, optimizer="fused", plan="loads", num_steps=NUM_STEPS, **opt
         metrics.append((float(made["loss"]), float(made.get("grad_norm", 0))))
     state.block_until_ready()
     return step, state, metrics
-
-
-@pytest.mark.cpu_device  # so is the emulated one
-@pytest.mark.parametrize(
-    ("transport", "optimizer", "plan", "options"),
-    [
-        ("ferry", "fused", "in host memory", {"clip_norm": 0.1}),
-        ("device_put", "optax", "loads", {"accumulate": 2}),
-        *slow_cases(("ferry", "optax", "in host memory", {})),
-    ],
-)
-def test_an_accelerator_trains_with_the_bits_of_a_cpu(monkeypatch, transport, optimizer, plan, options):
-    _, expected, metrics = train(transport, optimizer, plan, **options)
-    with monkeypatch.context() as patch:
-        emulate(patch)
-        _, state, found = train(transport, optimizer, plan, **options)
-        assert found == metrics
-        assert_same_bits(state.params, expected.params)
-        assert_same_bits(list(state.optimizer_state().values()), list(expected.optimizer_state().values()))
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_accelerator_whose_memory_the_cpu_cannot_reach_trains_with_the_same_bits(monkeypatch, request, optimizer):
-    _, expected, metrics = train("ferry", optimizer)
-    for fixture in ("accelerator", "unreachable"):
-        request.getfixturevalue(fixture)
-    _, state, found = train("ferry", optimizer)
-    assert found == metrics
-    assert_same_bits(state.params, expected.params)
 
 
 @pytest.fixture

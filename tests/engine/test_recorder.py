@@ -1,8 +1,6 @@
 """Recorded task times when one thread issues all tasks, against the simulator and the emulated link."""
 
 import math
-import random
-import threading
 import time
 
 import hypothesis.strategies as st
@@ -16,18 +14,15 @@ from hypothesis import given
 import jaxferry
 from accelerator import emulate
 from jaxferry.engine import on_the_device
-from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
-from jaxferry.step import Kind, Lane, LayerPlan, Operation, Plan, machine, repeat, schedule_step
+from jaxferry.step import Kind, Lane, Operation, machine, repeat, schedule_step
 from jaxferry.transport import Marks, make_placement
 from models import chain
 from native_calls import load, wait
 from profiles import deterministic, lowered, planned
 from python_runs import run_python
 from recorded import check_times
-from slowly import slow
 from steps import fail
-from watched import has_not_grown, settled_arrays
 
 WIDTH = 256
 
@@ -157,34 +152,6 @@ def test_copies_are_recorded_as_long_as_the_link_takes():
         spans = [(start, end) for task, start, end in tasks if task.kind is kind]
         assert len(spans) == 8
         assert all(end - start == pytest.approx(each_s, rel=1e-3) for start, end in spans)
-
-
-@pytest.mark.usefixtures("issued")
-@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
-@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
-def test_whatever_the_plan_times_fit_the_tasks_and_memory_is_flat(seed, transport):
-    draw, (loss_fn, params, batch) = random.Random(seed), perceptron()
-    layers = [LayerPlan(name, draw.choice(list(Mode)), draw.choice(list(GradientPlace))) for name in params]
-    plan = Plan("any", 1.0, tuple(layers))
-    step = jaxferry.train_step(
-        loss_fn, optax.adam(1e-3), plan=plan, transport=transport, accumulate=1 + seed % 2, record_steps=3
-    )
-    state = step.init(params)
-
-    def run_steps(count):
-        nonlocal state
-        for _ in range(count):
-            state, _ = step(state, batch)
-        state.block_until_ready()
-        check_times(step.recorded())
-        return settled_arrays()
-
-    before = run_steps(12)
-    num_threads = threading.active_count()
-    for _ in range(2):
-        now = run_steps(20)
-        assert has_not_grown(before, now), (before, now)
-    assert threading.active_count() <= num_threads + 64
 
 
 @pytest.mark.usefixtures("issued")
