@@ -1,6 +1,7 @@
 """Optimizers as users write them, run layer by layer or jointly with a warning: the results are the same."""
 
 import functools
+import itertools
 import warnings
 from typing import Any, NamedTuple
 
@@ -196,16 +197,7 @@ def test_lookahead_is_trained_on_its_pair_of_parameters():
 @functools.cache
 def plain_state(optimizer, num_steps, task=TASK):
     """The optimizer's state of a plain loop, and its parameters."""
-
-    @jax.jit
-    def step(params, state):
-        loss, gradients = jax.value_and_grad(task.loss_fn)(params, task.batch)
-        updates, state = optax.with_extra_args_support(optimizer).update(gradients, state, params, value=loss)
-        return optax.apply_updates(params, updates), state
-
-    params, state = task.params, optimizer.init(task.params)
-    for _ in range(num_steps):
-        params, state = step(params, state)
+    *_, (params, state, _) = itertools.islice(models.plain_steps(task, optimizer), num_steps)
     return params, state
 
 

@@ -138,13 +138,9 @@ def test_batches_whose_plans_differ_take_turns_with_a_state(monkeypatch):
     plans = [plan_with([], streamed=ALL, **kind) for kind in kinds] + [plan_with([], Mode.RESIDENT), plan_with(ALL)]
     sizes = [3, 4, 3, 5, 3, 6, 3, 7, 3]
     batches = [jnp.resize(batch(number), (size, 5)) for number, size in enumerate(sizes)]
-    optimizer, losses, expected = optax.sgd(1e-2, momentum=0.9), [], PARAMS
-    gradient, moments = models.quickly(jax.value_and_grad(loss_fn)), optimizer.init(PARAMS)
-    for words in batches:
-        loss, gradients = gradient(expected, words)
-        updates, moments = optimizer.update(gradients, moments)
-        expected = optax.apply_updates(expected, updates)
-        losses.append(float(loss))
+    optimizer, others = optax.sgd(1e-2, momentum=0.9), iter(batches[1:])
+    task = models.Task(loss_fn, PARAMS, batches[0], lambda *_: next(others))
+    expected, losses = models.plain_loop(task, optimizer, len(batches))
     left = iter(plans)
     monkeypatch.setattr(compiled_step, "choose_plan", lambda *args: next(left))
     step = jaxferry.train_step(loss_fn, optimizer)

@@ -267,8 +267,8 @@ def train(case: dict[str, str], between: str = "nothing", **options: Any) -> Tra
         norms.append(float(metrics.get("grad_norm", 0)))
         if taken is step:
             own, most_bytes = state, max(most_bytes, metrics["device_param_bytes_peak"])
-    arrays = [[np.asarray(leaf) for leaf in jax.tree.leaves(tree)] for tree in (state.params, state.opt_state)]
-    return Trained(losses, norms, *arrays, most_bytes, own, step.prepare(batches[0]), step.recorded())
+    params, opt_state = ([np.asarray(x) for x in jax.tree.leaves(tree)] for tree in (state.params, state.opt_state))
+    return Trained(losses, norms, params, opt_state, most_bytes, own, step.prepare(batches[0]), step.recorded())
 
 
 def asked(step: jaxferry.TrainStep, state: Any, batch: Any, is_half: bool) -> Any:
