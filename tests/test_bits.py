@@ -66,7 +66,7 @@ def test_losses_and_parameters_are_those_of_plain_optax(case, monkeypatch):
         assert_same_bits((found.params, found.opt_state), (known.params, known.opt_state))
     if case["record"] == "recorded" and not (case["update"] == "gpu" and case["mode"] in ("DHA", "DFGB")):
         check_times(found.recorded)
-        assert found.recorded.schedule.steps == 2
+        assert found.recorded.schedule.steps == 2 or "another" in case["between"]
         names = {event["name"] for event in chrome_trace(found.recorded)["traceEvents"]}
         assert {task.name for task in found.recorded.schedule.tasks} < names
     assert case["record"] == "recorded" or found.recorded is None

@@ -208,9 +208,10 @@ def test_copies_between_the_clients_are_counted(accelerator, unreachable, crossi
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
-def test_the_compute_copy_stays_where_it_is(accelerator, transport, plan):
-    step, state, _ = train(transport, plan=plan, num_steps=2)
+def test_the_compute_copy_stays_where_it_is(accelerator, transport, optimizer, plan):
+    step, state, _ = train(transport, optimizer, plan, num_steps=2)
     before = [[v.unsafe_buffer_pointer() for v in of_group] for of_group in state.host.vectors]
     for _ in range(3):
         state, _ = step(state, TOKENS)

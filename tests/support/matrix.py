@@ -281,25 +281,28 @@ def asked(step: jaxferry.TrainStep, state: Any, batch: Any, is_half: bool) -> An
     return copy
 
 
-@functools.cache
-def _reference(items: Case) -> Trained:
-    return train(dict(items))
-
-
 PLAIN = ("model", "dtype", "accumulate", "clip", "frozen", "weight", "optimizer")
 COMPUTES = (*PLAIN, "remat", "granularity")
 
 
+@functools.cache
+def _trained(items: Case, by_plan: bool) -> Trained:
+    return train_as(dict(items)) if by_plan else train(dict(items))
+
+
 def reference(case: dict[str, str]) -> Trained | None:
-    """What has the case's bits: a CPU that loads every layer, or one of the case's own plan without interruption."""
+    """What has the case's bits: it is trained on a CPU without interruption, and moves other data at other times."""
     # Without the native library's products, programs load what they read in host memory.
     loaded = {"mode": "GFGB"} if case["transport"] == "device_put" else {}
     if only_moves(tuple((case | loaded).items())):
-        return _reference(tuple((axis, case[axis]) for axis in COMPUTES))
-    same = case | {"record": "unrecorded"}
+        return _trained(tuple((axis, case[axis]) for axis in COMPUTES), by_plan=False)
+    same = case | {"record": "unrecorded", "gradient": "device", "offload": "stays", "scale": "1"}
     same["device"] = "cpu" if case["device"] in EMULATED else case["device"]
-    same["between"] = case["between"] if "another" in case["between"] else "nothing"
-    return train_as(same) if same != case else None
+    if case["mode"] in MOVES["mode"] and case["update"] != "gpu":  # whose programs keep the copy or not
+        same["mode"] = "GFGB"
+    if "another" not in case["between"]:
+        same["between"] = "nothing"
+    return _trained(tuple(same.items()), by_plan=True) if same != case else None
 
 
 def train_as(case: dict[str, str]) -> Trained:
