@@ -17,7 +17,6 @@ from jaxferry.modes import Mode
 from jaxferry.partition import partition
 from jaxferry.planner import make_plan
 from jaxferry.step import Operation, needed_bytes
-from jaxferry.step import streaming as planned_streaming
 from jaxferry.transport import Placement
 from slowly import slow
 from updated import (
@@ -40,12 +39,6 @@ RESIDENT, STREAMED = {"groups": ["embed", "layer_1"]}, {"streamed": ["embed", "l
 KEPT = {**STREAMED, "mode": Mode.RESIDENT}
 """The new compute copy of what streams goes to host memory, or stays on the device."""
 JOINT = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
-
-
-@pytest.fixture
-def in_parts(monkeypatch):
-    """Subgroups of about one parameter, of which few are on the device at once."""
-    monkeypatch.setattr(planned_streaming, "SUBGROUP_BYTES", 400)
 
 
 @pytest.mark.parametrize("place", ["groups", "streamed"])
@@ -302,24 +295,10 @@ def test_more_memory_is_never_slower_although_updates_need_more_than_the_profile
 
     x = jnp.ones((4, width))
     known = jaxferry.train_step(loss_fn, optax.adamw(1e-2)).measure(params, x)
-    seconds = {
-        "update_s": 0.02,
-        "update_gpu_s": 1e-4,
-        "state_up_s": 2e-4,
-        "state_down_s": 2e-4,
-        "load_s": 1e-4,
-        "offload_s": 1e-4,
-    }
-    seconds |= {
-        "forward_s": 2e-3,
-        "forward_dha_s": 2e-3,
-        "backward_s": 4e-3,
-        "backward_dha_s": 4e-3,
-        "backward_go_s": 4e-3,
-        "forward_read_s": 1e-4,
-        "backward_read_s": 1e-4,
-        "backward_write_s": 1e-4,
-    }
+    seconds = {"update_s": 0.02, "update_gpu_s": 1e-4, "state_up_s": 2e-4, "state_down_s": 2e-4}
+    seconds |= dict.fromkeys(("load_s", "offload_s", "forward_read_s", "backward_read_s", "backward_write_s"), 1e-4)
+    seconds |= dict.fromkeys(("forward_s", "forward_dha_s"), 2e-3)
+    seconds |= dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s"), 4e-3)
     profile = dataclasses.replace(known, layers=tuple(dataclasses.replace(x, **seconds) for x in known.layers))
 
     def prepared(**options):

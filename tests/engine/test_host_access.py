@@ -1,8 +1,5 @@
 """Training with parameters read and gradients written in host memory: every mode, reserve factor and transport."""
 
-import itertools
-import signal
-
 import numpy as np
 import optax
 import pytest
@@ -11,12 +8,10 @@ import jaxferry
 import models
 from jaxferry.engine import derivatives_of
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.native import is_available, library
+from jaxferry.native import is_available
 from jaxferry.partition import host_stores, partition
 from jaxferry.step import LayerPlan, Plan, ProgramKind, Source, Target, program_keys
-from planned import assert_same_bits, plan_of, train
-from slowly import slow
-from steps import transport_of
+from planned import plan_of, train
 
 STEPS = 6
 ADAMW, MOMENTUM = optax.adamw(1e-3), optax.sgd(0.1, momentum=0.9)
@@ -85,49 +80,3 @@ def test_program_keys_name_one_place_for_each_read_and_write(task):
     # DFGB reads host memory in the forward and its copy in the backward.
     assert (uses[block].reads, uses[2 * last - block].reads) == ((Source.HOST,), (Source.DEVICE,))
     assert uses[2 * last - block].writes == (Target.HOST,)
-
-
-@pytest.fixture(scope="module")
-def reloading(task):
-    """A step that loads every layer twice, and the results of four such steps."""
-    step = jaxferry.train_step(task.loss_fn, ADAMW, plan=plan_of(task, [Mode.RELOAD]))
-    state, losses = train(step, task, 4)
-    return step, state.params, losses
-
-
-@pytest.mark.cpu_device  # its step is that of the module
-@pytest.mark.parametrize("after", [*slow(1), 6])
-def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, reloading, task, monkeypatch):
-    step, expected, losses = reloading
-    state = step.init(task.params)
-    transport = transport_of(step, task.batch)
-    original, count = transport.load, itertools.count(1)
-
-    def interrupted(layer, vectors, mark=None):
-        held = original(layer, vectors, mark)
-        if next(count) == after:
-            signal.raise_signal(signal.SIGINT)
-        return held
-
-    emulator = library("cpu")
-    emulator.set_delay(0.01, 3)
-    try:
-        monkeypatch.setattr(transport, "load", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            step(state, task.batch)
-            state.block_until_ready()
-        monkeypatch.setattr(transport, "load", original)
-        state.block_until_ready()
-        # A lane's thread loads: this thread may learn of the interrupt only after it has committed the step. Then the
-        # next step's first loads may be there, which an evaluation frees.
-        done, others = state.step, []
-        if done:
-            step.evaluate(state, task.batch)
-        assert transport.held.now == 0 and not transport.in_flight
-        for _ in range(done, 4):
-            state, metrics = step(state, task.batch)
-            others.append(float(metrics["loss"]))
-    finally:
-        emulator.set_delay(0.0, 0)
-    assert others == losses[done:]
-    assert_same_bits(state.params, expected)

@@ -247,8 +247,8 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, option
         expected, _ = other(expected, batch)
     assert_same_bits(state.params, expected.params)
     step.prepare(batch).runner.runnable.resources.prefetch.take(None)
-    resident = sum(held.num_bytes for held in state.resident.values())
-    assert transport_of(step, batch).held.now == resident
+    resident, transport = sum(held.num_bytes for held in state.resident.values()), transport_of(step, batch)
+    assert transport.held.now == resident and not transport.in_flight
 
 
 @pytest.mark.parametrize("threads", [*slow("lanes"), "one for the device"])

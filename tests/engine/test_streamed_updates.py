@@ -25,13 +25,6 @@ from slowly import slow
 from updated import ALL, PARAMS, assert_close, batch, loss_fn, make, plan_with, streaming, train
 from watched import Watch
 
-
-@pytest.fixture
-def in_parts(monkeypatch):
-    """Subgroups of about one parameter, of which few are on the device at once."""
-    monkeypatch.setattr(planned_streaming, "SUBGROUP_BYTES", 400)
-
-
 COPIES = pytest.mark.parametrize("mode", [Mode.GFGB, Mode.RESIDENT])
 """The new compute copy goes to host memory, or stays on the device."""
 
