@@ -12,6 +12,7 @@ from jaxferry.transport import pinned
 from planned import assert_same_bits
 from recorded import check_times
 from tolerances import LOSS_RTOL, PARAMS_RTOL
+from watched import SCALARS_BYTES, Watch
 
 CASES = matrix.covering(matrix.MOVES)
 CASES += matrix.covering(matrix.AXES, CASES)
@@ -70,3 +71,22 @@ def test_losses_and_parameters_are_those_of_plain_optax(case, monkeypatch):
         names = {event["name"] for event in chrome_trace(found.recorded)["traceEvents"]}
         assert {task.name for task in found.recorded.schedule.tasks} < names
     assert case["record"] == "recorded" or found.recorded is None
+
+
+WATCHED = [case for case in map(dict, CASES) if case["device"] == "cpu" or case["update"] == "gpu"]
+
+
+@pytest.mark.cpu_device
+@pytest.mark.parametrize("case", WATCHED, ids=lambda case: "-".join(case.values()))
+def test_live_bytes_stay_under_the_predicted_peak(case, monkeypatch):
+    with matrix.small_sizes():
+        options = matrix.all_options_of(case) | {"transport": "ferry", "record_steps": 0}
+        step, most = matrix.made(case, **options), []
+        state, batches = step.init(matrix.task_of(case["model"]).params), matrix.batches_of(case["model"])
+        watch = Watch(step, batches[0], monkeypatch)
+        for batch in batches:
+            state.block_until_ready()
+            watch.start(state)
+            state, _ = step(state, batch)
+            most.append(watch.most)
+    assert 0 < max(most) <= step.prepare(batches[0]).peak.held + SCALARS_BYTES

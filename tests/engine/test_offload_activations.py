@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +29,7 @@ from models import encoder_decoder, random_streams
 from planned import assert_same_bits, plan_of, state_after, train
 from profiles import lowered, transformer, with_modes
 from slowly import slow_cases
-from steps import fail, wrap
-from watched import SCALARS_BYTES, watched_steps
+from steps import fail
 
 MOVES = (Kind.SAVE, Kind.FETCH)
 
@@ -76,37 +74,6 @@ def moves_of(program):
 
 
 # The bytes
-
-
-def watched(monkeypatch, slow_s=0.0, **options):
-    """Steps whose saves and fetches take this long; they are counted like loads."""
-    watches = []
-
-    def slow(move, *args):
-        time.sleep(slow_s)
-        for watch in watches:
-            watch.count()
-        has_ended = move(*args)
-        for watch in watches:
-            watch.count()
-        return has_ended
-
-    for operation in (Operation.SAVE, Operation.FETCH):
-        wrap(monkeypatch, operation, slow)
-    return watched_steps(gpt(), monkeypatch, made=watches.append, **options)
-
-
-@pytest.mark.parametrize(
-    ("remat", "slow_s"),
-    [pytest.param(*case, marks=pytest.mark.slow) for case in (("full", 0.0), ("none", 0.0), ("full", 0.02))],
-)
-def test_live_bytes_stay_under_the_predicted_peak_and_below_those_without(remat, slow_s, monkeypatch):
-    kept, _, without, _ = watched_steps(gpt(), monkeypatch, remat=remat)
-    watch, _, made, _ = watched(monkeypatch, slow_s, remat=remat, offload_activations=True)
-    # Norms and flags of a few bytes are not part of the prediction.
-    assert 0.7 * made.peak.held <= watch.most <= made.peak.held + SCALARS_BYTES <= made.peak.total
-    assert made.peak.held < without.peak.held
-    assert watch.most < kept.most
 
 
 def perceptron(depth, rows=64, width=16):

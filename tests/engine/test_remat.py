@@ -15,11 +15,9 @@ from jaxferry.engine import derivatives_of
 from jaxferry.modes import Mode, Remat
 from jaxferry.step import LayerPlan, Plan
 from planned import assert_same_bits, plan_of, train
-from slowly import slow
 from watched import watched_steps
 
 POLICY = jax.checkpoint_policies.dots_saveable
-MIXED = {"h_0": "full", "h_1": POLICY, "h_3": "full"}
 SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-3)
 
 
@@ -27,13 +25,6 @@ SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-3)
 def gpt():
     """A model whose activations are large relative to its layers."""
     return with_large_batch(models.mlp())
-
-
-@pytest.fixture(scope="module")
-def kept_bytes(gpt):
-    """Peak bytes of a step that keeps everything."""
-    with pytest.MonkeyPatch.context() as patch:
-        return watched_steps(gpt, patch)[0].most
 
 
 def with_large_batch(task):
@@ -66,15 +57,6 @@ def test_a_plan_that_recomputes_has_the_bits_of_the_same_remat(gpt):
         "h_0",
         "h_3",
     ]
-
-
-@pytest.mark.parametrize("remat", ["full", *slow(MIXED)])
-def test_live_bytes_stay_under_the_predicted_peak_and_below_those_that_keep_everything(
-    gpt, kept_bytes, monkeypatch, remat
-):
-    watch, _, made, _ = watched_steps(gpt, monkeypatch, remat=remat)
-    assert 0.7 * made.peak.held <= watch.most <= made.peak.held <= made.peak.total
-    assert watch.most < 0.9 * kept_bytes
 
 
 def test_full_recomputation_keeps_what_crosses_segments_alone(gpt):

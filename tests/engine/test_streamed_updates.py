@@ -21,7 +21,6 @@ from jaxferry.training import MeasurementCache
 from jaxferry.training import step as compiled_step
 from models import chain
 from planned import take_steps
-from slowly import slow
 from updated import ALL, PARAMS, assert_close, batch, loss_fn, make, plan_with, streaming, train
 from watched import Watch
 
@@ -154,30 +153,6 @@ def test_a_budget_below_moves_updates_to_the_host(mode):
         state, _ = train(tight, tight.init(PARAMS), 1)
         assert fewest <= len(streaming(state)) <= most
         assert tight.prepare(batch(0)).peak.total <= budget
-
-
-@pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"mode": Mode.RESIDENT},
-        *slow({"mode": Mode.DHA}, {"clip_norm": 0.5}, {"accumulate": 2}),
-        *slow({"mode": Mode.RESIDENT, "clip_norm": 0.5}, {"mode": Mode.RESIDENT, "accumulate": 2}),
-    ],
-    ids=str,
-)
-def test_live_bytes_stay_under_the_predicted_peak(options, monkeypatch):
-    emulate(monkeypatch)
-    step = make([], streamed=ALL, compute_dtype=jnp.float32, **options)
-    state, most = step.init(PARAMS), []
-    watch = Watch(step, batch(0), monkeypatch)
-    for number in range(4):
-        state.block_until_ready()
-        watch.start(state)
-        state, _ = step(state, batch(number))
-        most.append(watch.most)
-    assert 0 < max(most) <= step.prepare(batch(0)).peak.total
 
 
 @pytest.mark.parametrize("mode", [Mode.DHA, Mode.RESIDENT])

@@ -6,11 +6,12 @@ bits they have.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -305,22 +306,29 @@ def reference(case: dict[str, str]) -> Trained | None:
     return _trained(tuple(same.items()), by_plan=True) if same != case else None
 
 
+def all_options_of(case: dict[str, str]) -> dict[str, Any]:
+    """The other options of the case's step."""
+    return {
+        "plan": plan_of(*(case[name] for name in ("model", "mode", "gradient", "update", "granularity"))),
+        "transport": case["transport"],
+        "mesh": jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]) if case["device"] == "mesh" else None,
+        "offload_activations": case["offload"] == "offloaded",
+        "loss_scale": None if case["scale"] == "1" else float(case["scale"]),
+        "record_steps": 2 if case["record"] == "recorded" else 0,
+    }
+
+
+@contextlib.contextmanager
+def small_sizes() -> Iterator[None]:
+    """Small models have one subgroup, and keep all values on the device, unless these are smaller."""
+    with mock.patch.object(streaming, "SUBGROUP_BYTES", 400), mock.patch.object(lowering, "MIN_OFFLOADED_BYTES", 64):
+        yield
+
+
 def train_as(case: dict[str, str]) -> Trained:
     """Trains as all values of the case say, on JAX's default device."""
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]) if case["device"] == "mesh" else None
-    names = ("model", "mode", "gradient", "update", "granularity")
-    # Small models have one subgroup, and keep all values on the device, unless these are smaller.
-    with mock.patch.object(streaming, "SUBGROUP_BYTES", 400), mock.patch.object(lowering, "MIN_OFFLOADED_BYTES", 64):
-        return train(
-            case,
-            case["between"],
-            plan=plan_of(*(case[name] for name in names)),
-            transport=case["transport"],
-            mesh=mesh,
-            offload_activations=case["offload"] == "offloaded",
-            loss_scale=None if case["scale"] == "1" else float(case["scale"]),
-            record_steps=2 if case["record"] == "recorded" else 0,
-        )
+    with small_sizes():
+        return train(case, case["between"], **all_options_of(case))
 
 
 def only_moves(case: Case) -> bool:
