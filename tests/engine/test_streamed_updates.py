@@ -24,6 +24,7 @@ from planned import take_steps
 from updated import ALL, PARAMS, assert_close, batch, loss_fn, make, plan_with, streaming, train
 from watched import Watch
 
+STREAM = (Kind.UPDATE, Kind.STATE_UP, Kind.STATE_DOWN)
 COPIES = pytest.mark.parametrize("mode", [Mode.GFGB, Mode.RESIDENT])
 """The new compute copy goes to host memory, or stays on the device."""
 
@@ -195,14 +196,19 @@ def test_the_program_of_a_subgroup_is_measured_for_all_of_them(count, monkeypatc
     assert len(streamed) == len(resident) < len(profile.layers)
 
 
-def test_a_given_plan_keeps_the_times_that_its_profile_has_for_updates_on_the_device():
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_a_given_plan_keeps_the_times_that_its_profile_has_or_states_them_by_those_of_transfers(is_stated):
     """Also where the device has no memory of its own, so that no policy would update there."""
-    times = {"update_streamed_s": 0.25, "state_up_s": 0.5, "state_down_s": 1.0}
+    stated = {"state_up_s": 0.5, "state_down_s": 1.0} if is_stated else {"state_up_s": None, "state_down_s": None}
     sizes = without_times(partition(loss_fn, PARAMS, (batch(0),)))
-    layers = [dataclasses.replace(layer, forward_s=1.0, update_gpu_s=0.125, **times) for layer in sizes.layers]
-    profile = dataclasses.replace(sizes, layers=tuple(layers))
-    step = make([], streamed=["layer_1"], profile=profile)
+    times = {"load_s": 1.0, "offload_s": 2.0, "update_gpu_s": 0.125, "update_streamed_s": 0.25, **stated}
+    layers = [dataclasses.replace(layer, **times) for layer in sizes.layers]
+    step = make([], streamed=["layer_1"], profile=dataclasses.replace(sizes, layers=tuple(layers)))
     step.init(PARAMS)
-    tasks = step.prepare(batch(0)).schedule.tasks
-    streams = {task.kind: task.duration_s for task in tasks if task.name.endswith("layer_1")}
-    assert [streams[kind] for kind in (Kind.UPDATE, Kind.STATE_UP, Kind.STATE_DOWN)] == [*times.values()]
+    prepared = step.prepare(batch(0))
+    streams = {task.kind: task.duration_s for task in prepared.schedule.tasks if task.name.endswith("layer_1")}
+    [layer] = [layer for layer in prepared.profile.layers if layer.name == "layer_1"]
+    a_byte = len(layers) / sum(layer.param_bytes for layer in prepared.profile.layers)
+    sizes = layer.state_bytes, 2 * (layer.state_bytes + layer.param_bytes)
+    expected = stated.values() if is_stated else [a_byte * size for size in sizes]
+    assert [streams[kind] for kind in STREAM] == pytest.approx([0.25, *expected])

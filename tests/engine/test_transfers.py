@@ -107,17 +107,6 @@ def mixed(engine_settings):
     return layer, placement, Ferry(placement, [layer])
 
 
-def test_large_parameters_come_first_in_a_vector_and_small_ones_adjoin():
-    layer = _mixed()
-    by_offset = sorted(layer.leaves, key=lambda leaf: leaf.offset)
-    assert [leaf.path for leaf in by_offset] == ["kernel", "up/w", "bias", "norm/bias", "norm/scale", "up/b"]
-    assert [leaf.offset for leaf in by_offset] == list(np.cumsum([0, *(leaf.size for leaf in by_offset[:-1])]))
-    assert layer.vectors == (jax.ShapeDtypeStruct((sum(leaf.size for leaf in layer.leaves),), jnp.float32),)
-    leaves = [np.random.default_rng(leaf.index).normal(size=leaf.shape).astype(np.float32) for leaf in layer.leaves]
-    for vectors in (layer.pack(leaves), layer.pack(leaves, [jnp.zeros(v.shape) for v in layer.vectors])):
-        assert_same_bits(layer.unpack(vectors), leaves)
-
-
 def test_small_gradients_leave_as_one_transfer(mixed):
     layer, placement, transport = mixed
     made = [np.random.default_rng(leaf.index).normal(size=leaf.shape).astype(np.float32) for leaf in layer.leaves]
