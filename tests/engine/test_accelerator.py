@@ -19,6 +19,7 @@ from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Plan
 from planned import assert_same_bits, plan_of
 from slowly import slow
+from steps import link
 
 NUM_PRODUCTS, MATRIX = 300, np.full((128, 128), 0.01, np.float32)
 SIZE = 1 << 16
@@ -201,10 +202,8 @@ def test_the_issuing_thread_never_waits_where_rows_and_dense_gradients_of_a_tabl
 
 @pytest.mark.parametrize("mode", [*slow(Mode.RESIDENT), Mode.DHA])
 def test_a_state_may_be_forgotten_while_the_device_reads_its_parameters(accelerator, gpt, mode):
-    emulator = library("cpu")
     step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan_of(gpt, [mode]))
-    emulator.set_delay(0.01, 5)
-    try:
+    with link(delay_s=0.01, seed=5):
         for _ in range(3):
             state, _ = step(step.init(gpt.params), gpt.batch)
             value = step.evaluate(state, gpt.batch)
@@ -212,5 +211,3 @@ def test_a_state_may_be_forgotten_while_the_device_reads_its_parameters(accelera
             gc.collect()
             assert np.isfinite(float(value))
             accelerator.check()
-    finally:
-        emulator.set_delay(0.0, 0)

@@ -14,13 +14,12 @@ import models
 from accelerator import emulate
 from jaxferry.engine import Peak, fit
 from jaxferry.modes import GradientPlace, Mode, Remat
-from jaxferry.native import library
 from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Loads, Plan
 from models import chain
 from planned import assert_same_bits, plan_of, train
 from slowly import slow, slow_but, slow_cases
-from steps import after_each_program, transport_of, with_sums_in_host_memory
+from steps import after_each_program, link, transport_of, with_sums_in_host_memory
 from watched import becomes, device_arrays, device_bytes, live_arrays, settled, watched_steps
 
 ADAMW = optax.adamw(1e-3)
@@ -35,12 +34,8 @@ def gpt():
 @pytest.mark.parametrize("modes", [[Mode.RELOAD], [Mode.GFGB], [Mode.RESIDENT, Mode.GFGB, Mode.RELOAD]])
 def test_live_bytes_stay_under_the_predicted_peak_and_come_near_it(gpt, monkeypatch, modes):
     """Layers that are loaded twice are two at a time; those that stay for the backward are the whole model."""
-    emulator = library("cpu")
-    emulator.set_bandwidth("store", 1e7)  # slow, so that gradients stay on the device as long as they may
-    try:
+    with link(store=1e7):  # slow, so that gradients stay on the device as long as they may
         watch, metrics, prepared, _ = watched_steps(gpt, monkeypatch, plan=plan_of(gpt, modes))
-    finally:
-        emulator.set_bandwidth("store", 0)
     assert 0.7 * prepared.peak.held <= watch.most <= prepared.peak.held <= prepared.peak.total
     assert metrics["device_param_bytes_peak"] == prepared.peak.parameters
     parts = prepared.partition
@@ -149,13 +144,9 @@ def test_steps_in_a_row_need_no_more_memory_than_one(accumulate, num_frozen, mon
         most.append(device_bytes(known))
 
     after_each_program(monkeypatch, count)
-    emulator = library("cpu")
-    emulator.set_bandwidth("store", 1e6)
-    try:
+    with link(store=1e6):
         for _ in range(6):
             state, _ = step(state, ROWS)
-    finally:
-        emulator.set_bandwidth("store", 0)
     state.block_until_ready()
     # Losses and norms of the previous step are a few bytes more.
     assert 0.7 * held < max(most) <= held + 64

@@ -14,7 +14,6 @@ from hypothesis import given
 import jaxferry
 from accelerator import emulate
 from jaxferry.engine import on_the_device
-from jaxferry.native import library
 from jaxferry.step import Kind, Lane, Operation, machine, repeat, schedule_step
 from jaxferry.transport import Marks, make_placement
 from models import chain
@@ -22,7 +21,7 @@ from native_calls import load, wait
 from profiles import deterministic, lowered, planned
 from python_runs import run_python
 from recorded import check_times
-from steps import fail
+from steps import fail, link
 
 WIDTH = 256
 
@@ -77,9 +76,8 @@ def test_what_was_deleted_before_anybody_looked_is_not_known():
 @pytest.mark.cpu_device
 @pytest.mark.usefixtures("engine_settings")
 def test_whoever_waits_for_an_array_survives_its_end():
-    native, vector = library("cpu"), jnp.ones(1 << 16)
-    native.set_bandwidth("load", vector.nbytes / 0.3)
-    try:
+    vector = jnp.ones(1 << 16)
+    with link(load=vector.nbytes / 0.3) as native:
         marks, begin_s = Marks(make_placement(), 2, None), time.perf_counter()
         [array] = load([vector], [jax.block_until_ready(jnp.zeros_like(vector))])
         [array], _ = wait([array])
@@ -88,9 +86,7 @@ def test_whoever_waits_for_an_array_survives_its_end():
         time.sleep(0.1)
         array.delete()
         assert step.times()[0][1] - begin_s >= 0.29
-    finally:
         native.synchronize()
-        native.set_bandwidth("load", 0)
 
 
 DELETING = """
@@ -134,17 +130,11 @@ def issued(monkeypatch):
 def test_copies_are_recorded_as_long_as_the_link_takes():
     loss_fn, params, batch = perceptron()
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1), transport="ferry", compute_dtype=jnp.float32, record_steps=2)
-    state, native = step.init(params), library("cpu")
-    seconds = {Kind.LOAD: 0.01, Kind.OFFLOAD: 0.02}
-    native.set_bandwidth("load", 4 * WIDTH**2 / seconds[Kind.LOAD])
-    native.set_bandwidth("store", 4 * WIDTH**2 / seconds[Kind.OFFLOAD])
-    try:
+    state, seconds = step.init(params), {Kind.LOAD: 0.01, Kind.OFFLOAD: 0.02}
+    with link(*(4 * WIDTH**2 / each_s for each_s in seconds.values())):
         for _ in range(3):
             state, _ = step(state, batch)
         state.block_until_ready()
-    finally:
-        native.set_bandwidth("load", 0)
-        native.set_bandwidth("store", 0)
     run = step.recorded()
     check_times(run)
     tasks = list(zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True))

@@ -21,7 +21,7 @@ from jaxferry.step import LayerPlan, Operation, Plan
 from jaxferry.transport import DevicePut, Ferry, Placement, StoredCopy, hold_together, make_placement
 from models import chain
 from planned import assert_same_bits, plan_of, train, trained
-from steps import transport_of, wrap
+from steps import link, transport_of, wrap
 
 PARAMS = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}, "c": np.ones(2)}
 
@@ -220,10 +220,8 @@ def test_the_buffers_that_were_dropped_first_are_loaded_first(calls):
 @pytest.fixture
 def slow_store():
     """A link that carries nothing to the host until the test opens it."""
-    native = library("cpu")
-    native.set_bandwidth("store", 1.0)
-    yield native
-    native.set_bandwidth("store", 0)
+    with link(store=1.0) as native:
+        yield native
 
 
 def gradients_of(layer, placement):
@@ -280,7 +278,7 @@ def test_a_step_is_rolled_back_once_nothing_of_it_is_in_flight(gpt, monkeypatch)
     expected, _ = trained(gpt, ADAMW, 1)
     emulate(monkeypatch)
     step = jaxferry.train_step(gpt.loss_fn, ADAMW, plan=plan_of(gpt, [Mode.GFGB]), transport="ferry")
-    state, native = step.init(gpt.params), library("cpu")
+    state = step.init(gpt.params)
     transport, before = transport_of(step, gpt.batch), step.init(gpt.params).params
     queued = []
 
@@ -290,14 +288,10 @@ def test_a_step_is_rolled_back_once_nothing_of_it_is_in_flight(gpt, monkeypatch)
             raise RuntimeError("the host ran out of memory")
         return function(*args)
 
-    native.set_delay(0.02, 1)
-    try:
-        with monkeypatch.context() as patch:
-            wrap(patch, Operation.BACKWARD, broken)
-            with pytest.raises(jaxferry.TaskError, match="the state is that before the step"):
-                step(state, gpt.batch)
-    finally:
-        native.set_delay(0.0, 0)
+    with link(delay_s=0.02, seed=1), monkeypatch.context() as patch:
+        wrap(patch, Operation.BACKWARD, broken)
+        with pytest.raises(jaxferry.TaskError, match="the state is that before the step"):
+            step(state, gpt.batch)
     assert queued[2] > 0 and not transport.in_flight
     assert_same_bits(state.params, before)
     state, _ = step(state, gpt.batch)
