@@ -6,9 +6,13 @@ import pytest
 
 import matrix
 from accelerator import emulate
-from jaxferry.step import Kind
+from jaxferry.native import library
+from jaxferry.step import Kind, chrome_trace
+from jaxferry.transport import pinned
 from planned import assert_same_bits
+from recorded import check_times
 from tolerances import LOSS_RTOL, PARAMS_RTOL
+from watched import SCALARS_BYTES, Watch
 
 CASES = matrix.covering(matrix.MOVES)
 CASES += matrix.covering(matrix.AXES, CASES)
@@ -24,12 +28,21 @@ def test_the_cases_cover_every_pair_of_values_that_is_possible():
 @pytest.mark.cpu_device
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(value for _, value in case))
 def test_losses_and_parameters_are_those_of_plain_optax(case, monkeypatch):
-    is_exact, case = matrix.only_moves(case), dict(case)
+    case = dict(case)
     expected, expected_norms, expected_params = matrix.plain_optax(*(case[name] for name in matrix.PLAIN))
-    known = matrix.reference(case) if is_exact else None
-    if case["device"] == "emulated":
-        emulate(monkeypatch)
-    found = matrix.train_as(case)
+    known, accelerator = matrix.reference(case), None
+    if case["device"] in matrix.EMULATED:
+        accelerator = emulate(monkeypatch)
+        library("cpu").set_delay(5e-4, 7)
+    if case["device"] == "out of reach":
+        monkeypatch.setattr(pinned, "_reaches", lambda placement: False)
+    pinned.can_view.cache_clear()
+    try:
+        found = matrix.train_as(case)
+        found.state.block_until_ready()
+    finally:
+        library("cpu").set_delay(0.0, 0)
+        pinned.can_view.cache_clear()
     is_half = case["dtype"] == "bfloat16"
     np.testing.assert_allclose(found.losses, expected, rtol=HALF_RTOL if is_half else LOSS_RTOL)
     np.testing.assert_allclose(found.norms, expected_norms, rtol=NORM_HALF_RTOL if is_half else PARAMS_RTOL)
@@ -41,8 +54,39 @@ def test_losses_and_parameters_are_those_of_plain_optax(case, monkeypatch):
     assert saved == (case["offload"] == "offloaded")
     assert bool(found.state.host.on_device) == (case["update"] == "resident")
     assert bool(found.state.host.streamed) == (case["update"] == "gpu")
-    if case["device"] == "emulated":
+    assert found.most_bytes <= found.prepared.peak.parameters
+    assert (found.most_bytes == 0) == (case["mode"] == "DHA" and case["update"] != "resident")
+    if accelerator is not None:
         assert {v.sharding.memory_kind for vectors in found.state.host.vectors for v in vectors} == {"pinned_host"}
+        # Only where the CPU cannot reach pinned memory, pieces pass through NumPy, which waits for them.
+        waits = [stack for stack in accelerator.waits if case["device"] == "emulated" or "_put_into" not in stack]
+        assert not waits, waits[0]
+        accelerator.check()
     if known is not None:
         assert (found.losses, found.norms) == (known.losses, known.norms)
-        assert_same_bits(found.params, known.params)
+        assert_same_bits((found.params, found.opt_state), (known.params, known.opt_state))
+    if case["record"] == "recorded" and not (case["update"] == "gpu" and case["mode"] in ("DHA", "DFGB")):
+        check_times(found.recorded)
+        assert found.recorded.schedule.steps == 2 or "another" in case["between"]
+        names = {event["name"] for event in chrome_trace(found.recorded)["traceEvents"]}
+        assert {task.name for task in found.recorded.schedule.tasks} < names
+    assert case["record"] == "recorded" or found.recorded is None
+
+
+WATCHED = [case for case in map(dict, CASES) if case["device"] == "cpu" or case["update"] == "gpu"]
+
+
+@pytest.mark.cpu_device
+@pytest.mark.parametrize("case", WATCHED, ids=lambda case: "-".join(case.values()))
+def test_live_bytes_stay_under_the_predicted_peak(case, monkeypatch):
+    with matrix.small_sizes():
+        options = matrix.all_options_of(case) | {"transport": "ferry", "record_steps": 0}
+        step, most = matrix.made(case, **options), []
+        state, batches = step.init(matrix.task_of(case["model"]).params), matrix.batches_of(case["model"])
+        watch = Watch(step, batches[0], monkeypatch)
+        for batch in batches:
+            state.block_until_ready()
+            watch.start(state)
+            state, _ = step(state, batch)
+            most.append(watch.most)
+    assert 0 < max(most) <= step.prepare(batches[0]).peak.held + SCALARS_BYTES

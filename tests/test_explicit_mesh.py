@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxferry
+from models import Task, plain_loop
 
 NAMES = ["a", "b", "c"]
 ROWS = PartitionSpec("data")
@@ -81,12 +82,7 @@ def losses(loss_fn, given, num=3, **options):
 
 
 def plain_losses(loss_fn, given, num=3):
-    own, found = params(), []
-    for _ in range(num):
-        loss, gradients = jax.jit(jax.value_and_grad(loss_fn))(own, given)
-        own = jax.tree.map(lambda p, g: np.asarray(p) - 0.1 * np.asarray(g), own, gradients)
-        found.append(float(loss))
-    return found
+    return plain_loop(Task(loss_fn, params(), given), optax.sgd(0.1), num)[1]
 
 
 @pytest.mark.parametrize("num", [1, 2])

@@ -91,22 +91,6 @@ def test_an_internal_error_while_layers_are_updated_says_what_it_has_left_of_the
         assert "the state lies between two steps: restore a checkpoint" in str(caught.value)
 
 
-@pytest.mark.parametrize("operation", [Operation.LOAD, Operation.FORWARD, Operation.OFFLOAD, Operation.UPDATE])
-def test_an_internal_error_in_a_thread_says_so_with_what_it_has_left_of_the_state(operation, monkeypatch):
-    step, state = make()
-    step(state, X), state.block_until_ready()
-    before = state.params
-    failing = Mock(side_effect=AttributeError("no such thing"))
-    with monkeypatch.context() as patched:
-        patched.setitem(executor.OPERATIONS, operation, failing)
-        with pytest.raises(
-            jaxferry.TaskError, match=rf"internal error of JaxFerry .*AttributeError.*{REPORT}"
-        ) as caught:
-            step(state, X), state.block_until_ready()
-    assert "the state is that before the step" in str(caught.value) and state.step == 1
-    jax.tree.map(np.testing.assert_array_equal, state.params, before)
-
-
 def test_an_internal_error_outside_of_steps_says_so_too(monkeypatch, tmp_path):
     step, state = make()
     step.save(state, tmp_path / "saved")
@@ -140,23 +124,33 @@ def test_an_internal_error_of_a_checkpoint_is_not_told_as_the_file_system_s(func
         step.restore(tmp_path / "saved")
 
 
-BETWEEN_TASKS = [
+OF_THREADS = [
+    Operation.LOAD,
+    Operation.FORWARD,
+    Operation.OFFLOAD,
+    Operation.UPDATE,
     *(f"ready_tasks.ReadyTasks.{name}" for name in ("_end_for", "arrive", "has_started", "take")),
     *("step_run.Monitor.wake", "step_run.StepRun._next_task", "lanes._do_tasks"),
 ]
 
 
-@pytest.mark.parametrize("name", BETWEEN_TASKS)
-def test_an_internal_error_of_a_thread_between_two_tasks_fails_the_step_which_nobody_waits_for_forever(
-    name, monkeypatch
+@pytest.mark.parametrize("where", OF_THREADS)
+def test_an_internal_error_of_a_thread_in_a_task_or_between_two_fails_the_step_which_nobody_waits_for_forever(
+    where, monkeypatch
 ):
     step, state = make()
     step(state, X), state.block_until_ready()
     before = state.params
     with monkeypatch.context() as patched:
-        patched.setattr(f"jaxferry.engine.{name}", Mock(side_effect=ZeroDivisionError("by nothing")))
-        with pytest.raises(jaxferry.TaskError, match=rf"internal error.*ZeroDivisionError: by nothing.*{REPORT}"):
-            step(state, X)
+        failing = Mock(side_effect=ZeroDivisionError("by nothing"))
+        if isinstance(where, Operation):
+            patched.setitem(executor.OPERATIONS, where, failing)
+        else:
+            patched.setattr(f"jaxferry.engine.{where}", failing)
+        match = rf"internal error of JaxFerry .*ZeroDivisionError: by nothing.*{REPORT}"
+        with pytest.raises(jaxferry.TaskError, match=match) as caught:
+            step(state, X), state.block_until_ready()
+    assert "the state is that before the step" in str(caught.value)
     assert state.damage is None and state.step == 1
     jax.tree.map(np.testing.assert_array_equal, state.params, before)
     other, expected = make()

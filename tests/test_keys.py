@@ -13,6 +13,7 @@ from jax.extend.random import define_prng_impl
 import jaxferry
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.step import LayerPlan, Plan
+from models import Task, plain_loop
 
 KINDS = ["threefry2x32", "rbg", "unsafe_rbg"]
 NAMES = ["a", "b", "c"]
@@ -42,16 +43,10 @@ def losses(step, state, num=3):
 
 
 def plain_losses(kind, num=3):
-    params = make_params(kind)
-    keys, trained = params.pop("rng"), params
-    optimizer = optax.adam(1e-2)
-    state, found = optimizer.init(trained), []
-    for _ in range(num):
-        loss, gradients = jax.jit(jax.value_and_grad(lambda trained: loss_fn({**trained, "rng": keys}, X)))(trained)
-        updates, state = optimizer.update(gradients, state, trained)
-        trained = optax.apply_updates(trained, updates)
-        found.append(float(loss))
-    return found
+    trained = make_params(kind)
+    keys = trained.pop("rng")
+    task = Task(lambda trained, x: loss_fn({**trained, "rng": keys}, x), trained, X)
+    return plain_loop(task, optax.adam(1e-2), num)[1]
 
 
 def bits(keys):

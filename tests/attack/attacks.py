@@ -16,7 +16,6 @@ import tempfile
 import warnings
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -34,7 +33,9 @@ from jaxferry.partition import partition
 from jaxferry.planner import make_plan, policies
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.weights import Instance
-from profiles import transformer
+from models import Task, plain_loop
+from planned import assert_same_bits, take_steps
+from profiles import INSTANCE, transformer
 
 ABOUT = "save_0/about/metadata"
 LOSS_RTOL = 2e-5
@@ -211,16 +212,6 @@ def recording(profile, plan):
     return dataclasses.replace(made, tasks=Summary(made).predicted)
 
 
-INSTANCE = {
-    "bandwidth_bytes_per_s": 1e9,
-    "memory_bytes": 4000,
-    "weights": [1000, 2000, 1500],
-    "activations": [100, 100, 100, 100],
-    "forward_s": [1e-6, 2e-6, 1e-6],
-    "backward_s": [2e-6, 4e-6, 2e-6],
-}
-
-
 def budget(rng, shared):
     """Plans within a random budget; the plan fits, or the error names a budget that does."""
     profile = transformer(rng.randrange(2, 12), rng.randrange(999), tied=rng.random() < 0.3)
@@ -276,13 +267,9 @@ def train_beside_optax(rng, loss_fn, params, plan):
     reference = optax.chain(optax.clip_by_global_norm(clip), optimizer) if clip else optimizer
     reference = optax.MultiSteps(reference, every) if every > 1 else reference
     step = jaxferry.train_step(loss_fn, optimizer, **options)
-    state, own, opt_state = step.init(params), params, reference.init(params)
-    for _ in range(4):
-        state, metrics = step(state, BATCH)
-        loss, gradients = jax.value_and_grad(loss_fn)(own, BATCH)
-        updates, opt_state = reference.update(gradients, opt_state, own)
-        own = optax.apply_updates(own, updates)
-        np.testing.assert_allclose(float(metrics["loss"]), float(loss), rtol=LOSS_RTOL, err_msg=str(options))
+    state, losses = take_steps(step, step.init(params), [BATCH] * 4)
+    _, expected = plain_loop(Task(loss_fn, params, BATCH), reference, 4)
+    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL, err_msg=str(options))
     state.settle()
 
 
@@ -342,14 +329,9 @@ def interrupt(rng, shared):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     while state.step < 3:
-        same(state.params, expected[state.step])
+        assert_same_bits(state.params, expected[state.step])
         state, _ = step(state, BATCH)
-    same(state.params, expected[3])
-
-
-def same(tree, other):
-    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
-        assert np.array_equal(a, b)
+    assert_same_bits(state.params, expected[3])
 
 
 def fork(rng, shared):

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import xxhash
 
 import jaxferry
-from checkpoints import content, plain
+from checkpoints import content, earlier, plain
 from jaxferry import checkpoint
 
 SAVE, ABOUT = "save_0", "about/metadata"
@@ -91,6 +92,23 @@ def declare_other_dtype(about):
 def test_another_declaration_of_the_arrays_is_found(saved, change):
     change_about(saved / SAVE, change)
     with pytest.raises(jaxferry.CheckpointError, match=f"{ABOUT} is damaged"):
+        checkpoint.load(saved)
+
+
+@pytest.mark.parametrize("ends", [[(0, 8)], [(0, 8), (8, 15)], [(0, 8), (7, 16)], [(0, 8), (9, 16)], [(8, 16), (0, 8)]])
+def test_pieces_that_do_not_have_each_element_once_are_refused_though_the_digest_is_of_them(tmp_path, ends):
+    """A checkpoint of several processes that a faulty program has written."""
+    saved = earlier(tmp_path) / "processes"
+
+    def change(about):
+        leaf = about["params"][1]
+        leaf["pieces"] = [[*each, leaf["pieces"][0][2]] for each in ends]
+        del about["digest"]
+        text = json.dumps(about, sort_keys=True, separators=(",", ":"))
+        about["digest"] = xxhash.xxh3_128(text.encode()).hexdigest()
+
+    change_about(saved, change)
+    with pytest.raises(jaxferry.CheckpointError, match=r"params\[1\]\.pieces must be .* each of 16 elements once"):
         checkpoint.load(saved)
 
 

@@ -1,6 +1,5 @@
 """Saves in other processes: killed, limited, at the same time. The path always holds the old or the new checkpoint."""
 
-import random
 import shutil
 import warnings
 
@@ -59,17 +58,6 @@ class Campaign:
         assert load_quietly(self.path) == plain(content(99))
 
 
-@pytest.mark.parametrize("num_kills", [pytest.param(1, id="few"), pytest.param(130, marks=pytest.mark.slow, id="many")])
-def test_a_save_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint(saves, tmp_path, num_kills):
-    rng = random.Random(num_kills)
-    campaign = Campaign(saves, tmp_path)
-    save_s = campaign.save()["save_s"]
-    for _ in range(num_kills):
-        campaign.save(kill_after_s=rng.uniform(0, save_s))
-    print(f"{num_kills} kills at random: {campaign.outcomes}")
-    campaign.finish()
-
-
 @NEEDS_COMPILER
 @pytest.mark.parametrize("num_kills", [pytest.param(3, id="few"), pytest.param(999, marks=pytest.mark.slow, id="each")])
 def test_a_save_killed_at_a_call_that_touches_a_file_leaves_the_old_or_the_new_checkpoint(saves, tmp_path, num_kills):
@@ -120,22 +108,6 @@ def test_a_first_save_killed_leaves_nothing_or_a_whole_checkpoint(saves, tmp_pat
             checkpoint.save(content(2), path)
         assert load_quietly(path) == plain(content(2))
         shutil.rmtree(path)
-
-
-@pytest.mark.parametrize("repeat", [pytest.param(2, id="few"), pytest.param(60, marks=pytest.mark.slow, id="many")])
-def test_a_checkpoint_that_two_processes_replace_is_read_as_that_of_one_of_them(saves, tmp_path, repeat):
-    path = tmp_path / "saved"
-    checkpoint.save(content(0), path)
-    allowed = [plain(content(seed)) for seed in range(3)]
-    saves.start(path=path, seeds=[1, 2], repeat=repeat)
-    num_reads, is_new = 0, False
-    while not is_new or num_reads < 4 * repeat:
-        found = load_quietly(path)
-        assert found in allowed
-        num_reads, is_new = num_reads + 1, is_new or found != allowed[0]
-    assert [answer.get("error") for answer in saves.answer()] == [None, None]
-    assert load_quietly(path) in allowed[1:]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
 
 @pytest.mark.parametrize("max_file_bytes", [400, 3000])

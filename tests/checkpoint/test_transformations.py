@@ -43,17 +43,6 @@ def test_the_transformations_of_both_are_named(saved, optimizer, expected):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_transformation_that_is_not_optax_own_is_told_by_its_fields(saved):
-    def init(params):
-        return {"steps": jnp.zeros((), jnp.int32)}
-
-    def update(grads, state, params=None):
-        return grads, {"steps": state["steps"] + 1}
-
-    with pytest.raises(jaxferry.CheckpointError, match=r"scale_by_adam.*the checkpoint|does not match the optimizer"):
-        jaxferry.train_step(loss_fn, optax.GradientTransformation(init, update)).restore(saved)
-
-
 @pytest.mark.parametrize("optimizer", [optax.adam(1e-3), optax.adamw(0.1), jaxferry.adamw(1e-3)])
 def test_the_same_transformations_are_restored(saved, optimizer):
     assert jaxferry.train_step(loss_fn, optimizer).restore(saved).step == 0

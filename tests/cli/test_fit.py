@@ -15,6 +15,11 @@ SIZED = """
 def sized(batch_size=8):
     import jax
     return loss_fn, init, jax.tree.map(lambda leaf: leaf[:1].repeat(batch_size, 0), batch(0))
+
+def with_rates():
+    def loss(params, batch):
+        return loss_fn(params, batch) + (batch["x"][:, :3] * batch["rates"]).mean()
+    return loss, init, lambda number: {**batch(number), "rates": jnp.ones(3)}
 """
 
 
@@ -88,6 +93,7 @@ def test_arrays_of_a_batch_change_their_leading_axis(jaxferry, user_model, tmp_p
     by_parameter = fit(jaxferry, f"{name}:sized", *options)
     assert by_axis["largest_batch_size"] == by_parameter["largest_batch_size"] > 8
     assert by_axis["rows"] == by_parameter["rows"]
+    assert fit(jaxferry, f"{name}:with_rates", *options)["largest_batch_size"] > 8  # whose axis is not one of samples
     assert by_axis["rows"][0]["tokens_per_s"] is None
 
 

@@ -16,6 +16,7 @@ from jaxferry.cli.train import as_arguments, resumed_options, save_options
 from jaxferry.cli.workload import call_model
 from jaxferry.errors import InputError
 from jaxferry.training import TrainStep
+from plain_optax import plain_losses
 
 
 def test_it_trains_as_a_loop_of_ones_own_does(jaxferry, user_model):
@@ -24,14 +25,7 @@ def test_it_trains_as_a_loop_of_ones_own_does(jaxferry, user_model):
     document = json.loads(result.out)
     user = call_model(user_model("functions"))
     params = user.params(jax.random.key(3))
-    optimizer = optax.adamw(1e-3)
-    state = optimizer.init(params)
-    losses = []
-    for number in range(5):
-        loss, gradients = jax.value_and_grad(user.loss_fn)(params, user.batch(number))
-        updates, state = optimizer.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
-        losses.append(float(loss))
+    losses = plain_losses(user.loss_fn, optax.adamw(1e-3), params, user.batch, 5)
     np.testing.assert_allclose(document["losses"], losses, rtol=1e-5)
     assert document["steps"] == len(document["step_s"]) == 5
     assert document["modes"] == {"GFGB": len(params)}

@@ -6,6 +6,7 @@ import pytest
 
 from accelerator import emulate
 from jaxferry.settings import own_settings
+from jaxferry.step import streaming
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +21,12 @@ def on_device(request, monkeypatch):
 def accelerator(monkeypatch):
     """The emulated accelerator, on which everything runs."""
     return emulate(monkeypatch)
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Subgroups of about one parameter, of which few are on the device at once."""
+    monkeypatch.setattr(streaming, "SUBGROUP_BYTES", 400)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Plan
 from planned import assert_same_bits, plan_of
 from slowly import slow
+from steps import link
 
 NUM_PRODUCTS, MATRIX = 300, np.full((128, 128), 0.01, np.float32)
 SIZE = 1 << 16
@@ -110,28 +111,6 @@ def rows_first(params, tokens, x):
     return jnp.mean((h @ params["table"].T @ params["table"] + x) ** 2)
 
 
-@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
-@pytest.mark.parametrize(
-    ("modes", "gradient", "options"),
-    [
-        ((Mode.GFGB, Mode.RELOAD, Mode.RESIDENT), GradientPlace.DEVICE, {"clip_norm": 0.1}),
-        ((Mode.GFGB, Mode.DHA), GradientPlace.HOST, {}),
-        ((Mode.GFGB,), GradientPlace.DEVICE, {"accumulate": 3}),
-        ((Mode.RELOAD,), GradientPlace.DEVICE, {"remat": "full", "offload_activations": True}),
-    ],
-    ids=["clipped", "in host memory", "accumulated", "activations"],
-)
-def test_the_issuing_thread_never_waits(accelerator, gpt, transport, modes, gradient, options):
-    """It waits neither for the device nor for the host; where nothing can be issued it sleeps."""
-    plan = plan_of(gpt, modes, [gradient])
-    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan, transport=transport, **options)
-    state = step.init(gpt.params)
-    for _ in range(6):
-        state, _ = step(state, gpt.batch)
-    state.block_until_ready()
-    assert not accelerator.waits, accelerator.waits[0]
-
-
 @pytest.mark.parametrize(
     "wait",
     [
@@ -197,7 +176,7 @@ def test_a_further_layer_takes_three_further_launches(accelerator, monkeypatch):
 @pytest.mark.parametrize("gradient", GradientPlace)
 @pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
 @pytest.mark.parametrize("loss_fn", [rows_first, rows_last])
-def test_nor_does_it_where_rows_and_dense_gradients_of_a_table_are_added(
+def test_the_issuing_thread_never_waits_where_rows_and_dense_gradients_of_a_table_are_added(
     monkeypatch, loss_fn, transport, gradient, accumulate
 ):
     """The bits are those of a CPU."""
@@ -223,10 +202,8 @@ def test_nor_does_it_where_rows_and_dense_gradients_of_a_table_are_added(
 
 @pytest.mark.parametrize("mode", [*slow(Mode.RESIDENT), Mode.DHA])
 def test_a_state_may_be_forgotten_while_the_device_reads_its_parameters(accelerator, gpt, mode):
-    emulator = library("cpu")
     step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan_of(gpt, [mode]))
-    emulator.set_delay(0.01, 5)
-    try:
+    with link(delay_s=0.01, seed=5):
         for _ in range(3):
             state, _ = step(step.init(gpt.params), gpt.batch)
             value = step.evaluate(state, gpt.batch)
@@ -234,5 +211,3 @@ def test_a_state_may_be_forgotten_while_the_device_reads_its_parameters(accelera
             gc.collect()
             assert np.isfinite(float(value))
             accelerator.check()
-    finally:
-        emulator.set_delay(0.0, 0)

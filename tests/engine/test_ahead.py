@@ -13,13 +13,12 @@ import jaxferry
 from accelerator import emulate
 from jaxferry.engine import peak_bytes
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.native import library
 from jaxferry.step import Kind, Lane, LayerPlan, Plan
 from jaxferry.transport import Ferry, Placement
 from models import chain
 from planned import assert_same_bits, state_after
 from slowly import slow
-from steps import transport_of
+from steps import link, transport_of
 from watched import device_arrays
 
 WIDTH, DEPTH = 64, 6
@@ -57,12 +56,8 @@ def threads(request, monkeypatch):
 )
 def test_loads_begin_while_the_step_before_is_in_its_backward():
     step, params = made(record_steps=4)
-    native = library("cpu")
-    native.set_bandwidth("store", 4 * WIDTH**2 / 0.04)
-    try:
+    with link(store=4 * WIDTH**2 / 0.04):
         state = state_after(step, params, BATCH, 5)
-    finally:
-        native.set_bandwidth("store", 0)
     run = step.recorded()
     tasks = list(zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True))
     earlier_s = []

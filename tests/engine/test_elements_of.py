@@ -4,12 +4,14 @@ import math
 import threading
 import types
 
+import jax
 import numpy as np
 import pytest
 
-from jaxferry.optimizer import LazyParameter, Stored, pieces
+from jaxferry.optimizer import LazyParameter, Pieces, Stored, pieces, stored_whole
 from jaxferry.optimizer import optimizer as lazy_parameter
 from jaxferry.partition import Part, Span
+from jaxferry.transport import make_placement
 
 INDICES = [..., slice(None), slice(2, 5), slice(0, 0), (slice(None), slice(1, 3)), (slice(1, 6), slice(0, 2)), (3, 1)]
 
@@ -96,3 +98,18 @@ def test_a_lazy_parameter_is_read_a_few_rows_at_a_time_also_some_elements_of_it(
     leaf.read_into(made)
     np.testing.assert_array_equal(made, whole)
     assert max(reads) * 4 <= 50
+
+
+def test_pieces_are_cut_and_joined_along_their_axis_and_given_away_once():
+    place, whole = make_placement(), np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    parts = [Part(i, 3, 1) for i in range(3)]
+    pieces = Pieces({"a": stored_whole(jax.device_put(whole, place.host))}, place)
+    cut = {part: pieces.take(("a", part)) for part in parts}
+    for part, array in cut.items():
+        np.testing.assert_array_equal(array, whole[:, part.number])
+    again = pieces.take(("a", parts[0]))
+    assert again is not cut[parts[0]] and again.unsafe_buffer_pointer() != cut[parts[0]].unsafe_buffer_pointer()
+    stored = {"a": Stored(cut, whole.shape, whole.dtype)}
+    np.testing.assert_array_equal(Pieces(stored, place).take(("a", None)), whole)
+    other = Pieces(stored, place).take(("a", Part(1, 2, 0)))
+    np.testing.assert_array_equal(other, whole[1])

@@ -1,5 +1,6 @@
 """Failing steps and the resulting state: a callback of the model raises, or a task raises."""
 
+import itertools
 import re
 
 import jax
@@ -12,7 +13,7 @@ import jaxferry
 from accelerator import emulate
 from faults import Fault, identity_that_calls
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.step import LayerPlan, Operation, Plan
+from jaxferry.step import Kind, LayerPlan, Operation, Plan
 from jaxferry.transport import Placement
 from models import chain
 from planned import assert_same_bits, state_after
@@ -20,7 +21,7 @@ from slowly import slow, slow_cases
 from steps import fail, transport_of, with_sums_in_host_memory, wrap
 
 DEPTH = 3
-BATCH = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+BATCH = np.linspace(-1, 1, 64 * 8, dtype=np.float32).reshape(64, 8)  # of values that are worth a move
 
 
 # CI runs the engine's tests once more on the emulated accelerator, where one thread issues for the device.
@@ -36,16 +37,20 @@ def make(fault, *, gradient=GradientPlace.DEVICE, mode=Mode.GFGB, depth=DEPTH, *
     faulty = identity_that_calls(fault)
 
     def loss_fn(params, x):
+        skip = None
         for i in range(depth):
             x = x + faulty(jnp.tanh(x @ params[f"l{i}"]["w"] + params[f"l{i}"]["b"]))
+            skip = x if i == 0 else skip
+            x = x + skip if i == 3 else x  # a value that two forwards and two backwards read
         return jnp.mean((x - 1) ** 2)
 
     generator = np.random.default_rng(0)
     params = {
-        f"l{i}": {"w": generator.normal(size=(8, 8)).astype(np.float32), "b": np.zeros(8, np.float32)}
+        f"l{i}": {"w": generator.normal(size=(8, 8)).astype(np.float32) / 4, "b": np.zeros(8, np.float32)}
         for i in range(depth)
     }
-    plan = Plan("any", 1.0, tuple(LayerPlan(f"l{i}", mode, gradient) for i in range(depth)))
+    modes = itertools.cycle(mode if isinstance(mode, tuple) else (mode,))
+    plan = Plan("any", 1.0, tuple(LayerPlan(f"l{i}", next(modes), gradient) for i in range(depth)))
     return jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), plan=plan, **options), params
 
 
@@ -60,6 +65,8 @@ def test_a_callback_that_raises_before_any_update_costs_no_step_and_no_bit(gradi
     if offloads:
         options = {"gradient": gradient, "mode": mode, "clip_norm": 1e3, "depth": depth}
         step, _ = make(fault, offload_activations=True, **options)
+        step.init(params)
+        assert any(task.kind is Kind.SAVE for task in step.prepare(BATCH).schedule.tasks)
     for at in range(1, 2 * depth + 1):
         state = state_after(step, params, BATCH, 2)
         fault.arm(at)
@@ -293,6 +300,36 @@ def test_a_transport_that_fails_before_any_update_costs_no_bit(name, monkeypatch
     while state.step < 4:
         step(state, BATCH)
     assert_same_bits(state.params, expected)
+
+
+@pytest.mark.cpu_device  # so is the emulated one
+@pytest.mark.parametrize(
+    ("kind", "threads"),
+    [
+        (Kind.FETCH, "one for the device"),
+        *slow_cases((Kind.SAVE, "lanes"), (Kind.SAVE, "one for the device"), (Kind.FETCH, "lanes")),
+    ],
+)
+def test_a_move_that_fails_costs_no_step_and_no_bit(kind, threads, monkeypatch):
+    options = {"mode": (Mode.RELOAD, Mode.GFGB), "depth": 6, "clip_norm": 1e3}  # else an update may have begun before
+    plain, params = make(Fault(), **options)
+    expected = [state_after(plain, params, BATCH, n).params for n in range(5)]
+    if threads != "lanes":
+        emulate(monkeypatch)
+    step, params = make(Fault(), offload_activations=True, **options)
+    state = state_after(step, params, BATCH, 2)
+    num_moves = sum(task.kind is kind for task in step.prepare(BATCH).schedule.tasks)
+    for number in range(num_moves):
+        state = state_after(step, params, BATCH, 0)
+        with monkeypatch.context() as patch:
+            fail(patch, [Operation(kind.value)], after=number, message="no memory")
+            with pytest.raises(jaxferry.TaskError, match=f"the {kind.value} of layer .* failed: no memory"):
+                state, _ = step(state, BATCH)
+        assert state.step == 0
+        while state.step < 4:
+            state, _ = step(state, BATCH)
+        assert_same_bits(state.params, expected[4])
+    assert num_moves >= 2
 
 
 def loss_of_what_the_host_returns(on_host):

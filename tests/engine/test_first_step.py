@@ -1,7 +1,5 @@
 """What a first step needs in pinned memory is made while the step is compiled, and in a thread."""
 
-import collections
-import contextlib
 import gc
 import threading
 
@@ -17,9 +15,8 @@ from jaxferry.optimizer import arrays
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import base, make_placement
 from models import chain
-from planned import assert_same_bits
 from steps import transport_of
-from watched import becomes
+from watched import becomes, compiled
 
 WIDTH, DEPTH = 64, 4
 BATCH = np.ones((4, WIDTH), np.float32)
@@ -107,21 +104,6 @@ def test_preparation_makes_them_before_the_first_step(makers):
     assert not transport.made_ahead
 
 
-def test_what_ismade_ahead_is_what_would_be_made(accelerator):
-    runs = []
-    for is_ahead in (True, False):
-        step = made()
-        state = step.init(parameters())
-        if not is_ahead:
-            step.declare(parameters())
-            step._newest = None
-            step.prepare(BATCH)
-        for _ in range(3):
-            state, metrics = step(state, BATCH)
-        runs.append((np.asarray(metrics["loss"]), state.params))
-    assert_same_bits(*runs)
-
-
 def test_a_thread_that_finds_no_memory_leaves_the_error_to_the_step(monkeypatch, accelerator):
     original, fails = base.empty, [True]
 
@@ -159,25 +141,6 @@ def test_a_plan_that_fits_not_leaves_no_vectors(makers):
         step(state, BATCH)
     transports = step.compiler._transports.values()
     assert transports and not any(transport.made_ahead for transport in transports)
-
-
-@contextlib.contextmanager
-def compiled(caplog):
-    """The names of the functions that the body compiles, in all threads, each as often as it is compiled."""
-
-    def control(x):
-        return x + 7
-
-    found = collections.Counter()
-    caplog.clear()
-    jax.config.update("jax_log_compiles", True)
-    try:
-        jax.jit(control)(1.0)
-        yield found
-    finally:
-        jax.config.update("jax_log_compiles", False)
-    found.update(str(record.args[0])[4:-1] for record in caplog.records if record.msg.startswith("Compiling"))
-    assert found.pop("control", 0), "compilation is not logged"
 
 
 @pytest.mark.parametrize("record_steps", [0, 2])

@@ -21,7 +21,7 @@ from jaxferry.step import LayerPlan, Plan, ProgramKind, Source, Target, program_
 from jaxferry.transport import Ferry, make_placement
 from native.compile_for_gpu import compile_lowered, copied_after_stores, host_compute, instructions, text
 from native.cuda_library import cuda_library
-from slowly import slow, slow_cases
+from slowly import slow
 
 CONFIG = gpt2.Config(num_layers=2, num_heads=4, channels=256, max_length=128, vocab_size=4096)
 
@@ -239,7 +239,7 @@ def test_without_the_library_programs_copy_the_layer_themselves_and_compute_noth
 
 
 @pytest.mark.parametrize(
-    ("name", "moves"), [*slow_cases(("load", "ferry_load"), ("load onto", "ferry_load")), ("store", "ferry_store")]
+    ("name", "moves"), [("load", "ferry_load"), ("load onto", "ferry_load"), ("store", "ferry_store")]
 )
 def test_marks_stay_behind_the_copies_that_they_time(model, name, moves):
     placement, layers = make_placement(), model.parts.layers
@@ -262,7 +262,10 @@ def test_marks_stay_behind_the_copies_that_they_time(model, name, moves):
         # Only a table of the results' addresses may remain.
         assert stats.temp_size_in_bytes < 1024 and stats.host_temp_size_in_bytes == 0
         assert not {i.opcode for i in instructions(executable)} & {"copy", "copy-start", "fusion"}
-        found[len(tokens)] = [i.target for i in instructions(executable) if i.opcode == "custom-call"]
+        targets = [i.target for i in instructions(executable) if i.opcode == "custom-call"]
+        # Arrays that are not given are made by calls that do nothing.
+        assert ("jaxferry_scratch" in targets) == (name == "load")
+        found[len(tokens)] = [target for target in targets if target != "jaxferry_scratch"]
     assert found[0] == [f"jaxferry_{moves}"] * len(found[0])
     assert found[1] == [*found[0], "jaxferry_mark"]
 

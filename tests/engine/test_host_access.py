@@ -1,8 +1,5 @@
 """Training with parameters read and gradients written in host memory: every mode, reserve factor and transport."""
 
-import itertools
-import signal
-
 import numpy as np
 import optax
 import pytest
@@ -11,12 +8,10 @@ import jaxferry
 import models
 from jaxferry.engine import derivatives_of
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.native import is_available, library
+from jaxferry.native import is_available
 from jaxferry.partition import host_stores, partition
 from jaxferry.step import LayerPlan, Plan, ProgramKind, Source, Target, program_keys
-from planned import assert_near, assert_same_bits, plan_of, train, trained
-from slowly import slow
-from steps import transport_of
+from planned import plan_of, train
 
 STEPS = 6
 ADAMW, MOMENTUM = optax.adamw(1e-3), optax.sgd(0.1, momentum=0.9)
@@ -37,42 +32,9 @@ def run(task, plan=None, optimizer=ADAMW, **options):
     return train(step, task, STEPS)
 
 
-@pytest.mark.parametrize(
-    ("factor", "modes"),
-    [
-        (0.5, None),
-        # Without the library, programs copy what they read.
-        *(pytest.param(1.0, modes, marks=pytest.mark.slow) for modes in ([Mode.DHA], [Mode.DHA, Mode.DFGB])),
-    ],
-)
-def test_neither_a_reserve_factor_nor_reads_by_copies_change_a_bit(factor, modes, task):
-    expected, losses = trained(task, ADAMW, STEPS, transport="device_put")
-    options = {"reserve_factor": factor}
-    if modes is not None:
-        plan = plan_of(task, modes, list(GradientPlace)[: len(modes)])
-        options = {"plan": plan, "transport": "device_put"}
-    state, others = run(task, **options)
-    assert others == losses
-    assert_same_bits(state.params, expected)
-
-
 # OpenBLAS sums the products of these plans in another order than XLA. Over 20 steps of SGD with momentum losses stay
 # within this of the loaded product's.
 TOLERANCE = 1e-5
-
-
-@pytest.mark.cpu_device
-def test_direct_host_access_is_within_rounding_and_has_the_same_bits_whatever_happens_to_gradients(task):
-    expected, losses = trained(task, MOMENTUM, STEPS, transport="device_put")
-    results = []
-    for places in ([GradientPlace.DEVICE], [GradientPlace.HOST], [GradientPlace.HOST, GradientPlace.DEVICE]):
-        plan = plan_of(task, [Mode.DHA], places)
-        results.append(run(task, plan, MOMENTUM, transport="ferry"))
-    np.testing.assert_allclose(results[0][1], losses, rtol=TOLERANCE)
-    assert_near(results[0][0].params, expected, atol=20 * TOLERANCE)
-    for state, others in results[1:]:
-        assert others == results[0][1]
-        assert_same_bits(state.params, results[0][0].params)
 
 
 def test_the_reserve_factor_decides_which_gradients_are_written_by_the_backward(task):
@@ -99,12 +61,6 @@ def test_products_that_go_to_the_host_by_panels_are_within_rounding(monkeypatch,
     np.testing.assert_allclose(others, losses, rtol=TOLERANCE)
 
 
-def test_layers_read_in_host_memory_are_never_on_the_device(task):
-    step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), plan=plan_of(task, [Mode.DHA]))
-    _, metrics = step(step.init(task.params), task.batch)
-    assert metrics["device_param_bytes_peak"] == 0
-
-
 def test_program_keys_name_one_place_for_each_read_and_write(task):
     parts = partition(task.loss_fn, task.params, (task.batch,))
     derivatives = derivatives_of(parts, "none")
@@ -124,61 +80,3 @@ def test_program_keys_name_one_place_for_each_read_and_write(task):
     # DFGB reads host memory in the forward and its copy in the backward.
     assert (uses[block].reads, uses[2 * last - block].reads) == ((Source.HOST,), (Source.DEVICE,))
     assert uses[2 * last - block].writes == (Target.HOST,)
-
-
-def test_random_delays_of_copies_change_no_bit(task):
-    expected, losses = trained(task, ADAMW, STEPS, transport="device_put")
-    emulator = library("cpu")
-    emulator.set_delay(0.002, 7)
-    try:
-        state, others = run(task, plan_of(task, [Mode.RELOAD, Mode.GFGB, Mode.RESIDENT]), transport="ferry")
-    finally:
-        emulator.set_delay(0.0, 0)
-    assert others == losses
-    assert_same_bits(state.params, expected)
-
-
-@pytest.fixture(scope="module")
-def reloading(task):
-    """A step that loads every layer twice, and the results of four such steps."""
-    step = jaxferry.train_step(task.loss_fn, ADAMW, plan=plan_of(task, [Mode.RELOAD]))
-    state, losses = train(step, task, 4)
-    return step, state.params, losses
-
-
-@pytest.mark.cpu_device  # its step is that of the module
-@pytest.mark.parametrize("after", [*slow(1), 6])
-def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, reloading, task, monkeypatch):
-    step, expected, losses = reloading
-    state = step.init(task.params)
-    transport = transport_of(step, task.batch)
-    original, count = transport.load, itertools.count(1)
-
-    def interrupted(layer, vectors, mark=None):
-        held = original(layer, vectors, mark)
-        if next(count) == after:
-            signal.raise_signal(signal.SIGINT)
-        return held
-
-    emulator = library("cpu")
-    emulator.set_delay(0.01, 3)
-    try:
-        monkeypatch.setattr(transport, "load", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            step(state, task.batch)
-            state.block_until_ready()
-        monkeypatch.setattr(transport, "load", original)
-        state.block_until_ready()
-        # A lane's thread loads: this thread may learn of the interrupt only after it has committed the step. Then the
-        # next step's first loads may be there, which an evaluation frees.
-        done, others = state.step, []
-        if done:
-            step.evaluate(state, task.batch)
-        assert transport.held.now == 0 and not transport.in_flight
-        for _ in range(done, 4):
-            state, metrics = step(state, task.batch)
-            others.append(float(metrics["loss"]))
-    finally:
-        emulator.set_delay(0.0, 0)
-    assert others == losses[done:]
-    assert_same_bits(state.params, expected)

@@ -1,6 +1,7 @@
 """Optimizers as users write them, run layer by layer or jointly with a warning: the results are the same."""
 
 import functools
+import itertools
 import warnings
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import pytest
 
 import jaxferry
 import models
+from jaxferry.optimizer import FusedUpdate
 from jaxferry.step import Updates
 from planned import assert_near, assert_same_bits, step_of, take_steps, train
 from slowly import slow, slow_but
@@ -87,6 +89,11 @@ CHANGING = {
 }
 
 
+def of_all(params):
+    """A state each of whose leaves depends on all parameters."""
+    return jax.tree.map(lambda leaf: leaf * optax.tree.sum(params), params)
+
+
 def by_layer(label_of):
     rates = {"block_0": 1e-3, "block_1": 3e-3, "norm": 1e-2, "table": 3e-2}
     return optax.multi_transform({name: optax.adam(rate, eps=1e-3) for name, rate in rates.items()}, label_of)
@@ -120,8 +127,11 @@ SEPARABLE = {
     "noise": optax.chain(optax.add_noise(0.01, 0.55, 0), optax.sgd(0.1)),
     "plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(0.5, patience=2, rtol=0.2)),
     "one pass": jaxferry.adamw(SCHEDULE, eps=1e-3, mask=each(lambda _, ndim: ndim > 1)),
+    "rmsprop": optax.rmsprop(1e-2, eps=1e-3),
+    "lion": optax.lion(1e-3),
+    "nesterov": optax.sgd(0.1, momentum=0.9, nesterov=True),
 }
-OFTEN = ("tree of labels", "noise", "plateau", "one pass")
+OFTEN = ("tree of labels", "adafactor", "muon", "noise", "plateau", "one pass")
 JOINT = {
     "global norm": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3)),
     "global norm of a part": optax.multi_transform(
@@ -134,6 +144,7 @@ JOINT = {
     "polyak": optax.polyak_sgd(0.5),
     "momo": optax.contrib.momo(0.5),
     "snapshot": optax.chain(optax.sgd(0.1), optax.snapshot("norm", optax.tree.norm)),
+    "initial state": optax.chain(optax.sgd(0.1), optax.GradientTransformation(of_all, lambda u, s, p=None: (u, s))),
     **CHANGING,
     "injected polyak": optax.inject_hyperparams(optax.polyak_sgd)(max_learning_rate=0.5),
 }
@@ -153,7 +164,7 @@ def test_a_separable_optimizer_is_overlapped_and_agrees_with_plain_optax(name):
     assert step.prepare(TASK.batch).plan.updates is expected_updates
 
 
-@pytest.mark.parametrize("name", slow_but(("global norm", "accumulation", "polyak", *CHANGING), JOINT))
+@pytest.mark.parametrize("name", slow_but(("global norm", "accumulation", "polyak", "initial state", *CHANGING), JOINT))
 def test_a_joint_optimizer_is_warned_about_and_agrees_with_plain_optax(name):
     expected = models.plain_loop(TASK, JOINT[name], NUM_STEPS)[1]
     step = jaxferry.train_step(TASK.loss_fn, JOINT[name])
@@ -184,19 +195,18 @@ def test_lookahead_is_trained_on_its_pair_of_parameters():
 
 
 @functools.cache
-def plain_state(optimizer, num_steps):
+def plain_state(optimizer, num_steps, task=TASK):
     """The optimizer's state of a plain loop, and its parameters."""
-
-    @jax.jit
-    def step(params, state):
-        loss, gradients = jax.value_and_grad(TASK.loss_fn)(params, TASK.batch)
-        updates, state = optax.with_extra_args_support(optimizer).update(gradients, state, params, value=loss)
-        return optax.apply_updates(params, updates), state
-
-    params, state = TASK.params, optimizer.init(TASK.params)
-    for _ in range(num_steps):
-        params, state = step(params, state)
+    *_, (params, state, _) = itertools.islice(models.plain_steps(task, optimizer), num_steps)
     return params, state
+
+
+def assert_same_state(ours, theirs, rtol=1e-3, atol=1e-6):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for own, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert isinstance(own, np.ndarray) and (own.shape, own.dtype) == (other.shape, other.dtype)
+        rough = {"rtol": 2**-7, "atol": 2**-12} if own.dtype == jnp.bfloat16 else {"rtol": rtol, "atol": atol}
+        np.testing.assert_allclose(own.astype(np.float32), np.float32(other), **rough)
 
 
 @pytest.mark.parametrize(
@@ -206,10 +216,85 @@ def test_the_state_is_handed_back_as_optax_makes_it(name):
     optimizer = SEPARABLE[name]
     _, expected = plain_state(optimizer, 4)
     state, _ = train(step_of(TASK, optimizer), TASK, 4)
-    assert jax.tree.structure(state.opt_state) == jax.tree.structure(expected)
-    for ours, theirs in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(expected), strict=True):
-        assert isinstance(ours, np.ndarray) and ours.dtype == theirs.dtype
-        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-6)
+    assert_same_state(state.opt_state, expected)
+
+
+LENGTH = 3
+
+
+def stacked_loss(params, x):
+    """Scans over parameters that are stacked along their first or their last axis."""
+
+    def block(x, own):
+        return x + jnp.tanh(x @ own["kernel"]) * own["scale"], None
+
+    layers = params["layers"] | {"scale": jnp.moveaxis(params["layers"]["scale"], -1, 0)}
+    return jnp.mean(jax.lax.scan(block, x @ params["head"]["w"], layers)[0] ** 2)
+
+
+def stacked_task():
+    shapes = {"head": {"w": (5, 5)}, "layers": {"kernel": (LENGTH, 5, 5), "scale": (5, LENGTH)}}
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda s: draw.normal(size=s).astype(np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+    return models.Task(stacked_loss, params, draw.normal(size=(4, 5)).astype(np.float32))
+
+
+STACKED = stacked_task()
+
+
+def is_large(params):
+    return jax.tree.map(lambda leaf: leaf.size > 30, params)
+
+
+def labels(params):
+    return jax.tree.map(lambda is_so: "large" if is_so else "small", is_large(params))
+
+
+BY_PART = {
+    "adamw": optax.adamw(optax.cosine_decay_schedule(1e-2, 10), eps=1e-3),
+    "decay by ndim": optax.adamw(1e-2, eps=1e-3, mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p)),
+    "decay by size": optax.adamw(1e-2, eps=1e-3, weight_decay=0.1, mask=is_large),
+    "by label": optax.multi_transform({"large": optax.adam(1e-2, eps=1e-3), "small": optax.sgd(0.1, 0.9)}, labels),
+    "hyperparameters": SEPARABLE["hyperparameters"],
+    "lion": optax.lion(1e-3),
+    "16-bit moments": optax.adam(1e-2, eps=1e-3, mu_dtype=jnp.bfloat16),
+    "by value": optax.chain(optax.clip(0.01), optax.sgd(0.1, momentum=0.9, nesterov=True)),
+    "schedule-free": SEPARABLE["schedule-free"],
+    "fused": jaxferry.adamw(1e-2, eps=1e-3, weight_decay=0.1, mask=is_large),
+}
+NOT_BY_PART = {
+    "lamb": (optax.lamb(1e-2), "'reduce_sum' is not element-wise"),
+    "adafactor": (optax.adafactor(1e-2, min_dim_size_to_factor=4), "its state has another shape"),
+    "block norm": (optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)), "'reduce_sum' is not element-wise"),
+}
+
+
+def check_stacked(optimizer):
+    """Trains stacked parameters beside plain Optax; returns the units."""
+    state, _ = train(jaxferry.train_step(STACKED.loss_fn, optimizer), STACKED, 4)
+    params, expected = plain_state(optimizer, 4, STACKED)
+    assert_near(state.params, params, rtol=1e-5, atol=1e-6)
+    assert_same_state(state.opt_state, expected)
+    return state.host.units
+
+
+@pytest.mark.parametrize("name", slow_but(("decay by size", "by label", "schedule-free", "fused"), BY_PART))
+def test_stacked_parameters_are_updated_part_by_part_by_one_program_as_optax_updates_them_whole(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, *units = check_stacked(BY_PART[name])
+    programs = {id(program): program for unit in units for program in unit.programs.values()}
+    assert len(units) == LENGTH and len(programs) == 1
+    assert all(isinstance(program, FusedUpdate) == (name == "fused") for program in programs.values())
+
+
+@pytest.mark.parametrize("name", NOT_BY_PART)
+def test_stacked_parameters_whose_update_is_not_element_wise_are_updated_at_once_with_a_warning(name):
+    optimizer, reason = NOT_BY_PART[name]
+    with pytest.warns(UserWarning, match=reason):
+        assert [len(unit.layers) for unit in check_stacked(optimizer)] == [1, LENGTH]
 
 
 def test_what_is_kept_in_the_state_is_used_as_optax_says():
@@ -308,10 +393,7 @@ def test_a_state_whose_structure_the_first_update_changes_is_shown_saved_and_ass
     step, params, own = jaxferry.train_step(TASK.loss_fn, optimizer), TASK.params, optimizer.init(TASK.params)
     state = step.init(TASK.params)
     for number in range(3):
-        assert jax.tree.structure(state.opt_state) == jax.tree.structure(own)
-        for ours, theirs in zip(*map(jax.tree.leaves, (state.opt_state, own)), strict=True):
-            assert ours.dtype == theirs.dtype
-            np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-6)
+        assert_same_state(state.opt_state, own)
         step.save(state, tmp_path / str(number))
         copied, restored = state.copy(), step.restore(tmp_path / str(number))
         assigned = step.init(state.params)

@@ -52,19 +52,6 @@ def program_of(parts, derivatives, modes, places=(GradientPlace.DEVICE,), joins=
 
 
 @pytest.mark.parametrize("modes", [[mode] for mode in Mode] + [list(Mode)], ids=str)
-@pytest.mark.parametrize("places", [[GradientPlace.DEVICE], [GradientPlace.HOST], list(GradientPlace)], ids=str)
-def test_every_task_has_one_instruction_and_every_program_one_place(parts, derivatives, modes, places):
-    program = program_of(parts, derivatives, modes, places)
-    assert [i.task for i in program.instructions] == list(program.schedule.tasks)
-    assert [i.index for i in program.instructions] == list(range(len(program.instructions)))
-    of_programs = [i for i in program.instructions if i.operation in PROGRAMS]
-    assert sorted(i.place for i in of_programs) == list(range(2 * len(parts.segments) - 1))
-    assert all((i.key is not None) == (i.operation in PROGRAMS) for i in program.instructions)
-    [loss] = [i for i in of_programs if i.operation is Operation.LOSS]
-    assert loss.place == loss.segment == len(parts.segments) - 1
-
-
-@pytest.mark.parametrize("modes", [[mode] for mode in Mode] + [list(Mode)], ids=str)
 @pytest.mark.parametrize("places", [[GradientPlace.DEVICE], list(GradientPlace)], ids=str)
 def test_joined_programs_wait_for_each_load_once_before_it_is_read(parts, derivatives, modes, places):
     program = program_of(parts, derivatives, modes, places, Joins(arrives=True, stores=True))
@@ -147,15 +134,6 @@ def test_every_value_is_freed_once_behind_its_last_reader(parts, derivatives):
             segment = parts.segments[later.segment]
             if later.operation is not Operation.BACKWARD:
                 assert not set(instruction.frees) & {*segment.inputs, *segment.nondiff_inputs}
-
-
-def test_parameters_count_from_the_load_to_the_last_use(parts, derivatives):
-    sizes = [parts.layers[segment.group].num_bytes for segment in parts.segments]
-    whole = sum(layer.num_bytes for layer in parts.layers)
-    peaks = {mode: peak_bytes(program_of(parts, derivatives, [mode]), {}).parameters for mode in Mode}
-    assert peaks[Mode.GFGB] == peaks[Mode.RESIDENT] == whole
-    assert peaks[Mode.DHA] == 0
-    assert max(sizes) <= peaks[Mode.RELOAD] <= max(a + b for a, b in itertools.pairwise(sizes))
 
 
 def test_temporaries_count_where_their_program_runs(parts, derivatives):

@@ -21,7 +21,7 @@ from jaxferry.step import LayerPlan, Operation, Plan
 from jaxferry.transport import DevicePut, Ferry, Placement, StoredCopy, hold_together, make_placement
 from models import chain
 from planned import assert_same_bits, plan_of, train, trained
-from steps import transport_of, wrap
+from steps import link, transport_of, wrap
 
 PARAMS = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}, "c": np.ones(2)}
 
@@ -105,17 +105,6 @@ def mixed(engine_settings):
     """That layer, a placement and its transport."""
     layer, placement = _mixed(), make_placement()
     return layer, placement, Ferry(placement, [layer])
-
-
-def test_large_parameters_come_first_in_a_vector_and_small_ones_adjoin():
-    layer = _mixed()
-    by_offset = sorted(layer.leaves, key=lambda leaf: leaf.offset)
-    assert [leaf.path for leaf in by_offset] == ["kernel", "up/w", "bias", "norm/bias", "norm/scale", "up/b"]
-    assert [leaf.offset for leaf in by_offset] == list(np.cumsum([0, *(leaf.size for leaf in by_offset[:-1])]))
-    assert layer.vectors == (jax.ShapeDtypeStruct((sum(leaf.size for leaf in layer.leaves),), jnp.float32),)
-    leaves = [np.random.default_rng(leaf.index).normal(size=leaf.shape).astype(np.float32) for leaf in layer.leaves]
-    for vectors in (layer.pack(leaves), layer.pack(leaves, [jnp.zeros(v.shape) for v in layer.vectors])):
-        assert_same_bits(layer.unpack(vectors), leaves)
 
 
 def test_small_gradients_leave_as_one_transfer(mixed):
@@ -231,10 +220,8 @@ def test_the_buffers_that_were_dropped_first_are_loaded_first(calls):
 @pytest.fixture
 def slow_store():
     """A link that carries nothing to the host until the test opens it."""
-    native = library("cpu")
-    native.set_bandwidth("store", 1.0)
-    yield native
-    native.set_bandwidth("store", 0)
+    with link(store=1.0) as native:
+        yield native
 
 
 def gradients_of(layer, placement):
@@ -291,7 +278,7 @@ def test_a_step_is_rolled_back_once_nothing_of_it_is_in_flight(gpt, monkeypatch)
     expected, _ = trained(gpt, ADAMW, 1)
     emulate(monkeypatch)
     step = jaxferry.train_step(gpt.loss_fn, ADAMW, plan=plan_of(gpt, [Mode.GFGB]), transport="ferry")
-    state, native = step.init(gpt.params), library("cpu")
+    state = step.init(gpt.params)
     transport, before = transport_of(step, gpt.batch), step.init(gpt.params).params
     queued = []
 
@@ -301,14 +288,10 @@ def test_a_step_is_rolled_back_once_nothing_of_it_is_in_flight(gpt, monkeypatch)
             raise RuntimeError("the host ran out of memory")
         return function(*args)
 
-    native.set_delay(0.02, 1)
-    try:
-        with monkeypatch.context() as patch:
-            wrap(patch, Operation.BACKWARD, broken)
-            with pytest.raises(jaxferry.TaskError, match="the state is that before the step"):
-                step(state, gpt.batch)
-    finally:
-        native.set_delay(0.0, 0)
+    with link(delay_s=0.02, seed=1), monkeypatch.context() as patch:
+        wrap(patch, Operation.BACKWARD, broken)
+        with pytest.raises(jaxferry.TaskError, match="the state is that before the step"):
+            step(state, gpt.batch)
     assert queued[2] > 0 and not transport.in_flight
     assert_same_bits(state.params, before)
     state, _ = step(state, gpt.batch)

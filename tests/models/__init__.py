@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -301,18 +302,36 @@ def chain(names: Sequence[str] | None = None) -> Callable[..., Any]:
     return loss_fn
 
 
-def plain_loop(task: Task, optimizer: optax.GradientTransformation, num_steps: int, **kwargs: Any) -> tuple[Any, list]:
-    """The reference: one jitted Optax step, given the loss; returns final parameters and losses."""
+def plain_steps(
+    task: Task, optimizer: optax.GradientTransformation, masters: Any = None, **kwargs: Any
+) -> Iterator[tuple[Any, Any, float]]:
+    """The reference: a jitted Optax step, given the loss; yields parameters, optimizer state and loss of each step.
+
+    Parameters that are given as `masters` are trained, and cast to the dtypes of the task's for the loss function.
+    """
     update = optax.with_extra_args_support(optimizer).update
 
-    @quickly
-    def step(params: Any, state: Any) -> Any:
-        loss, gradients = jax.value_and_grad(task.loss_fn)(params, task.batch, **kwargs)
-        updates, state = update(gradients, state, params, value=loss)
-        return optax.apply_updates(params, updates), state, loss
+    def loss_and_aux(params: Any, batch: Any) -> Any:
+        is_cast = masters is not None
+        own = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, task.params) if is_cast else params
+        result = task.loss_fn(own, batch, **kwargs)
+        return result if isinstance(result, tuple) else (result, None)
 
-    params, state, losses = task.params, optimizer.init(task.params), []
-    for _ in range(num_steps):
-        params, state, loss = step(params, state)
-        losses.append(float(loss))
-    return params, losses
+    @quickly
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        (loss, aux), gradients = jax.value_and_grad(loss_and_aux, has_aux=True)(params, batch)
+        updates, state = update(gradients, state, params, value=loss)
+        return optax.apply_updates(params, updates), state, loss, aux
+
+    params, batch = task.params if masters is None else masters, task.batch
+    state = quickly(optimizer.init)(params)
+    while True:
+        params, state, loss, aux = step(params, state, batch)
+        yield params, state, float(loss)
+        batch = task.advance(batch, aux) if task.advance else batch
+
+
+def plain_loop(task: Task, optimizer: optax.GradientTransformation, num_steps: int, **kwargs: Any) -> tuple[Any, list]:
+    """Final parameters and losses of some of these steps."""
+    found = list(itertools.islice(plain_steps(task, optimizer, **kwargs), num_steps))
+    return found[-1][0], [loss for *_, loss in found]

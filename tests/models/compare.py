@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import optax
 
 import jaxferry
 from jaxferry.partition import Partition
-from models import Task, quickly
+from models import Task, plain_steps
 
 NUM_STEPS = 10
 LEARNING_RATE = 1e-3
@@ -72,22 +72,6 @@ def compare(task: Task) -> Comparison:
 
 
 def plain_losses(task: Task, optimizer: optax.GradientTransformation) -> Iterator[float]:
-    """One jitted step of Optax, with float32 masters where parameters have 16 bits, as JaxFerry keeps them."""
-
-    def loss_and_aux(masters: Any, batch: Any) -> Any:
-        params = jax.tree.map(lambda master, param: master.astype(param.dtype), masters, task.params)
-        result = task.loss_fn(params, batch)
-        return result if isinstance(result, tuple) else (result, None)
-
-    @quickly
-    def step(masters: Any, state: Any, batch: Any) -> Any:
-        (loss, aux), gradients = jax.value_and_grad(loss_and_aux, has_aux=True)(masters, batch)
-        updates, state = optimizer.update(gradients, state, masters)
-        return optax.apply_updates(masters, updates), state, loss, aux
-
+    """The losses of plain Optax, with float32 masters where parameters have 16 bits, as JaxFerry keeps them."""
     masters = jax.tree.map(lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), task.params)
-    state, batch = quickly(optimizer.init)(masters), task.batch
-    for _ in range(NUM_STEPS):
-        masters, state, loss, aux = step(masters, state, batch)
-        yield float(loss)
-        batch = task.advance(batch, aux) if task.advance else batch
+    return (loss for *_, loss in itertools.islice(plain_steps(task, optimizer, masters), NUM_STEPS))

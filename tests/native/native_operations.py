@@ -22,7 +22,10 @@ class Operations:
     Attributes:
       prefix: what stands before the names of the contract.
       product_epsilon: by dtype, how far off a product's factors may be rounded, relatively: TF32 keeps ten bits.
+      is_in_place: whether stores write where the destination is.
     """
+
+    is_in_place = True
 
     def __init__(self, device, prefix, product_epsilon):
         self.prefix = prefix

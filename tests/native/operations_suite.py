@@ -75,7 +75,7 @@ class CopySuite:
         sums = before[place].astype(np.float32) + gradient.astype(np.float32)
         expected[place] = (sums if accumulate else gradient.astype(np.float32)).astype(before.dtype)
         check_same(found, expected)
-        assert found.unsafe_buffer_pointer() == address
+        assert found.unsafe_buffer_pointer() == address or not operations.is_in_place
         assert found.sharding.memory_kind == "pinned_host"
 
     @ALL
@@ -94,7 +94,7 @@ class CopySuite:
         expected = before.copy()
         expected[offset : offset + rows * columns] = table.reshape(-1)
         check_same(found, expected)
-        assert found.unsafe_buffer_pointer() == address
+        assert found.unsafe_buffer_pointer() == address or not operations.is_in_place
 
 
 class ProductSuite:
@@ -164,11 +164,12 @@ class ProductSuite:
         expected[place] = (product + (before[place].astype(np.float32) if accumulate else 0)).astype(before.dtype)
         check_same(found, expected)
 
-    def test_leading_dimensions_stay_and_float32_results_keep_what_bfloat16_loses(self, operations):
-        x, w = numbers(7, (2, 3, 4, 48), "bfloat16"), numbers(8, (48, 40), "bfloat16")
+    @pytest.mark.parametrize("leading", [(2, 3, 4), ()])
+    def test_leading_dimensions_stay_and_float32_results_keep_what_bfloat16_loses(self, operations, leading):
+        x, w = numbers(7, (*leading, 48), "bfloat16"), numbers(8, (48, 40), "bfloat16")
         vector = operations.host(w.reshape(-1))
         found = operations.matmul(operations.device(x), vector, (48, 40), result="float32")
-        assert found.shape == (2, 3, 4, 40)
+        assert found.shape == (*leading, 40)
         assert found.dtype == np.float32
         check_product(found, x, w, "float32", operations.product_epsilon["bfloat16"])
 
@@ -221,7 +222,7 @@ class ProductSuite:
         place = slice(offset, offset + k * n)
         expected[place] = (product + (before[place].astype(np.float32) if accumulate else 0)).astype(before.dtype)
         check_same(found, expected)
-        assert found.unsafe_buffer_pointer() == address
+        assert found.unsafe_buffer_pointer() == address or not operations.is_in_place
 
     @pytest.mark.parametrize("accumulate", [False, True])
     def test_the_gradient_of_no_rows_is_zero(self, operations, accumulate):

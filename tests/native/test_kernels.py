@@ -1,17 +1,13 @@
-"""The CPU's kernels against NumPy, through XLA: those of every library, every rounding, every size of a panel."""
-
-import functools
+"""The CPU's kernels against NumPy, through XLA: padded rows, every rounding, every size of a panel."""
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxferry.native import library
 from native.native_operations import ROUNDING, Operations
-from native.operations_suite import CopySuite, FerrySuite, ProductSuite
-from native_calls import call, scratch
+from native.operations_suite import FerrySuite, ProductSuite
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
 HALVES = (ml_dtypes.bfloat16, np.float16)
@@ -23,12 +19,9 @@ def operations():
     return Operations(jax.devices("cpu")[0], "jaxferry_", dict.fromkeys(ROUNDING, 2.0**-23))
 
 
-class TestCopies(CopySuite):
-    pass
-
-
-class TestProducts(ProductSuite):
-    pass
+class TestProducts:
+    test_padded_rows_of_odd_products_change_nothing = ProductSuite.test_padded_rows_of_odd_products_change_nothing
+    test_padded_rows_of_odd_gradients_change_nothing = ProductSuite.test_padded_rows_of_odd_gradients_change_nothing
 
 
 class TestFerry(FerrySuite):
@@ -39,27 +32,24 @@ def normal(shape, dtype, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("offset", "accumulate"), donate_argnums=0)
-def gradient_store(destination, gradient, offset=0, accumulate=False):
-    arguments = [destination, gradient]
-    return call("gradient_store", arguments, [destination], {0: 0}, offset=offset, accumulate=accumulate)[0]
+@pytest.fixture
+def stored(cpu, operations):
+    """Stores numbers into zeros of a dtype."""
+    return lambda numbers, dtype: operations.store(
+        operations.host(np.zeros(numbers.size, dtype)), operations.device(numbers)
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("n", "offset", "transpose", "panel", "dtype", "k", "width"))
-def matmul(x, w, n, offset=0, transpose=False, panel=1 << 12, dtype=None, k=None, width=None):
-    attributes = {"offset": offset, "k": k or x.shape[-1], "n": n, "transpose": transpose}
-    result = jax.ShapeDtypeStruct((*x.shape[:-1], width or n), dtype or x.dtype)
-    return call("dha_matmul", [x, w, scratch(panel)], [result], **attributes)[0]
+@pytest.fixture
+def gradient_of(cpu, operations):
+    """The product of x and dy, added to a number."""
 
+    def run(x, dy, before=0.0, panel=1 << 12, **options):
+        destination = operations.host(np.full(x.shape[1] * dy.shape[1], before, np.float32))
+        options |= {"accumulate": bool(before), "scratch_bytes": panel}
+        return operations.matmul_gradient(destination, operations.device(x), operations.device(dy), **options)
 
-@functools.partial(
-    jax.jit, static_argnames=("offset", "transpose", "accumulate", "round_to", "panel"), donate_argnums=0
-)
-def matmul_gradient(destination, x, dy, offset=0, transpose=False, accumulate=False, round_to=0, panel=1 << 12):
-    attributes = {"offset": offset, "k": x.shape[-1], "n": dy.shape[-1], "transpose": transpose}
-    attributes |= {"accumulate": accumulate, "round_to": round_to}
-    arguments = [destination, x, dy, scratch(panel)]
-    return call("dha_matmul_gradient", arguments, [destination], {0: 0}, **attributes)[0]
+    return run
 
 
 def bits(array):
@@ -75,15 +65,14 @@ def assert_same_bits(actual, expected):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_every_number_of_16_bits_becomes_itself_in_fp32(cpu, dtype):
+def test_every_number_of_16_bits_becomes_itself_in_fp32(stored, dtype):
     numbers = np.arange(65536, dtype=np.uint16).view(dtype)
-    stored = gradient_store(jnp.zeros(65536, jnp.float32), jnp.asarray(numbers))
     # NumPy converts, since XLA's threads flush subnormal numbers to zero.
-    assert_same_bits(stored, numbers.astype(np.float32))
+    assert_same_bits(stored(numbers, np.float32), numbers.astype(np.float32))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_fp32_is_rounded_as_numpy_rounds(cpu, dtype):
+def test_fp32_is_rounded_as_numpy_rounds(stored, dtype):
     rng = np.random.default_rng(3)
     anything = rng.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
     exponents = rng.uniform(-26, 17, 100_000)
@@ -96,32 +85,33 @@ def test_fp32_is_rounded_as_numpy_rounds(cpu, dtype):
     numbers = np.concatenate([anything, ordinary, halfway])
     with np.errstate(over="ignore", invalid="ignore"):
         expected = numbers.astype(dtype)
-    assert_same_bits(gradient_store(jnp.zeros(numbers.size, dtype), jnp.asarray(numbers)), expected)
+    assert_same_bits(stored(numbers, dtype), expected)
 
 
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_product_does_not_depend_on_the_size_of_its_panels(cpu, dtype, transpose):
+def test_a_product_does_not_depend_on_the_size_of_its_panels(cpu, operations, dtype, transpose):
     x, w = normal((37, 200), dtype), normal(200 * 2300, dtype, 1)
     sizes = [2 * 200 * 4 * num_columns for num_columns in (0, 1, 7, 64, 65, 300, 1023, 1024, 1100, 2048, 2300)]
-    results = [matmul(x, w, 2300, transpose=transpose, panel=size) for size in sizes]
+    operands = operations.device(x), operations.host(w), (200, 2300)
+    results = [operations.matmul(*operands, transpose=transpose, scratch_bytes=size) for size in sizes]
     for result in results[1:]:
         assert_same_bits(result, results[0])
 
 
-@pytest.mark.parametrize(("round_to", "dtype"), [(1, ml_dtypes.bfloat16), (2, np.float16)])
-def test_a_gradient_is_rounded_through_another_dtype(cpu, round_to, dtype):
+@pytest.mark.parametrize(("round_to", "dtype"), [("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16)])
+def test_a_gradient_is_rounded_through_another_dtype(gradient_of, round_to, dtype):
     x, dy = normal((6, 20), np.float32), normal((6, 30), np.float32, 1)
-    plain = np.asarray(matmul_gradient(jnp.zeros(600), x, dy))
-    rounded = matmul_gradient(jnp.zeros(600), x, dy, round_to=round_to)
+    plain = np.asarray(gradient_of(x, dy))
+    rounded = gradient_of(x, dy, round_to=round_to)
     assert_same_bits(rounded, plain.astype(dtype).astype(np.float32))
-    added = matmul_gradient(jnp.ones(600), x, dy, accumulate=True, round_to=round_to)
+    added = gradient_of(x, dy, 1.0, round_to=round_to)
     assert_same_bits(added, 1 + plain.astype(dtype).astype(np.float32))
 
 
-def test_a_gradient_does_not_depend_on_the_size_of_its_panels(cpu):
+def test_a_gradient_does_not_depend_on_the_size_of_its_panels(gradient_of):
     x, dy = normal((50, 2300), np.float32), normal((50, 60), np.float32, 1)
     sizes = [2 * 60 * 4 * num_rows for num_rows in (0, 1, 50, 64, 100, 1023, 1024, 1100, 2048, 2300)]
-    results = [matmul_gradient(jnp.zeros(2300 * 60), x, dy, panel=size) for size in sizes]
+    results = [gradient_of(x, dy, panel=size) for size in sizes]
     for result in results[1:]:
         assert_same_bits(result, results[0])

@@ -151,6 +151,14 @@ PRODUCTS = {
 }
 
 
+def check_forward(case, calls, expected, exact=True):
+    """What reads in place has the results of the original program, by these operations."""
+    arguments = (case.weights, *case.others)
+    forward = read_in_place(case.derivative.forward, case.layer, arguments, native=True)
+    assert_equal(forward(case.vectors, *case.others), case.derivative.forward(*arguments), exact=exact)
+    assert calls == expected
+
+
 OFTEN = ("plain", "transposed", "weight first", "leading dimensions", "cast")
 FORMS = slow_but(OFTEN, PRODUCTS)
 
@@ -158,10 +166,7 @@ FORMS = slow_but(OFTEN, PRODUCTS)
 @pytest.mark.parametrize("name", FORMS)
 def test_products_in_every_form_are_done_in_host_memory(name, calls):
     case = case_of(*PRODUCTS[name])
-    arguments = (case.weights, *case.others)
-    forward = read_in_place(case.derivative.forward, case.layer, arguments, native=True)
-    assert_equal(forward(case.vectors, *case.others), case.derivative.forward(*arguments), exact=False)
-    assert calls == {"dha_matmul": len(case.weights)}
+    check_forward(case, calls, {"dha_matmul": len(case.weights)}, exact=False)
 
 
 # Not a product with a stored matrix: the weight is read whole.
@@ -180,10 +185,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_readers_are_given_a_device_copy(name, calls):
     case = case_of(*OTHERS[name])
-    arguments = (case.weights, *case.others)
-    forward = read_in_place(case.derivative.forward, case.layer, arguments, native=True)
-    assert_equal(forward(case.vectors, *case.others), case.derivative.forward(*arguments))
-    assert calls["dha_read"] == 1
+    check_forward(case, calls, {"dha_read": 1})
 
 
 def read_by(mode):
@@ -202,36 +204,23 @@ LOOKUPS = {
 def test_lookups_out_of_range_follow_their_mode(lookup, dtype, calls):
     indices = np.array([[0, 3], [99, -1 if jnp.issubdtype(dtype, jnp.signedinteger) else 200]]).astype(dtype)
     case = case_of(lambda w, x: lookup(w[0], indices) * x, [(5, 3)], (2, 2, 3))
-    arguments = (case.weights, *case.others)
-    forward = read_in_place(case.derivative.forward, case.layer, arguments, native=True)
-    assert_equal(forward(case.vectors, *case.others), case.derivative.forward(*arguments))
-    assert calls == {"dha_gather": 1}
+    check_forward(case, calls, {"dha_gather": 1})
 
 
-def test_indices_of_a_small_dtype_find_their_rows_in_a_large_table(calls):
-    indices = jnp.array([0, 100, 127], jnp.int8)
-    case = case_of(lambda w, x: jnp.take(w[0], indices, axis=0, mode="clip") * x, [(1000, 3)], (3, 3))
-    arguments = (case.weights, *case.others)
-    forward = read_in_place(case.derivative.forward, case.layer, arguments, native=True)
-    assert_equal(forward(case.vectors, *case.others), case.derivative.forward(*arguments))
-    assert calls == {"dha_gather": 1}
-
-
-def test_large_unsigned_indices_are_clipped_to_the_last_row(calls):
-    indices = jnp.array([0, 2**31, 2**32 - 1], jnp.uint32)
-    case = case_of(lambda w, x: jnp.take(w[0], indices, axis=0, mode="clip") * x, [(10, 3)], (3, 3))
-    arguments = (case.weights, *case.others)
-    forward = read_in_place(case.derivative.forward, case.layer, arguments, native=True)
-    assert_equal(forward(case.vectors, *case.others), case.derivative.forward(*arguments))
-    assert calls == {"dha_gather": 1}
+@pytest.mark.parametrize(
+    ("indices", "dtype", "num_rows"),
+    [([0, 100, 127], jnp.int8, 1000), ([0, 2**31, 2**32 - 1], jnp.uint32, 10)],
+    ids=str,
+)
+def test_indices_of_any_dtype_find_their_rows_or_the_last_one(indices, dtype, num_rows, calls):
+    given = jnp.array(indices, dtype)
+    case = case_of(lambda w, x: jnp.take(w[0], given, axis=0, mode="clip") * x, [(num_rows, 3)], (3, 3))
+    check_forward(case, calls, {"dha_gather": 1})
 
 
 def test_the_default_precision_of_all_products_is_kept(calls):
     with jax.default_matmul_precision("highest"):
-        case = case_of(lambda w, x: x @ w[0], [(6, 4)], (3, 6))
-        arguments = (case.weights, *case.others)
-        read_in_place(case.derivative.forward, case.layer, arguments, native=True)(case.vectors, *case.others)
-    assert calls == {"dha_read": 1}
+        check_forward(case_of(lambda w, x: x @ w[0], [(6, 4)], (3, 6)), calls, {"dha_read": 1})
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -269,17 +258,10 @@ def test_gradients_of_products_in_every_form_are_never_whole(name, calls):
     assert kept is None and calls == {"dha_matmul_gradient": len(case.weights)}
 
 
-def test_small_gradients_are_left_to_xla(calls):
-    case = case_of(*PRODUCTS["plain"])
+@pytest.mark.parametrize(("name", "options"), [("plain", {}), ("more precision than usual", {"fused_bytes": 0})])
+def test_small_gradients_and_those_of_more_precision_are_left_to_xla(name, options, calls):
+    case = case_of(*(PRODUCTS | OTHERS)[name])
     function, rest = case.backward()
-    stored = store_in_place(function, case.layer, (case.weights, *rest), accumulate=False, native=True)
+    stored = store_in_place(function, case.layer, (case.weights, *rest), accumulate=False, native=True, **options)
     _, kept, _ = stored(list(case.vectors), case.weights, *rest)
     assert calls == {"gradient_store": 1} and len(kept) == 1
-
-
-def test_gradients_of_products_with_more_precision_than_usual_are_left_to_xla(calls):
-    case = case_of(lambda w, x: jnp.matmul(x, w[0], precision="highest"), [(6, 4)], (3, 6))
-    function, rest = case.backward()
-    stored = store_in_place(function, case.layer, (case.weights, *rest), accumulate=False, native=True, fused_bytes=0)
-    stored(list(case.vectors), case.weights, *rest)
-    assert calls == {"gradient_store": 1}

@@ -17,6 +17,8 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.optimizer import replay
 from jaxferry.partition import AUTO, cuts, derivatives, partition, rows, scans
 from jaxferry.step import LayerPlan, Plan
+from models import Task, plain_loop
+from planned import train
 from slowly import slow
 
 NAMES = ["a", "b", "c"]
@@ -195,18 +197,11 @@ def params():
 
 
 def plain_losses(loss_fn, num=3):
-    own, found = params(), []
-    for _ in range(num):
-        loss, gradients = jax.jit(jax.value_and_grad(loss_fn))(own, X)
-        own = jax.tree.map(lambda p, g: np.asarray(p - 0.1 * g), own, gradients)
-        found.append(float(loss))
-    return found
+    return plain_loop(Task(loss_fn, params(), X), optax.sgd(0.1), num)[1]
 
 
 def losses(loss_fn, num=3, **options):
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), **options)
-    state = step.init(params())
-    return [float(step(state, X)[1]["loss"]) for _ in range(num)]
+    return train(jaxferry.train_step(loss_fn, optax.sgd(0.1), **options), Task(loss_fn, params(), X), num)[1]
 
 
 def primitives_in(jaxpr):
@@ -318,13 +313,9 @@ def test_an_optimizer_of_such_equations_updates_as_plain_optax(name):
 
     optimizer = optax.chain(optax.GradientTransformation(lambda _: optax.EmptyState(), update), optax.sgd(0.1))
     loss_fn = loss_of(lambda y, w: (w,))
-    step = jaxferry.train_step(loss_fn, optimizer)
-    state, own = step.init(params()), params()
-    plain = optimizer.init(own)
-    for _ in range(2):
-        state, _ = step(state, X)
-        updates, plain = jax.jit(optimizer.update)(jax.jit(jax.grad(loss_fn))(own, X), plain, own)
-        own = optax.apply_updates(own, updates)
+    task = Task(loss_fn, params(), X)
+    state, _ = train(jaxferry.train_step(loss_fn, optimizer), task, 2)
+    own, _ = plain_loop(task, optimizer, 2)
     for name in NAMES:
         np.testing.assert_allclose(state.params[name]["w"], own[name]["w"], rtol=1e-5, atol=1e-6)
 

@@ -10,50 +10,16 @@ import pytest
 import rich.console
 
 import scanned
-from jaxferry.partition import Stack, evaluate, layers_by_path, leaf_paths, partition, print_table, stored_leaves
+from chained import assert_same_derivative, parts_of
+from jaxferry.partition import Stack, layers_by_path, leaf_paths, partition, print_table, stored_leaves
 from scanned import DEPTH, WIDTH
 from slowly import slow
-from tolerances import LOSS_RTOL
 
 X = jnp.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH)
 
 
-def parts_of(task, *args, **kwargs):
-    return partition(task.loss_fn, task.params, (task.batch, *args), kwargs)
-
-
 def blocks(parts):
     return [segment for segment in parts.segments if any(c.isdigit() for c in segment.name)]
-
-
-def stored(parts, params):
-    """The parameters as they are stored, in the order of the graph's."""
-    leaves, found = jax.tree.leaves(params), {}
-    for leaf in (leaf for layer in parts.layers for leaf in layer.leaves):
-        whole, part = leaves[leaf.source], leaf.part
-        found[leaf.index] = whole if part is None else jnp.take(whole, part.number, part.axis)
-        assert found[leaf.index].shape == leaf.shape
-    return [found[index] for index in range(len(found))]
-
-
-def assert_same_derivative(loss_fn, params, *args):
-    """Segments one after another have the loss and the gradients of the whole; returns the partition."""
-    parts = partition(loss_fn, params, args)
-
-    def chained(params):
-        values = {**parts.graph.constants, **dict(zip(parts.graph.batch, jax.tree.leaves(args), strict=True))}
-        values |= zip(parts.graph.parameters, stored(parts, params), strict=True)
-        evaluate(parts.prelude, values)
-        for s in parts.segments:
-            arguments = [[values[v] for v in numbers] for numbers in (s.weights, s.inputs, s.nondiff_inputs)]
-            outputs, nondiff_outputs = s.forward(*arguments)
-            values |= zip((*s.outputs, *s.nondiff_outputs), (*outputs, *nondiff_outputs), strict=True)
-        return values[parts.loss]
-
-    ours, theirs = (jax.jit(jax.value_and_grad(f))(params) for f in (chained, lambda p: loss_fn(p, *args)))
-    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(mine, other, rtol=LOSS_RTOL, atol=1e-6)
-    return parts
 
 
 @pytest.mark.parametrize("depth", [4, *slow(7)])

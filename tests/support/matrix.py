@@ -6,10 +6,12 @@ bits they have.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -31,21 +33,25 @@ AXES: dict[str, tuple[str, ...]] = {
     "model": ("tied", "linen", "nnx", "scanned"),
     "mode": ("GFGB", "RELOAD", "mixed", "DHA", "DFGB"),
     "update": ("host", "gpu", "resident"),
-    "device": ("cpu", "emulated", "mesh"),
+    "device": ("cpu", "emulated", "out of reach", "mesh"),
     "gradient": ("device", "host"),
     "transport": ("ferry", "device_put"),
     "dtype": ("float32", "bfloat16"),
     "accumulate": ("once", "twice"),
     "weight": ("alike", "weighed"),
     "clip": ("whole", "clipped"),
-    "remat": ("none", "full"),
+    "remat": ("none", "full", "dots"),
     "offload": ("stays", "offloaded"),
     "frozen": ("all", "frozen"),
     "optimizer": ("optax", "fused", "of the loss"),
     "granularity": (BLOCK, MODULE),
     "scale": ("1", "64"),
+    "between": ("nothing", "questions", "resumed from another", "resumed by another"),
+    "record": ("unrecorded", "recorded"),
 }
-MOVES = AXES | {"mode": AXES["mode"][:3], "update": ("host",), "device": ("cpu", "emulated")}
+EMULATED = ("emulated", "out of reach")
+"""Accelerators, of which the CPU reaches one's pinned memory."""
+MOVES = AXES | {"mode": AXES["mode"][:3], "update": ("host",), "device": ("cpu", *EMULATED)}
 """The values that only move data. Programs that read host memory, update or share a batch round otherwise."""
 
 IMPOSSIBLE = frozenset(
@@ -104,6 +110,7 @@ def _times_the_loss(updates: Any, state: Any, params: Any = None, *, value: Any,
 OF_THE_LOSS = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), _times_the_loss)
 OPTIMIZERS = {"optax": optax.adamw(1e-2, eps=1e-3), "fused": jaxferry.adamw(1e-2, eps=1e-3)}
 OPTIMIZERS["of the loss"] = optax.chain(OPTIMIZERS["optax"], OF_THE_LOSS)
+REMAT = {"dots": lambda name: jax.checkpoint_policies.dots_saveable}
 CLIP_NORM, NUM_BATCHES = 0.05, 4
 
 
@@ -212,8 +219,11 @@ class Trained:
     losses: list[float]
     norms: list[float]
     params: list[np.ndarray]
+    opt_state: list[np.ndarray]
+    most_bytes: int
     state: Any
     prepared: Any
+    recorded: Any
 
 
 def options_of(case: dict[str, str]) -> dict[str, Any]:
@@ -223,54 +233,102 @@ def options_of(case: dict[str, str]) -> dict[str, Any]:
         "accumulate": 1 + (case["accumulate"] == "twice"),
         "weight": "tokens" if case["weight"] == "weighed" else None,
         "clip_norm": CLIP_NORM if case["clip"] == "clipped" else None,
-        "remat": case["remat"],
+        "remat": REMAT.get(case["remat"], case["remat"]),
         "trainable": is_trained(case["model"]) if case["frozen"] == "frozen" else None,
         "granularity": case["granularity"],
     }
 
 
-def train(case: dict[str, str], **options: Any) -> Trained:
-    """Trains the case's model by the options that decide what is computed, and further ones."""
-    task = task_of(case["model"])
-    loss_fn = weighed(case["model"]) if case["weight"] == "weighed" else task.loss_fn
-    step = jaxferry.train_step(loss_fn, OPTIMIZERS[case["optimizer"]], **options_of(case), **options)
-    state, losses, norms = step.init(task.params), [], []
-    for batch in batches_of(case["model"]):
-        state, metrics = step(state, batch)
+def made(case: dict[str, str], **options: Any) -> jaxferry.TrainStep:
+    """A step by the options that decide what is computed, and further ones."""
+    loss_fn = weighed(case["model"]) if case["weight"] == "weighed" else task_of(case["model"]).loss_fn
+    return jaxferry.train_step(loss_fn, OPTIMIZERS[case["optimizer"]], **options_of(case), **options)
+
+
+def train(case: dict[str, str], between: str = "nothing", **options: Any) -> Trained:
+    """Trains the case's model; half-way the state is asked everything, or saved and resumed, once by a plain step."""
+    task, batches = task_of(case["model"]), batches_of(case["model"])
+    step = made(case, **options)
+    first, second = (
+        made(case, loss_scale=options.get("loss_scale")) if between == f"resumed {where} another" else step
+        for where in ("from", "by")
+    )
+    own = state = first.init(task.params)
+    losses, norms, most_bytes, half = list[float](), list[float](), 0, NUM_BATCHES // 2
+    for number, batch in enumerate(batches):
+        if number == half and between == "questions":
+            state = asked(step, state, batch, is_half=case["dtype"] != "float32")
+        elif number == half and between != "nothing":
+            with tempfile.TemporaryDirectory() as folder:
+                first.save(state, f"{folder}/saved")
+                state = second.restore(f"{folder}/saved", task.params)
+        taken = first if number < half else second
+        state, metrics = taken(state, batch)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics.get("grad_norm", 0)))
-    params = [np.asarray(leaf) for leaf in jax.tree.leaves(state.params)]
-    return Trained(losses, norms, params, state, step.prepare(batches_of(case["model"])[0]))
+        if taken is step:
+            own, most_bytes = state, max(most_bytes, metrics["device_param_bytes_peak"])
+    params, opt_state = ([np.asarray(x) for x in jax.tree.leaves(tree)] for tree in (state.params, state.opt_state))
+    return Trained(losses, norms, params, opt_state, most_bytes, own, step.prepare(batches[0]), step.recorded())
 
 
-@functools.cache
-def _reference(items: Case) -> Trained:
-    return train(dict(items))
+def asked(step: jaxferry.TrainStep, state: Any, batch: Any, is_half: bool) -> Any:
+    """A copy of a state, which was evaluated, read and trained meanwhile."""
+    copy = state.copy()
+    loss, before = jax.tree.leaves(step.evaluate(state, batch))[0], (state.params, state.opt_state)
+    np.testing.assert_allclose(step(state, batch)[1]["loss"], loss, rtol=2e-2 if is_half else 1e-5)
+    state.block_until_ready()
+    jax.tree.map(np.testing.assert_array_equal, (copy.params, copy.opt_state), before)
+    return copy
 
 
 PLAIN = ("model", "dtype", "accumulate", "clip", "frozen", "weight", "optimizer")
 COMPUTES = (*PLAIN, "remat", "granularity")
 
 
-def reference(case: dict[str, str]) -> Trained:
-    """Trains on a CPU that loads every layer; cases that compute the same share it."""
-    return _reference(tuple((axis, case[axis]) for axis in COMPUTES))
+@functools.cache
+def _trained(items: Case, by_plan: bool) -> Trained:
+    return train_as(dict(items)) if by_plan else train(dict(items))
+
+
+def reference(case: dict[str, str]) -> Trained | None:
+    """What has the case's bits: it is trained on a CPU without interruption, and moves other data at other times."""
+    # Without the native library's products, programs load what they read in host memory.
+    loaded = {"mode": "GFGB"} if case["transport"] == "device_put" else {}
+    if only_moves(tuple((case | loaded).items())):
+        return _trained(tuple((axis, case[axis]) for axis in COMPUTES), by_plan=False)
+    same = case | {"record": "unrecorded", "gradient": "device", "offload": "stays", "scale": "1"}
+    same["device"] = "cpu" if case["device"] in EMULATED else case["device"]
+    if case["mode"] in MOVES["mode"] and case["update"] != "gpu":  # whose programs keep the copy or not
+        same["mode"] = "GFGB"
+    if "another" not in case["between"]:
+        same["between"] = "nothing"
+    return _trained(tuple(same.items()), by_plan=True) if same != case else None
+
+
+def all_options_of(case: dict[str, str]) -> dict[str, Any]:
+    """The other options of the case's step."""
+    return {
+        "plan": plan_of(*(case[name] for name in ("model", "mode", "gradient", "update", "granularity"))),
+        "transport": case["transport"],
+        "mesh": jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]) if case["device"] == "mesh" else None,
+        "offload_activations": case["offload"] == "offloaded",
+        "loss_scale": None if case["scale"] == "1" else float(case["scale"]),
+        "record_steps": 2 if case["record"] == "recorded" else 0,
+    }
+
+
+@contextlib.contextmanager
+def small_sizes() -> Iterator[None]:
+    """Small models have one subgroup, and keep all values on the device, unless these are smaller."""
+    with mock.patch.object(streaming, "SUBGROUP_BYTES", 400), mock.patch.object(lowering, "MIN_OFFLOADED_BYTES", 64):
+        yield
 
 
 def train_as(case: dict[str, str]) -> Trained:
     """Trains as all values of the case say, on JAX's default device."""
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]) if case["device"] == "mesh" else None
-    names = ("model", "mode", "gradient", "update", "granularity")
-    # Small models have one subgroup, and keep all values on the device, unless these are smaller.
-    with mock.patch.object(streaming, "SUBGROUP_BYTES", 400), mock.patch.object(lowering, "MIN_OFFLOADED_BYTES", 64):
-        return train(
-            case,
-            plan=plan_of(*(case[name] for name in names)),
-            transport=case["transport"],
-            mesh=mesh,
-            offload_activations=case["offload"] == "offloaded",
-            loss_scale=None if case["scale"] == "1" else float(case["scale"]),
-        )
+    with small_sizes():
+        return train(case, case["between"], **all_options_of(case))
 
 
 def only_moves(case: Case) -> bool:

@@ -1,42 +1,40 @@
 """An example's training beside its twin: an ordinary jitted Optax loop over the very same loss function."""
 
-import jax
+import itertools
+
 import numpy as np
-import optax
 
 import jaxferry
+from models import Task, plain_loop
 from tolerances import LOSS_RTOL
 
 
+def task_of(loss_fn, params, batches, carried):
+    """A model whose batches have numbers; what it returns by the names in `carried` goes into the next batch."""
+    carried, numbers = carried or {}, itertools.count(1)
+
+    def advance(batch, aux):
+        return {**batches(next(numbers)), **{name: aux[name] for name in carried}}
+
+    return Task(loss_fn, params, {**batches(0), **carried}, advance)
+
+
 def plain_losses(loss_fn, optimizer, params, batches, num_steps, carried=None):
-    """The losses of `num_steps` steps; what the loss function returns by the names in `carried` goes into the next."""
-
-    @jax.jit
-    def step(params, state, batch):
-        result, gradients = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, batch)
-        updates, state = optimizer.update(gradients, state, params)
-        loss, aux = result if has_aux else (result, {})
-        return optax.apply_updates(params, updates), state, loss, aux
-
-    carried, losses = carried or {}, []
-    has_aux = isinstance(jax.eval_shape(loss_fn, params, {**batches(0), **carried}), tuple)
-    state = optimizer.init(params)
-    for i in range(num_steps):
-        params, state, loss, aux = step(params, state, {**batches(i), **carried})
-        carried = {name: aux[name] for name in carried}
-        losses.append(float(loss))
-    return losses
+    """The losses of `num_steps` steps."""
+    return plain_loop(task_of(loss_fn, params, batches, carried), optimizer, num_steps)[1]
 
 
 def offloaded_losses(loss_fn, optimizer, params, batches, num_steps, carried=None, **options):
     """The same by JaxFerry, with options of `jaxferry.train_step`."""
-    step = jaxferry.train_step(loss_fn, optimizer, **options)
-    state, carried, losses = step.init(params), carried or {}, []
-    for i in range(num_steps):
-        state, metrics = step(state, {**batches(i), **carried})
-        carried = {name: metrics["aux"][name] for name in carried}
+    task, losses = task_of(loss_fn, params, batches, carried), []
+    step, batch = jaxferry.train_step(loss_fn, optimizer, **options), task.batch
+    state = step.init(params)
+    while True:
+        state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-    return losses
+        if len(losses) == num_steps:
+            return losses
+        batch = task.advance(batch, metrics.get("aux"))
 
 
 def assert_same_losses(loss_fn, optimizer, params, batches, num_steps=10, carried=None, **options):

@@ -1,10 +1,12 @@
 """Steps of the engine that tests slow down, break, or run one task after the other."""
 
+import contextlib
 import dataclasses
 import itertools
 import time
 
 from jaxferry.engine import DeviceCopies, Programs, StepContext, collect_results, executor
+from jaxferry.native import library
 from jaxferry.settings import own_settings
 
 
@@ -69,6 +71,21 @@ def after_each_program(monkeypatch, action):
         return run
 
     monkeypatch.setattr(Programs, "__getitem__", found)
+
+
+@contextlib.contextmanager
+def link(load=0.0, store=0.0, delay_s=0.0, seed=0):
+    """The emulated link carries so many bytes a second each way (0: any), and copies end up to so much later."""
+    native = library("cpu")
+    try:
+        native.set_bandwidth("load", load)
+        native.set_bandwidth("store", store)
+        native.set_delay(delay_s, seed)
+        yield native
+    finally:
+        native.set_bandwidth("load", 0)
+        native.set_bandwidth("store", 0)
+        native.set_delay(0.0, 0)
 
 
 class Serial:

@@ -1,5 +1,7 @@
-"""Counts device memory during steps, from JAX's own list of live arrays."""
+"""Counts device memory during steps, from JAX's own list of live arrays, and the programs that are compiled."""
 
+import collections
+import contextlib
 import gc
 import itertools
 import math
@@ -146,3 +148,22 @@ def watched_steps(task, monkeypatch, num_steps=2, made=None, **options):
         watch.start(state)
         state, metrics = step(state, task.batch)
     return watch, metrics, step.prepare(task.batch), state
+
+
+@contextlib.contextmanager
+def compiled(caplog):
+    """The names of the functions that the body compiles, in all threads, each as often as it is compiled."""
+
+    def control(x):
+        return x + 7
+
+    found = collections.Counter()
+    caplog.clear()
+    jax.config.update("jax_log_compiles", True)
+    try:
+        jax.jit(control)(1.0)
+        yield found
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    found.update(str(record.args[0])[4:-1] for record in caplog.records if record.msg.startswith("Compiling"))
+    assert found.pop("control", 0), "compilation is not logged"
