@@ -225,6 +225,10 @@ class SteadyStep:
             return _measured_s(dataclasses.replace(self.step, updates_by_need=True))
         return _Search(self.step).largest_mean_s()
 
+    def critical(self) -> tuple[list[Task], int]:
+        """The tasks of a cycle that sets the period, with updates in backward order, and the steps that it takes."""
+        return _Search(self.step).critical()
+
 
 def _boundary(step: Schedule) -> list[int]:
     """The tasks that the next step waits for, in ascending order."""
@@ -254,7 +258,8 @@ class _Search:
 
     def __init__(self, step: Schedule):
         last = {task.lane: index for index, task in enumerate(step.tasks)}
-        self.boundary = _boundary(step)
+        self.boundary, self.tasks = _boundary(step), step.tasks
+        self.potentials = dict.fromkeys(self.boundary, 0.0)
         self.durations_s = [task.duration_s for task in step.tasks]
         self.waits: list[tuple[int, ...]] = []
         self.waits_previous: list[tuple[int, ...]] = []
@@ -271,7 +276,7 @@ class _Search:
 
     def largest_mean_s(self) -> float:
         """Seconds a step."""
-        potentials = dict.fromkeys(self.boundary, 0.0)
+        potentials = self.potentials
         come_from: dict[int, tuple[int, float]] = {}
         while True:
             raised = self._longer_ways(potentials)
@@ -283,6 +288,32 @@ class _Search:
                 return self.mean_s
             if mean_s is not None:
                 self.mean_s, come_from = mean_s, {}
+
+    def critical(self) -> tuple[list[Task], int]:
+        """The tasks of a cycle with the largest mean, and its number of steps."""
+        self.largest_mean_s()
+        size = len(self.durations_s)
+        values, came_from = [0.0] * size, [(-1, False)] * size
+        potentials = self.potentials
+        for index, duration_s in enumerate(self.durations_s):
+            best = -float("inf")
+            for other in self.waits[index]:
+                if values[other] > best:
+                    best, came_from[index] = values[other], (other, False)
+            for other in self.waits_previous[index]:
+                if potentials[other] > best:
+                    best, came_from[index] = potentials[other], (other, True)
+            values[index] = best + duration_s
+        start = max(self.boundary, key=lambda index: values[index] - potentials[index])
+        way, at, begins = [start], start, {start: 0}
+        while True:
+            at, is_earlier = came_from[at]
+            if is_earlier and at in begins:
+                num_steps = 1 + sum(place > begins[at] for place in begins.values())
+                return [self.tasks[index] for index in way[begins[at] :]], num_steps
+            if is_earlier:
+                begins[at] = len(way)
+            way.append(at)
 
     def _longer_ways(self, potentials: Mapping[int, float]) -> dict[int, tuple[float, int, float]]:
         """For each task whose potential rises: the new one, the task where the longest way begins, and its seconds."""
@@ -380,11 +411,16 @@ def device_bytes_of_steps(
     return [(0.0, schedule.resident_bytes), *zip(times.tolist(), held, strict=True)]
 
 
-def critical_path(of: Run) -> list[int]:
+def critical_path(of: Run, kinds: tuple[Kind, ...] | None = None) -> list[int]:
     """Indices of the tasks, first to last, that determine the end of the first step's last update.
 
     Each one starts when its predecessor ends; the first starts at 0.
+
+    Args:
+      of: the run.
+      kinds: the kinds of task whose last end counts; None for updates.
     """
+    kinds = kinds or _UPDATES
     tasks = of.schedule.tasks
     before: dict[int, int | None] = {}
     last: dict[Lane, int] = {}
@@ -392,8 +428,8 @@ def critical_path(of: Run) -> list[int]:
     for index in sorted(range(len(tasks)), key=lambda index: (of.starts_s[index], of.ends_s[index], index)):
         before[index] = last.get(tasks[index].lane)
         last[tasks[index].lane] = index
-    updates = [index for index, task in enumerate(tasks) if task.kind in _UPDATES and task.step == 0]
-    current = max(updates, key=lambda index: of.ends_s[index])
+    ending = [index for index, task in enumerate(tasks) if task.kind in kinds and task.step == 0]
+    current = max(ending, key=lambda index: of.ends_s[index])
     path = [current]
     while of.starts_s[current] > 0:
         lane_before = before[current]

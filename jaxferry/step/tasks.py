@@ -264,7 +264,8 @@ class StepTasks:
         )
         self.tasks.append(task)
         for other in after:
-            start_s = max(start_s, self.ends_s[other])
+            if self.ends_s[other] > start_s:
+                start_s = self.ends_s[other]
         self.free_s[lane] = start_s + seconds
         self.ends_s.append(self.free_s[lane])
         return len(self.tasks) - 1
