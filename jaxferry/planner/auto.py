@@ -135,4 +135,5 @@ class AutoSearch:
 def _needed_memory(chosen: Judged) -> int | None:
     """The plan's bytes for gradients; None if no backward waits for room even so."""
     given = chosen.plan.memory_bytes
-    return None if chosen.schedules.within(None) == chosen.schedules.within(given) else given
+    schedules = chosen.schedules
+    return None if schedules.within(None) == schedules.within(given) else given

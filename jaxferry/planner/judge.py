@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from jaxferry.planner.base import Objective
 from jaxferry.planner.columns import Columns
 from jaxferry.planner.preference import score_of
 from jaxferry.step import (
+    Demand,
     Kind,
     Lane,
     Loads,
@@ -30,43 +32,52 @@ from jaxferry.step import (
 )
 
 _ROUNDING = 1e-12
+_GAIN = 1e-4
+
+
+Counts = dict[tuple[Kind, Lane], np.ndarray]
+"""How often a step has tasks of a kind on a lane, by layer, (layers,)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Judged:
-    """A plan that has been simulated.
+    """A plan that has been simulated. Its tasks are not kept: a search knows hundreds of plans.
 
     Attributes:
+      profile: the layers.
       plan: in the order of updates that is faster.
       codes: its columns, (layers,).
       objective_s: its objective in seconds.
-      needed_bytes: the least memory budget within which it runs.
-      schedules: its tasks.
+      needs: its memory.
+      critical: of a way, or of a cycle of a chain, that sets the objective.
     """
 
+    profile: Profile
     plan: Plan
     codes: np.ndarray
     objective_s: float
-    needed_bytes: int
-    schedules: StepSchedules
+    needs: Demand
+    critical: Counts
+
+    @property
+    def needed_bytes(self) -> int:
+        """The least memory budget within which it runs."""
+        return self.needs.natural
+
+    @property
+    def schedules(self) -> StepSchedules:
+        """Its tasks, listed anew."""
+        return StepSchedules(self.profile, self.plan)
 
     @functools.cached_property
     def score(self) -> int:
         """How much the plan relies on the machine model (`jaxferry.planner.preference`)."""
-        return score_of(self.schedules.profile, self.plan)
+        return score_of(self.profile, self.plan)
 
     @property
     def rank(self) -> tuple[float, int, int]:
         """The smaller, the better: time, then reliance on the model, then memory."""
         return self.objective_s, self.score, self.needed_bytes
-
-    def critical(self, objective: Objective) -> tuple[list[Task], int]:
-        """The tasks of a way, or of a cycle of a chain, that sets the objective, and the number of steps it takes."""
-        if objective is Objective.STEADY:
-            return self.schedules.steady(self.plan.memory_bytes).critical()
-        one = run(self.schedules.within(self.plan.memory_bytes))
-        ends = (Kind.FORWARD, Kind.INTER_FORWARD) if objective is Objective.FORWARD else None
-        return [one.schedule.tasks[index] for index in critical_path(one, ends)], 1
 
 
 class Judge:
@@ -90,7 +101,8 @@ class Judge:
         self.reserve_factor_of = reserve_factor_of
         self.judged: dict[tuple[bytes, Subgroups, int | None], Judged | None] = {}
         self.effort = 0
-        self._lowered: dict[tuple[bytes, Subgroups], StepSchedules] = {}
+        self._needs: dict[tuple[bytes, Subgroups], Demand] = {}
+        self._last: tuple[tuple[bytes, Subgroups] | None, StepSchedules | None] = None, None
 
     @property
     def profile(self) -> Profile:
@@ -99,17 +111,26 @@ class Judge:
 
     def needed_bytes(self, codes: np.ndarray, subgroups: Subgroups = Subgroups.LARGE) -> int:
         """The least memory budget within which a plan runs."""
-        return self.lowered(codes, subgroups).needs.natural
+        return self.needs(codes, subgroups).natural
 
-    def lowered(self, codes: np.ndarray, subgroups: Subgroups = Subgroups.LARGE) -> StepSchedules:
-        """The tasks of a plan, for any budget."""
+    def needs(self, codes: np.ndarray, subgroups: Subgroups = Subgroups.LARGE) -> Demand:
+        """The memory of a plan."""
         key = codes.tobytes(), subgroups
-        if key not in self._lowered:
+        if key not in self._needs:
+            self._needs[key] = self.schedules(codes, subgroups).needs
+        return self._needs[key]
+
+    def schedules(self, codes: np.ndarray, subgroups: Subgroups = Subgroups.LARGE) -> StepSchedules:
+        """The tasks of a plan, for any budget; those of the last plan are kept."""
+        key, (last, found) = (codes.tobytes(), subgroups), self._last
+        if found is None or key != last:
             layers = self.columns.layers(codes)
-            plan = Plan(self.policy, self.reserve_factor_of(codes), layers, subgroups=subgroups)
-            self._lowered[key] = StepSchedules(self.profile, plan)
+            found = StepSchedules(
+                self.profile, Plan(self.policy, self.reserve_factor_of(codes), layers, subgroups=subgroups)
+            )
             self.effort += len(layers)
-        return self._lowered[key]
+            self._last = key, found
+        return found
 
     def __call__(
         self, codes: np.ndarray, memory_bytes: int | None, subgroups: Subgroups = Subgroups.LARGE
@@ -117,7 +138,7 @@ class Judge:
         """A plan with so much memory for gradients; None if it breaks a rule of all policies (`planner/base.py`)."""
         key = codes.tobytes(), subgroups, memory_bytes
         if key not in self.judged:
-            schedules = self.lowered(codes, subgroups)
+            schedules = self.schedules(codes, subgroups)
             breaks = Mode.DFGB in schedules.effective.modes and not _keeps_window(schedules)
             self.judged[key] = None if breaks else self._judged(codes, schedules, memory_bytes)
         return self.judged[key]
@@ -137,14 +158,28 @@ class Judge:
     def _judged(self, codes: np.ndarray, schedules: StepSchedules, memory_bytes: int | None) -> Judged:
         self.effort += len(schedules.within(memory_bytes).tasks)
         plan = dataclasses.replace(schedules.plan, memory_bytes=memory_bytes)
-        plan, seconds = self._ordered(plan, schedules)
-        return Judged(plan, codes, seconds, schedules.needs.natural, schedules)
+        cycle, num_steps = self._critical(schedules, memory_bytes)
+        plan, seconds = self._ordered(plan, schedules, cycle)
+        counts, size = Counts(), len(codes)
+        for task in cycle:
+            # Of an update in several parts, each part of the cycle counts as much of the whole as it is.
+            counts.setdefault((task.kind, task.lane), np.zeros(size))[task.segment] += 1 / (
+                num_steps * task.num_subgroups
+            )
+        return Judged(self.profile, plan, codes, seconds, schedules.needs, counts)
 
-    def _ordered(self, plan: Plan, schedules: StepSchedules) -> tuple[Plan, float]:
+    def _critical(self, schedules: StepSchedules, memory_bytes: int | None) -> tuple[list[Task], int]:
+        """The tasks of a way, or of a cycle of a chain, that sets the objective, and the number of steps it takes."""
+        if self.objective is Objective.STEADY:
+            return schedules.steady(memory_bytes).critical()
+        one = run(schedules.within(memory_bytes))
+        ends = (Kind.FORWARD, Kind.INTER_FORWARD) if self.objective is Objective.FORWARD else None
+        return [one.schedule.tasks[index] for index in critical_path(one, ends)], 1
+
+    def _ordered(self, plan: Plan, schedules: StepSchedules, critical: Sequence[Task]) -> tuple[Plan, float]:
         """The plan in the order of updates that is faster, and its objective in seconds."""
         seconds, memory_bytes = self._seconds(schedules, plan, False), plan.memory_bytes
-        num_updates = sum(task.lane is Lane.HOST for task in schedules.within(memory_bytes).tasks)
-        if num_updates < 2 or self.objective is Objective.FORWARD:
+        if not self._depends_on_order(critical) or schedules.steady(memory_bytes).least_s >= seconds * (1 - _GAIN):
             return plan, seconds
         other = schedules.in_order(UpdateOrder.NEED)
         if memory_bytes is not None and other.needs.natural > memory_bytes:
@@ -157,6 +192,14 @@ class Judge:
         if by_need_s < seconds * (1 - _ROUNDING):
             return dataclasses.replace(by_need, update_order=UpdateOrder.NEED), by_need_s
         return plan, seconds
+
+    def _depends_on_order(self, critical: Sequence[Task]) -> bool:
+        """Whether another order of updates may be faster: some, but not all, critical tasks are updates in a row."""
+        on_host = [task.lane is Lane.HOST for task in critical]
+        if self.objective is not Objective.STEADY:
+            return self.objective is Objective.STEP
+        in_a_row = any(map(operator.and_, on_host, [*on_host[1:], *on_host[:1]]))
+        return in_a_row and not all(on_host)
 
     def _seconds(self, schedules: StepSchedules, plan: Plan, by_need: bool) -> float:
         if self.objective is Objective.STEADY:

@@ -11,15 +11,15 @@ plan, and does not count for moves from it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from jaxferry.costs import SHARING, Profile
 from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
 from jaxferry.planner.columns import Column, Columns
-from jaxferry.planner.judge import Judge
-from jaxferry.step import Demand, Kind, Lane, StepSchedules, Task, with_shared_work
+from jaxferry.planner.judge import Counts, Judge
+from jaxferry.step import Demand, Kind, Lane, with_shared_work
 
 _MOST_ROWS = 96
 _MOST_PLACES = 64
@@ -77,11 +77,12 @@ class Rows:
         profile = judge.profile
         shape = (len(profile.layers), len(self.columns.all))
         self._costs: dict[tuple[Kind, Lane], np.ndarray] = {}
-        lowered: list[StepSchedules] = []
+        needs: list[Demand] = []
         for number, column in enumerate(self.columns.all):
             codes = self.columns.uniform(column)
-            lowered.append(judge.lowered(codes))
-            for task in with_shared_work(lowered[-1].within(None)).tasks:
+            schedules = judge.schedules(codes)
+            needs.append(schedules.needs)
+            for task in with_shared_work(schedules.within(None)).tasks:
                 if codes[task.segment] == number and task.kind is not Kind.CONTENTION:
                     known = self._costs.setdefault((task.kind, task.lane), np.zeros(shape))
                     known[task.segment, number] += task.duration_s
@@ -95,8 +96,8 @@ class Rows:
         for layer in np.unique(np.linspace(0, shape[0] - 1, _MOST_PLACES).astype(int)):
             self._add_place(False, int(layer))
             self._add_place(True, int(layer))
-        for each in lowered:
-            self.add_place(each.needs)
+        for each in needs:
+            self.add_place(each)
 
     def _own(self, lane: Lane) -> np.ndarray:
         found = [cost for (_, own), cost in self._costs.items() if own is lane]
@@ -110,19 +111,14 @@ class Rows:
     def _of_lane(self, lane: Lane) -> np.ndarray:
         return self._own(lane) + (self._lost(lane) if lane.value in SHARING else 0.0)
 
-    def add(self, cycle: Sequence[Task], num_steps: int) -> None:
+    def add(self, critical: Counts) -> None:
         """Adds the row of a critical cycle."""
-        counts: dict[tuple[Kind, Lane], np.ndarray] = {}
-        row, size = np.zeros(self.rows.shape[1:]), self.rows.shape[1]
-        for task in cycle:
-            if task.kind is Kind.CONTENTION:
-                row += self._lost(task.lane) / num_steps
-                continue
-            # Of an update in several parts, each part of the cycle counts as much of the whole as it is.
-            counts.setdefault((task.kind, task.lane), np.zeros(size))[task.segment] += 1 / task.num_subgroups
-        for key, count in counts.items():
-            if key in self._costs:
-                row += self._costs[key] * (count / num_steps)[:, None]
+        row = np.zeros(self.rows.shape[1:])
+        for (kind, lane), count in critical.items():
+            if kind is Kind.CONTENTION:
+                row += self._lost(lane) * count.sum()
+            elif (kind, lane) in self._costs:
+                row += self._costs[kind, lane] * count[:, None]
         content = np.round(row, 9).tobytes()
         if content in self._known:
             return

@@ -227,7 +227,7 @@ class _BudgetSearch:
     def _fits(self, codes: np.ndarray) -> bool:
         if not self.search.allows(codes):
             return False
-        needs = self.judge.lowered(codes, self._subgroups).needs
+        needs = self.judge.needs(codes, self._subgroups)
         fits = needs.natural <= self.limit
         if not fits and not self._is_complete:
             self.search.rows.add_place(needs)
@@ -241,7 +241,7 @@ class _BudgetSearch:
         if judged is not None:
             self._keep(judged)
             if judged.objective_s > 0 and not self._is_complete:
-                self.search.rows.add(*judged.critical(self.search.objective))
+                self.search.rows.add(judged.critical)
         return judged
 
     def _keep(self, judged: Judged) -> None:
@@ -350,7 +350,7 @@ class _BudgetSearch:
         for _ in range(_REPAIRS):
             if self._fits(codes):
                 return codes
-            needs = self.judge.lowered(codes, self._subgroups).needs
+            needs = self.judge.needs(codes, self._subgroups)
             now_s, now_bytes, moves = rows.seconds(codes), rows.bytes_of(needs), rows.moves(codes)
             needed = needs.natural
             seconds = (now_s[:, None] + moves.seconds).max(axis=0)
@@ -391,7 +391,7 @@ class _BudgetSearch:
     def _promising(self, current: Judged) -> np.ndarray | None:
         """The plan one move or two away that fits, and by the rows is the fastest; None if none is faster."""
         checked, too_large = 0, set[Kinds]()
-        for kind, made in self._ranking.of(current.codes, current.schedules.needs, current.objective_s):
+        for kind, made in self._ranking.of(current.codes, current.needs, current.objective_s):
             if kind in too_large or made.tobytes() in self._tried:
                 continue
             if self._fits(made):

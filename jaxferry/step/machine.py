@@ -40,14 +40,25 @@ With updates by need the map is not linear. The period is then measured, see `ST
 """
 
 import dataclasses
+import functools
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from jaxferry.costs import NO_CONTENTION, SHARING
-from jaxferry.step.tasks import Kind, Lane, Run, Schedule, Task, changed, dispatch_order, in_one_period
+from jaxferry.step.tasks import (
+    Kind,
+    Lane,
+    Run,
+    Schedule,
+    Task,
+    changed,
+    dispatch_order,
+    in_one_period,
+    waits_in_one_period,
+)
 
 _LANES = {lane: number for number, lane in enumerate(Lane)}
 _HOST = _LANES[Lane.HOST]
@@ -147,38 +158,40 @@ class Chain:
 
 def with_shared_work(step: Schedule) -> Schedule:
     """The schedule with READ, WRITE and CONTENTION tasks; the same one if nothing is shared."""
-    if not step.contention and not any(task.read_s or task.write_s for task in step.tasks):
+    shares_links = any(task.read_s or task.write_s for task in step.tasks)
+    if not step.contention and not shares_links:
         return step
     tasks: list[Task] = []
     new_index: list[int] = []
     places: list[int] = []
+    moved: list[tuple[int, Task]] = []
     on_gpu: tuple[int, ...] = ()
     begin = 0
-
-    def moved(indices: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple([new_index[index] for index in indices])
-
     for index, task in enumerate(step.tasks):
         if task.step != step.tasks[index - 1].step and index:
-            tasks += _lost(step, tasks[begin:])
-            begin = len(tasks)
+            tasks += _lost(step, step.tasks[begin:index])
+            begin = index
         places.append(len(tasks))
         if task.read_s:
             tasks.append(_link_task(task, Kind.READ, Lane.H2D, ("read_s", task.read_s), ()))
         new_index.append(len(tasks))
-        copy = None if task.copy is None else new_index[task.copy]
-        tasks.append(changed(task, after=moved(task.after), copy=copy, read_s=0.0, write_s=0.0))
+        if shares_links or task.before is not None:
+            moved.append((len(tasks), task))
+        tasks.append(task)
         if task.write_s:
-            waits = moved(tuple(dict.fromkeys((*task.after, *on_gpu))))
+            waits = tuple([new_index[other] for other in dict.fromkeys((*task.after, *on_gpu))])
             tasks.append(_link_task(task, Kind.WRITE, Lane.D2H, ("write_s", task.write_s), waits))
         on_gpu = (index,) if task.lane is Lane.GPU else on_gpu
-    tasks += _lost(step, tasks[begin:])
-    for index, task in enumerate(tasks):  # tasks of other steps have their new indices only now
-        if task.after_previous:
-            tasks[index] = changed(task, after_previous=moved(task.after_previous))
-        if task.before is not None:
-            steps, place = divmod(task.before, len(places))
-            tasks[index] = changed(tasks[index], before=steps * len(tasks) + places[place])
+    tasks += _lost(step, step.tasks[begin:])
+    for place, task in moved:  # waits for tasks of other steps have their new indices only now
+        after = tuple([new_index[other] for other in task.after])
+        earlier = tuple([new_index[other] for other in task.after_previous])
+        before, copy = task.before, None if task.copy is None else new_index[task.copy]
+        if before is not None:
+            steps, following = divmod(before, len(places))
+            before = steps * len(tasks) + places[following]
+        values = {"after": after, "after_previous": earlier, "before": before, "copy": copy}
+        tasks[place] = changed(task, **values, read_s=0.0, write_s=0.0)
     return dataclasses.replace(step, tasks=tuple(tasks), contention=NO_CONTENTION)
 
 
@@ -191,8 +204,12 @@ def _lost(schedule: Schedule, tasks: Sequence[Task]) -> list[Task]:
     """What the lanes lose to each other in a step with these tasks."""
     if not schedule.contention:
         return []
-    work_s = [math.fsum(task.duration_s for task in tasks if task.lane.value == lane) for lane in SHARING]
-    lost_s = schedule.contention.lost_s(np.array(work_s)).tolist()
+    work_s: dict[Lane, list[float]] = {lane: [] for lane in Lane}
+    for task in tasks:
+        work_s[task.lane].append(task.duration_s)
+        work_s[Lane.H2D].append(task.read_s)
+        work_s[Lane.D2H].append(task.write_s)
+    lost_s = schedule.contention.lost_s(np.array([math.fsum(work_s[Lane(lane)]) for lane in SHARING])).tolist()
     first = tasks[0]
     return [
         Task(Kind.CONTENTION.value, first.segment, Kind.CONTENTION, Lane(lane), "contention", seconds, step=first.step)
@@ -217,30 +234,40 @@ class SteadyStep:
     """An endless chain of one step, with either order of updates."""
 
     def __init__(self, step: Schedule):
-        self.step = in_one_period(with_shared_work(step))
+        self.step = with_shared_work(step)
+
+    @functools.cached_property
+    def _search(self) -> "_Search":
+        return _Search(self.step)
 
     def seconds(self, by_need: bool) -> float:
         """`steady_step_s` if the host's updates are by need, or not."""
         if by_need:
-            return _measured_s(dataclasses.replace(self.step, updates_by_need=True))
-        return _Search(self.step).largest_mean_s()
+            return _measured_s(dataclasses.replace(in_one_period(self.step), updates_by_need=True))
+        return self._search.largest_mean_s
+
+    @property
+    def least_s(self) -> float:
+        """The work of the lane that has the most: no order of updates is faster."""
+        return self._search.least_s
 
     def critical(self) -> tuple[list[Task], int]:
         """The tasks of a cycle that sets the period, with updates in backward order, and the steps that it takes."""
-        return _Search(self.step).critical()
+        return self._search.critical()
 
 
-def _boundary(step: Schedule) -> list[int]:
-    """The tasks that the next step waits for, in ascending order."""
-    last = {task.lane: index for index, task in enumerate(step.tasks)}
-    return sorted({index for task in step.tasks for index in task.after_previous} | set(last.values()))
+def _boundary(earlier: Iterable[tuple[int, ...]], lanes: Sequence[Lane]) -> list[int]:
+    """The tasks that the next step waits for, in ascending order, from all waits for the previous step."""
+    last = {lane: index for index, lane in enumerate(lanes)}
+    return sorted({index for waits in earlier for index in waits} | set(last.values()))
 
 
 def _measured_s(step: Schedule) -> float:
     """The mean of `STEPS_BY_NEED`; or the growth of a step once all times of the boundary grow equally."""
     first, last = STEPS_BY_NEED
-    boundary, chain = _boundary(step), Chain(step)
-    gpu = max(index for index, task in enumerate(step.tasks) if task.lane is Lane.GPU)
+    lanes, chain = [task.lane for task in step.tasks], Chain(step)
+    boundary = _boundary((task.after_previous for task in step.tasks), lanes)
+    gpu = max(index for index, lane in enumerate(lanes) if lane is Lane.GPU)
     ends: list[float] = []
     before: list[float] = []
     for _ in range(last):
@@ -257,23 +284,28 @@ class _Search:
     """The largest cycle mean of a step's map."""
 
     def __init__(self, step: Schedule):
-        last = {task.lane: index for index, task in enumerate(step.tasks)}
-        self.boundary, self.tasks = _boundary(step), step.tasks
+        order, after, earlier = waits_in_one_period(step)
+        self.tasks = [step.tasks[index] for index in order]
+        lanes = [task.lane for task in self.tasks]
+        last = {lane: index for index, lane in enumerate(lanes)}
+        self.boundary = _boundary(earlier, lanes)
         self.potentials = dict.fromkeys(self.boundary, 0.0)
-        self.durations_s = [task.duration_s for task in step.tasks]
+        self.durations_s = [task.duration_s for task in self.tasks]
         self.waits: list[tuple[int, ...]] = []
-        self.waits_previous: list[tuple[int, ...]] = []
+        self.waits_previous = earlier
         latest: dict[Lane, int] = {}
         totals = dict.fromkeys(Lane, 0.0)
-        for index, task in enumerate(step.tasks):
-            in_lane = latest.get(task.lane)
-            self.waits.append(task.after if in_lane is None else (*task.after, in_lane))
-            own = (last[task.lane],) if in_lane is None else ()
-            self.waits_previous.append((*task.after_previous, *own))
-            latest[task.lane] = index
-            totals[task.lane] += task.duration_s
-        self.mean_s = max(totals.values())
+        for index, (lane, waits, seconds) in enumerate(zip(lanes, after, self.durations_s, strict=True)):
+            if lane in latest:
+                self.waits.append((*waits, latest[lane]))
+            else:
+                self.waits.append(waits)
+                earlier[index] = (*earlier[index], last[lane])
+            latest[lane] = index
+            totals[lane] += seconds
+        self.least_s = self.mean_s = max(totals.values())
 
+    @functools.cached_property
     def largest_mean_s(self) -> float:
         """Seconds a step."""
         potentials = self.potentials
@@ -291,7 +323,7 @@ class _Search:
 
     def critical(self) -> tuple[list[Task], int]:
         """The tasks of a cycle with the largest mean, and its number of steps."""
-        self.largest_mean_s()
+        _ = self.largest_mean_s
         size = len(self.durations_s)
         values, came_from = [0.0] * size, [(-1, False)] * size
         potentials = self.potentials

@@ -130,7 +130,7 @@ class StepSchedules:
         self.profile, self.plan, self.effective = profile, plan, effective(profile, plan)
         self.held = Holdings(profile, self.effective)
         self.needs = Demand.of(self.held)
-        self._orders = {plan.update_order: self}
+        self._other_order: StepSchedules | None = None
         self._known: dict[tuple[tuple[int, ...], int], Schedule] = {}
         self._steady: dict[int, SteadyStep] = {}
 
@@ -139,10 +139,11 @@ class StepSchedules:
 
         These updates wait for no transfer, but in backward order for the updates before them.
         """
-        if order not in self._orders:
-            plan = dataclasses.replace(self.plan, update_order=order)
-            self._orders[order] = StepSchedules(self.profile, plan) if GradientPlace.HOST in plan.gradients else self
-        return self._orders[order]
+        if order is self.plan.update_order or GradientPlace.HOST not in self.plan.gradients:
+            return self
+        if self._other_order is None:
+            self._other_order = StepSchedules(self.profile, dataclasses.replace(self.plan, update_order=order))
+        return self._other_order
 
     def within(self, memory_bytes: int | None) -> Schedule:
         """The tasks if the plan has these `memory_bytes`."""
