@@ -23,7 +23,8 @@ from jaxferry.step import LayerPlan
 
 ALL_PLACES = tuple(UpdatePlace)
 _SHORT = 6
-_NAMES = ("name", "parameters", "block", "temporary_bytes")
+_NOT_COMPARED = ("name", "parameters", "block", "temporary_bytes", "forward_workspace_bytes", "backward_workspace_bytes")
+"""What differs between layers that count as equal: buffers of equal programs differ by some bytes."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -130,12 +131,12 @@ class Columns:
         return True
 
     def _classes(self) -> list[list[int]]:
-        names = [field.name for field in dataclasses.fields(LayerProfile) if field.name not in _NAMES]
+        names = [field.name for field in dataclasses.fields(LayerProfile) if field.name not in _NOT_COMPARED]
         found: dict[tuple[object, ...], list[int]] = {}
         for index, layer in enumerate(self.profile.layers):
             members = self.profile.groups[self.profile.group_of[index]]
             costs = (getattr(layer, name) for name in names)
-            key = (*costs, *sorted(layer.temporary_bytes.items()), members.index(index), len(members))
+            key = (*costs, members.index(index), len(members))
             found.setdefault(key, []).append(index)
         return list(found.values())
 
