@@ -220,6 +220,7 @@ class Ranking:
         self._streams = np.array([column.update is UpdatePlace.GPU for column in self._columns.all])
         self._reloads = np.array([column.mode is Mode.RELOAD for column in self._columns.all])
         self._param_bytes = [layer.param_bytes for layer in self._columns.profile.layers]
+        self._largest_bytes = 2 * max(self._param_bytes)
 
     def of(self, codes: np.ndarray, needs: Demand, objective_s: float) -> Iterator[tuple[Kinds, np.ndarray]]:
         """Plans one move or two away that may fit and be faster by the rows, the fastest first, with what was done.
@@ -245,7 +246,8 @@ class Ranking:
         both_s = _smooth(both_s, scale_s)
         both_bytes = moves.num_bytes[:, faster, None] + moves.num_bytes[:, None, others]
         both_bytes = (now_bytes[:, None, None] + both_bytes).max(axis=0)
-        single = np.flatnonzero((seconds < below_s) & (num_bytes <= most_bytes)).tolist()
+        # Copies of some layers share the room of others: a single move may need less than it seems.
+        single = np.flatnonzero((seconds < below_s) & (num_bytes <= most_bytes + self._largest_bytes)).tolist()
         one, other = np.nonzero((both_s < below_s) & (both_bytes <= most_bytes))
         ranked: list[tuple[float, float, tuple[int, ...]]] = [
             (float(seconds[move]), float(num_bytes[move]), (move,)) for move in single
