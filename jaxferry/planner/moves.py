@@ -27,6 +27,7 @@ _PAIRED = 32
 _POWER = 64
 _ABOUT = 1.001
 _GAIN = 1e-6
+_SINGLE = 1.01
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +55,7 @@ class Moves:
     def kind(self, columns: Columns, move: int) -> tuple[int, int, int]:
         """The column of a move, the number of its layers, and their class: moves that are alike have the same."""
         part = self.parts[self.part[move]]
-        return int(self.column[move]), len(part), columns.class_of[part[0]]
+        return int(self.column[move]), len(part), part[0]
 
     def taken(self, columns: Columns, codes: np.ndarray, move: int) -> np.ndarray | None:
         """The plan after a move; None if some layer may not have the column."""
@@ -222,7 +223,7 @@ class Ranking:
         self._param_bytes = [layer.param_bytes for layer in self._columns.profile.layers]
         self._largest_bytes = 2 * max(self._param_bytes)
 
-    def of(self, codes: np.ndarray, needs: Demand, objective_s: float) -> Iterator[tuple[Kinds, np.ndarray]]:
+    def of(self, codes: np.ndarray, needs: Demand, objective_s: float) -> Iterator[tuple[Kinds, np.ndarray, bool]]:
         """Plans one move or two away that may fit and be faster by the rows, the fastest first, with what was done.
 
         Args:
@@ -247,7 +248,8 @@ class Ranking:
         both_bytes = moves.num_bytes[:, faster, None] + moves.num_bytes[:, None, others]
         both_bytes = (now_bytes[:, None, None] + both_bytes).max(axis=0)
         # Copies of some layers share the room of others: a single move may need less than it seems.
-        single = np.flatnonzero((seconds < below_s) & (num_bytes <= most_bytes + self._largest_bytes)).tolist()
+        may_fit = num_bytes <= most_bytes + self._largest_bytes
+        single = np.flatnonzero((seconds < below_s * _SINGLE) & may_fit).tolist()
         one, other = np.nonzero((both_s < below_s) & (both_bytes <= most_bytes))
         ranked: list[tuple[float, float, tuple[int, ...]]] = [
             (float(seconds[move]), float(num_bytes[move]), (move,)) for move in single
@@ -255,12 +257,12 @@ class Ranking:
         for row, column in zip(one.tolist(), other.tolist(), strict=True):
             pair = (int(faster[row]), int(others[column]))
             ranked.append((float(both_s[row, column]), float(both_bytes[row, column]), pair))
-        for _, _, chosen in sorted(ranked, key=lambda each: each[:2]):
+        for _, most, chosen in sorted(ranked, key=lambda each: each[:2]):
             made: np.ndarray | None = codes
             for move in chosen:
                 made = None if made is None else moves.taken(self._columns, made, move)
             if made is not None:
-                yield tuple(moves.kind(self._columns, move) for move in chosen), made
+                yield tuple(moves.kind(self._columns, move) for move in chosen), made, most <= most_bytes
 
     def _add_slots(self, moves: Moves, codes: np.ndarray) -> None:
         """Adds the memory of slots that layers share: of updates that stream, and two for the copies of RELOAD."""

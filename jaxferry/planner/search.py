@@ -44,6 +44,7 @@ _PROVEN = 1 + 1e-4
 _GAIN = 1e-6
 
 _CHECKED = 40
+_CHECKED_LARGE = 16
 _POINTS = 24
 _FAMILIES = 200
 _SHARE_OF_FAMILIES = 0.4
@@ -390,16 +391,14 @@ class _BudgetSearch:
 
     def _promising(self, current: Judged) -> np.ndarray | None:
         """The plan one move or two away that fits, and by the rows is the fastest; None if none is faster."""
-        checked, too_large = 0, set[Kinds]()
-        for kind, made in self._ranking.of(current.codes, current.needs, current.objective_s):
-            if kind in too_large or made.tobytes() in self._tried:
+        left, too_large = {True: _CHECKED, False: _CHECKED_LARGE}, set[Kinds]()
+        for kind, made, seems_to_fit in self._ranking.of(current.codes, current.needs, current.objective_s):
+            if not left[seems_to_fit] or kind in too_large or made.tobytes() in self._tried:
                 continue
             if self._fits(made):
                 return made
             too_large.add(kind)
-            checked += 1
-            if checked >= _CHECKED:
-                return None
+            left[seems_to_fit] -= 1
         return None
 
     def _restart(self) -> None:
