@@ -184,6 +184,9 @@ class Judge:
         other = schedules.in_order(UpdateOrder.NEED)
         if memory_bytes is not None and other.needs.natural > memory_bytes:
             return plan, seconds
+        streams = memory_bytes is not None and other is schedules and any(plan.updates_streamed)
+        if streams and self._seconds(other, plan, True) >= seconds * (1 - _ROUNDING):
+            return plan, seconds  # whether these wait for room takes long to say
         # As in `best_order`: a greedy order may be slower with more memory, so that counts only if it ends all waits.
         by_need = plan
         if memory_bytes is not None and other.waits_for_room(memory_bytes):

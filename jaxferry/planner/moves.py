@@ -24,7 +24,7 @@ from jaxferry.step import Demand, Kind, Lane, with_shared_work
 _MOST_ROWS = 96
 _MOST_PLACES = 64
 _PAIRED = 32
-_POWER = 64
+_DOUBLINGS = 6
 _ABOUT = 1.001
 _GAIN = 1e-6
 _SINGLE = 1.01
@@ -199,7 +199,10 @@ def _bytes_at(profile: Profile, index: int, column: Column, is_back: bool, place
 
 def _smooth(rows_s: np.ndarray, scale_s: float) -> np.ndarray:
     """About the largest of the rows, relative to the scale; a little more, the more rows are nearly as large."""
-    found: np.ndarray = ((np.maximum(rows_s, 0.0) / max(scale_s, 1e-300)) ** _POWER).sum(axis=0) ** (1 / _POWER)
+    powers = np.maximum(rows_s, 0.0) / max(scale_s, 1e-300)
+    for _ in range(_DOUBLINGS):
+        powers *= powers
+    found: np.ndarray = powers.sum(axis=0) ** (0.5**_DOUBLINGS)
     return found
 
 
@@ -240,9 +243,7 @@ class Ranking:
         seconds = _smooth(now_s[:, None] + more_s, scale_s)
         self._add_slots(moves, codes)
         num_bytes = (now_bytes[:, None] + moves.num_bytes).max(axis=0)
-        faster = np.argsort(seconds, kind="stable")[:_PAIRED]
-        saves = np.flatnonzero(num_bytes < now_bytes.max())
-        others = np.unique([*saves[np.argsort(seconds[saves], kind="stable")][:_PAIRED], *faster])
+        faster, others = self._to_pair(seconds * scale_s - now_s.max(), num_bytes - now_bytes.max(), now_bytes.max())
         both_s = now_s[:, None, None] + more_s[:, faster, None] + more_s[:, None, others]
         both_s = _smooth(both_s, scale_s)
         both_bytes = moves.num_bytes[:, faster, None] + moves.num_bytes[:, None, others]
@@ -258,11 +259,25 @@ class Ranking:
             pair = (int(faster[row]), int(others[column]))
             ranked.append((float(both_s[row, column]), float(both_bytes[row, column]), pair))
         for _, most, chosen in sorted(ranked, key=lambda each: each[:2]):
+            if len(chosen) > 1 and not set(moves.layers(chosen[0])).isdisjoint(moves.layers(chosen[1])):
+                continue
             made: np.ndarray | None = codes
             for move in chosen:
                 made = None if made is None else moves.taken(self._columns, made, move)
             if made is not None:
                 yield tuple(moves.kind(self._columns, move) for move in chosen), made, most <= most_bytes
+
+    def _to_pair(self, more_s: np.ndarray, more_bytes: np.ndarray, now_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+        """Moves that are faster, and others to make their room or to be faster with: the best by byte, and at all."""
+        saves, gains = np.flatnonzero(more_bytes < 0), more_s < 0
+        room = self._limit * _ABOUT - now_bytes - more_bytes.min(initial=0)
+        gains = np.flatnonzero(gains & (more_bytes <= room))
+        by_byte = gains[np.argsort(more_s[gains] / np.maximum(more_bytes[gains], 1), kind="stable")]
+        at_all = gains[np.argsort(more_s[gains], kind="stable")]
+        faster = np.unique([*by_byte[:_PAIRED], *at_all[: _PAIRED // 2]]).astype(int)
+        cheapest = saves[np.argsort(-more_s[saves] / more_bytes[saves], kind="stable")]
+        at_all = saves[np.argsort(more_s[saves], kind="stable")]
+        return faster, np.unique([*cheapest[:_PAIRED], *at_all[: _PAIRED // 2], *faster]).astype(int)
 
     def _add_slots(self, moves: Moves, codes: np.ndarray) -> None:
         """Adds the memory of slots that layers share: of updates that stream, and two for the copies of RELOAD."""

@@ -55,7 +55,8 @@ _DIFFERENT = 0.2
 _NEAR = 1.02
 _LIKELY = 1.2
 _CHANGES = 2
-_MOST_FAILED = 24
+_MOST_FAILED = 16
+_MOST_SIDEWAYS = 4
 _MOST_RESTARTS = 40
 _MOST_PREFERRED = 32
 _FAILED_PREFERRED = 8
@@ -63,6 +64,26 @@ _SHARES = (1.0, 0.8)
 _UNLIMITED_BYTES = 2**53
 _MUCH = 0.1
 """Updates stream in small subgroups where large ones take more of the budget."""
+
+
+_LATE = list(UpdatePlace)[::-1]
+"""Places of updates: what no update on the host holds up comes first, since its forwards do too."""
+
+
+def _resident_first(column: Column) -> tuple[int, ...]:
+    return _LATE.index(column.update), column.mode is not Mode.RESIDENT, column.remat is not Remat.FULL, column.gradient is GradientPlace.HOST
+
+
+def _recomputing_first(column: Column) -> tuple[int, ...]:
+    return column.remat is not Remat.FULL, _LATE.index(column.update), column.mode is not Mode.RESIDENT, column.gradient is GradientPlace.HOST
+
+
+_ORDERS: tuple[Callable[[Column], tuple[int, ...]], ...] = (
+    _resident_first,
+    _recomputing_first,
+    lambda column: tuple(-each for each in _resident_first(column)),
+    lambda column: tuple(-each for each in _recomputing_first(column)),
+)
 
 
 class Search:
@@ -292,15 +313,19 @@ class _BudgetSearch:
             )
 
     def _rounded(self, solution: Solution) -> Iterator[np.ndarray]:
-        """Plans with as many groups of each choice as the programme has, in runs of either order."""
-        for is_reversed in (False, True):
+        """Plans with as many groups of each choice as the programme has, in runs, in several orders."""
+        counts: dict[tuple[tuple[Column, ...], ...], tuple[list[tuple[int, ...]], np.ndarray]] = {}
+        for groups, chosen, shares in solution.shares:
+            known, total = counts.get(chosen, ([], np.zeros(len(chosen))))
+            counts[chosen] = [*known, *groups], total + shares
+        for order in _ORDERS:
             codes = self.columns.uniform(Column(Mode.GFGB))
-            for groups, chosen, shares in solution.shares:
+            for chosen, (groups, shares) in counts.items():
                 used = [int(choice) for choice in np.flatnonzero(shares > _GAIN)]
-                used.sort(key=lambda choice: chosen[choice], reverse=is_reversed)
+                used.sort(key=lambda choice: [order(column) for column in chosen[choice]])
                 ends = np.round(np.cumsum(shares[used])).astype(int)
                 for choice, begin, end in zip(used, [0, *ends[:-1]], ends, strict=True):
-                    for members in groups[begin:end]:
+                    for members in sorted(groups)[begin:end]:
                         for member, column in zip(members, chosen[choice], strict=True):
                             number = self.columns.nearest(member, column)
                             codes[member] = codes[member] if number is None else number
@@ -376,30 +401,35 @@ class _BudgetSearch:
 
     def _descend(self, current: Judged) -> None:
         """Takes the most promising move, again and again, until too many in turn do not help."""
-        failed = 0
-        while not self._is_over and failed < _MOST_FAILED:
-            codes = self._promising(current)
+        failed, num_sideways = set[Kinds](), 0
+        while not self._is_over and len(failed) < _MOST_FAILED:
+            kinds, codes = self._promising(current, failed)
             if codes is None:
                 return
-            judged, failed = self._simulate(codes), failed + 1
-            if judged is None:
+            judged = self._simulate(codes)
+            if judged is not None and judged.objective_s < current.objective_s * (1 - _GAIN):
+                current, failed, num_sideways = judged, set[Kinds](), 0
                 continue
-            if judged.objective_s < current.objective_s * (1 - _GAIN):
-                current, failed = judged, 0
-            elif judged.objective_s <= current.objective_s:
+            failed.add(kinds)
+            if judged is not None and judged.objective_s <= current.objective_s and num_sideways < _MOST_SIDEWAYS:
                 current = judged  # one of the rows that hold the step up is shorter now
+                num_sideways += 1
 
-    def _promising(self, current: Judged) -> np.ndarray | None:
-        """The plan one move or two away that fits, and by the rows is the fastest; None if none is faster."""
+    def _promising(self, current: Judged, failed: set[Kinds]) -> tuple[Kinds, np.ndarray | None]:
+        """The plan one move or two away that fits, and by the rows is the fastest, with the moves; None if none is.
+
+        Moves like others that failed are not tried again.
+        """
         left, too_large = {True: _CHECKED, False: _CHECKED_LARGE}, set[Kinds]()
-        for kind, made, seems_to_fit in self._ranking.of(current.codes, current.needs, current.objective_s):
-            if not left[seems_to_fit] or kind in too_large or made.tobytes() in self._tried:
+        for kinds, made, seems_to_fit in self._ranking.of(current.codes, current.needs, current.objective_s):
+            is_known = kinds in failed or any((kind,) in failed for kind in kinds)
+            if not left[seems_to_fit] or is_known or kinds in too_large or made.tobytes() in self._tried:
                 continue
             if self._fits(made):
-                return made
-            too_large.add(kind)
+                return kinds, made
+            too_large.add(kinds)
             left[seems_to_fit] -= 1
-        return None
+        return (), None
 
     def _restart(self) -> None:
         """Moves on from plans near the best one, changed at random."""
