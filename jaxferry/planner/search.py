@@ -16,6 +16,7 @@ Where there are few plans in all, every one is simulated, so that the result is 
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +58,7 @@ _LIKELY = 1.2
 _CHANGES = 2
 _MOST_FAILED = 16
 _MOST_SIDEWAYS = 4
+_MOST_ALIKE = 4
 _MOST_RESTARTS = 40
 _MOST_PREFERRED = 32
 _FAILED_PREFERRED = 8
@@ -401,28 +403,29 @@ class _BudgetSearch:
 
     def _descend(self, current: Judged) -> None:
         """Takes the most promising move, again and again, until too many in turn do not help."""
-        failed, num_sideways = set[Kinds](), 0
+        failed, num_sideways = list[Kinds](), 0
         while not self._is_over and len(failed) < _MOST_FAILED:
             kinds, codes = self._promising(current, failed)
             if codes is None:
                 return
             judged = self._simulate(codes)
             if judged is not None and judged.objective_s < current.objective_s * (1 - _GAIN):
-                current, failed, num_sideways = judged, set[Kinds](), 0
+                current, failed, num_sideways = judged, list[Kinds](), 0
                 continue
-            failed.add(kinds)
+            failed.append(kinds)
             if judged is not None and judged.objective_s <= current.objective_s and num_sideways < _MOST_SIDEWAYS:
                 current = judged  # one of the rows that hold the step up is shorter now
                 num_sideways += 1
 
-    def _promising(self, current: Judged, failed: set[Kinds]) -> tuple[Kinds, np.ndarray | None]:
+    def _promising(self, current: Judged, failed: Sequence[Kinds]) -> tuple[Kinds, np.ndarray | None]:
         """The plan one move or two away that fits, and by the rows is the fastest, with the moves; None if none is.
 
         Moves like others that failed are not tried again.
         """
         left, too_large = {True: _CHECKED, False: _CHECKED_LARGE}, set[Kinds]()
+        tried = collections.Counter(tuple(kind[1:] for kind in kinds) for kinds in failed)
         for kinds, made, seems_to_fit in self._ranking.of(current.codes, current.needs, current.objective_s):
-            is_known = kinds in failed or any((kind,) in failed for kind in kinds)
+            is_known = any((kind,) in failed for kind in kinds) or tried[tuple(kind[1:] for kind in kinds)] >= _MOST_ALIKE
             if not left[seems_to_fit] or is_known or kinds in too_large or made.tobytes() in self._tried:
                 continue
             if self._fits(made):
