@@ -10,6 +10,7 @@ plan, and does not count for moves from it.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 
@@ -99,6 +100,12 @@ class Rows:
             self._add_place(True, int(layer))
         for each in needs:
             self.add_place(each)
+
+    def copied(self) -> Rows:
+        """Rows to add others to."""
+        found = copy.copy(self)
+        found._known, found.places = self._known.copy(), self.places.copy()
+        return found
 
     def _own(self, lane: Lane) -> np.ndarray:
         found = [cost for (_, own), cost in self._costs.items() if own is lane]

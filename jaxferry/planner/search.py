@@ -195,8 +195,13 @@ class _BudgetSearch:
         self._is_complete = False
 
     @functools.cached_property
+    def rows(self) -> Rows:
+        """The estimates, with the rows of this search's plans: its rows for other budgets would mislead."""
+        return self.search.rows.copied()
+
+    @functools.cached_property
     def _ranking(self) -> Ranking:
-        return Ranking(self.search.rows, self.limit, self._slots_bytes)
+        return Ranking(self.rows, self.limit, self._slots_bytes)
 
     @property
     def best(self) -> Judged:
@@ -254,7 +259,7 @@ class _BudgetSearch:
         needs = self.judge.needs(codes, self._subgroups)
         fits = needs.natural <= self.limit
         if not fits and not self._is_complete:
-            self.search.rows.add_place(needs)
+            self.rows.add_place(needs)
         return fits
 
     def _simulate(self, codes: np.ndarray) -> Judged | None:
@@ -265,7 +270,7 @@ class _BudgetSearch:
         if judged is not None:
             self._keep(judged)
             if judged.objective_s > 0 and not self._is_complete:
-                self.search.rows.add(judged.critical)
+                self.rows.add(judged.critical)
         return judged
 
     def _keep(self, judged: Judged) -> None:
@@ -353,7 +358,7 @@ class _BudgetSearch:
             found: np.ndarray = (head[:, :, None] + rest[:, None]).max(axis=0)
             return found
 
-        rows = self.search.rows
+        rows = self.rows
         seconds, seen = largest(rows.rows), len(rows.rows)
         if self.budget_bytes is not None:
             seconds[largest(rows.bytes) > self.limit * _NEAR] = np.inf
@@ -374,7 +379,7 @@ class _BudgetSearch:
 
     def _repaired(self, codes: np.ndarray) -> np.ndarray | None:
         """The plan, changed by moves that save memory until it fits; None if they do not suffice."""
-        rows = self.search.rows
+        rows = self.rows
         for _ in range(_REPAIRS):
             if self._fits(codes):
                 return codes
@@ -441,7 +446,7 @@ class _BudgetSearch:
             before_s = self.best.objective_s
             near = [each for each in self.known.values() if each.objective_s <= self.best.objective_s * _NEAR]
             codes = near[self._random.integers(len(near))].codes
-            rows, failed = self.search.rows, failed + 1
+            rows, failed = self.rows, failed + 1
             moves = rows.moves(codes)
             seconds = (rows.seconds(codes)[:, None] + moves.seconds).max(axis=0)
             likely = np.flatnonzero(seconds <= self.best.objective_s * _LIKELY)
@@ -476,7 +481,7 @@ class _BudgetSearch:
         """Plans one move away that rely less on the machine model and count as equal to the fastest."""
         if current.score == 0:
             return
-        rows, codes, reliance = self.search.rows, current.codes, self.columns.reliance
+        rows, codes, reliance = self.rows, current.codes, self.columns.reliance
         moves, ranked = rows.moves(codes), []
         now_s = rows.seconds(codes)
         holds = now_s <= longest_s
