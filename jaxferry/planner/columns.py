@@ -220,11 +220,27 @@ class Columns:
             codes[member] = number
         return True
 
-    def runs(self, codes: np.ndarray) -> Iterator[list[int]]:
-        """The runs of each class: layers with one column that follow each other in its order."""
+    def together(self, codes: np.ndarray) -> Iterator[list[int]]:
+        """The layers of each class; of these, the ones with the same column, and the runs of them."""
         for members in self.classes:
-            for _, run in itertools.groupby(members, key=lambda layer: codes[layer]):
-                yield list(run)
+            runs = [list(run) for _, run in itertools.groupby(members, key=lambda layer: codes[layer])]
+            if len(runs) > 1:
+                yield members
+                for number in np.unique(codes[members]):
+                    yield [layer for layer in members if codes[layer] == number]
+            yield from runs
+
+    def parts(self, together: list[int], codes: np.ndarray) -> Iterator[list[int]]:
+        """The layers that a move changes: all of these, or 1, 2, 4, ... of them if they have the same column."""
+        yield together
+        if (codes[together] == codes[together[0]]).all():
+            length, size = len(together), 1
+            while size < length:
+                yield together[:size]
+                yield together[length - size :]
+                if size > 1:
+                    yield [together[(2 * index + 1) * length // (2 * size)] for index in range(size)]
+                size *= 2
 
 
 def _is_possible(column: Column) -> bool:

@@ -1,6 +1,7 @@
 """Moves from one plan to others, ranked before any of them is simulated.
 
-A move gives some layers of one class another column: a whole run, its first or last 1, 2, 4, ... layers, or the class.
+A move gives some layers of one class another column: the class, all of its layers that have one column, or 1, 2, 4, ...
+of these, the first or the last ones or evenly spread.
 Moves are ranked by **rows**: linear bounds on the steady step, each a sum over layers of seconds by column. The first
 rows are the work of the lanes, with what they lose to each other. Further rows are the critical cycles of plans that
 have been simulated: a plan's step takes at least as long as any cycle of its tasks, and the same cycle limits its
@@ -163,29 +164,22 @@ class Rows:
         layers, columns = np.arange(len(codes)), self.columns
         both = np.concatenate([self.rows, self.bytes])
         more = both - both[:, layers, codes][:, :, None]
-        mixed = [run for run in columns.classes if (codes[run] != codes[run[0]]).any()]
-        parts, added, allowed = list[list[int]](), list[np.ndarray](), list[np.ndarray]()
-        for run in mixed:
-            parts.append(run)
-            added.append(more[:, run].sum(axis=1, keepdims=True))
-            allowed.append(np.all(columns.movable[run], axis=0, keepdims=True))
-        for run in columns.runs(codes):
-            may: np.ndarray = np.all(columns.movable[run], axis=0)
-            may[codes[run[0]]] = False
-            sizes = _sizes(len(run))
-            for part, chosen in ((run, sizes), (run[::-1], sizes[:-1])):
-                if chosen:
-                    parts += [part[:size] for size in chosen]
-                    added.append(np.cumsum(more[:, part], axis=1)[:, [size - 1 for size in chosen]])
-                    allowed.append(np.repeat(may[None], len(chosen), axis=0))
-        changed, column = np.nonzero(np.concatenate(allowed))
-        found = np.concatenate(added, axis=1)[:, changed, column]
+        parts, added, allowed, known = list[list[int]](), list[np.ndarray](), list[np.ndarray](), set[tuple[int, ...]]()
+        for together in columns.together(codes):
+            may: np.ndarray = np.all(columns.movable[together], axis=0)
+            if (codes[together] == codes[together[0]]).all():
+                may[codes[together[0]]] = False
+            sums = np.cumsum(more[:, together], axis=1)
+            for part in columns.parts(together, codes):
+                if tuple(part) not in known:
+                    known.add(tuple(part))
+                    parts.append(part)
+                    is_first = part == together[: len(part)]
+                    added.append(sums[:, len(part) - 1] if is_first else more[:, part].sum(axis=1))
+                    allowed.append(may)
+        changed, column = np.nonzero(np.array(allowed))
+        found = np.stack(added, axis=1)[:, changed, column]
         return Moves(parts, changed, column, found[: len(self.rows)], found[len(self.rows) :])
-
-
-def _sizes(length: int) -> list[int]:
-    found = [1 << power for power in range(length.bit_length()) if 1 << power < length]
-    return [*found, length]
 
 
 def _bytes_at(profile: Profile, index: int, column: Column, is_back: bool, place: int) -> int:
