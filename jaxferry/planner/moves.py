@@ -29,7 +29,7 @@ _PAIRED = 32
 _DOUBLINGS = 6
 _ABOUT = 1.001
 _GAIN = 1e-6
-_SINGLE = 1.01
+_SINGLE = 1.05
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -225,7 +225,8 @@ class Ranking:
         self._streams = np.array([column.update is UpdatePlace.GPU for column in self._columns.all])
         self._reloads = np.array([column.mode is Mode.RELOAD for column in self._columns.all])
         self._param_bytes = [layer.param_bytes for layer in self._columns.profile.layers]
-        self._largest_bytes = 2 * max(self._param_bytes)
+        slots = {Mode.GFGB: 1, Mode.RELOAD: 2}
+        self._unsure_slots = np.array([slots.get(column.mode, 0) for column in self._columns.all])
 
     def of(self, codes: np.ndarray, needs: Demand, objective_s: float) -> Iterator[tuple[Kinds, np.ndarray, bool]]:
         """Plans one move or two away that may fit and be faster by the rows, the fastest first, with what was done.
@@ -242,15 +243,14 @@ class Ranking:
         most_bytes, scale_s = self._limit * _ABOUT, float(now_s.max())
         below_s = _smooth(now_s, scale_s) * (1 - _GAIN)
         seconds = _smooth(now_s[:, None] + more_s, scale_s)
-        self._add_slots(moves, codes)
+        unsure_bytes = self._add_slots(moves, codes)
         num_bytes = (now_bytes[:, None] + moves.num_bytes).max(axis=0)
         faster, others = self._to_pair(seconds * scale_s - now_s.max(), num_bytes - now_bytes.max(), now_bytes.max())
         both_s = now_s[:, None, None] + more_s[:, faster, None] + more_s[:, None, others]
         both_s = _smooth(both_s, scale_s)
         both_bytes = moves.num_bytes[:, faster, None] + moves.num_bytes[:, None, others]
         both_bytes = (now_bytes[:, None, None] + both_bytes).max(axis=0)
-        # Copies of some layers share the room of others: a single move may need less than it seems.
-        may_fit = num_bytes <= most_bytes + self._largest_bytes
+        may_fit = num_bytes - unsure_bytes <= most_bytes
         single = np.flatnonzero((seconds < below_s * _SINGLE) & may_fit).tolist()
         one, other = np.nonzero((both_s < below_s) & (both_bytes <= most_bytes))
         ranked: list[tuple[float, float, tuple[int, ...]]] = [
@@ -280,11 +280,16 @@ class Ranking:
         at_all = saves[np.argsort(more_s[saves], kind="stable")]
         return faster, np.unique([*cheapest[:_PAIRED], *at_all[: _PAIRED // 2], *faster]).astype(int)
 
-    def _add_slots(self, moves: Moves, codes: np.ndarray) -> None:
-        """Adds the memory of slots that layers share: of updates that stream, and two for the copies of RELOAD."""
+    def _add_slots(self, moves: Moves, codes: np.ndarray) -> np.ndarray:
+        """Adds the memory of slots that layers share: of updates that stream, and two for the copies of RELOAD.
+
+        Returns how much less each move may need, (moves,): copies share slots, or may not be there when most is needed.
+        """
         if not self._streams[codes].any():
             moves.num_bytes[:, self._streams[moves.column]] += self._slots_bytes
         num_slots = min(int(self._reloads[codes].sum()), 2)
         largest = np.array([max(self._param_bytes[layer] for layer in part) for part in moves.parts])
         more = np.array([min(num_slots + len(part), 2) - num_slots for part in moves.parts]) * largest
         moves.num_bytes[:] += np.where(self._reloads[moves.column], more[moves.part], 0)
+        unsure: np.ndarray = largest[moves.part] * self._unsure_slots[moves.column]
+        return unsure
