@@ -23,7 +23,14 @@ from jaxferry.step import LayerPlan
 
 ALL_PLACES = tuple(UpdatePlace)
 _SHORT = 6
-_NOT_COMPARED = ("name", "parameters", "block", "temporary_bytes", "forward_workspace_bytes", "backward_workspace_bytes")
+_NOT_COMPARED = (
+    "name",
+    "parameters",
+    "block",
+    "temporary_bytes",
+    "forward_workspace_bytes",
+    "backward_workspace_bytes",
+)
 """What differs between layers that count as equal: buffers of equal programs differ by some bytes."""
 
 

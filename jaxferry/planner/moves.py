@@ -192,7 +192,9 @@ def _bytes_at(profile: Profile, index: int, column: Column, is_back: bool, place
         if is_back:
             found += layer.backward_bytes(column.mode is Mode.DHA, on_host, again) - layer.forward_bytes(by_dha, again)
             found += layer.device_gradient_bytes * (not on_host)
-    is_held = column.mode in (Mode.GFGB, Mode.RESIDENT) or (column.mode is Mode.DFGB and is_back and index <= place)
+    # After its backward a copy is free, and that for the next step mostly waits for updates of layers before it.
+    is_held = column.mode is Mode.RESIDENT or (column.mode is Mode.GFGB and not is_back)
+    is_held |= column.mode in (Mode.GFGB, Mode.DFGB) and is_back and index <= place
     if is_held:
         found += layer.param_bytes
     return found + layer.state_bytes * (column.update is UpdatePlace.RESIDENT)
@@ -225,10 +227,8 @@ class Ranking:
         self._streams = np.array([column.update is UpdatePlace.GPU for column in self._columns.all])
         self._reloads = np.array([column.mode is Mode.RELOAD for column in self._columns.all])
         self._param_bytes = [layer.param_bytes for layer in self._columns.profile.layers]
-        slots = {Mode.GFGB: 1, Mode.RELOAD: 2}
-        self._unsure_slots = np.array([slots.get(column.mode, 0) for column in self._columns.all])
 
-    def of(self, codes: np.ndarray, needs: Demand, objective_s: float) -> Iterator[tuple[Kinds, np.ndarray, bool]]:
+    def of(self, codes: np.ndarray, needs: Demand, objective_s: float) -> Iterator[tuple[Kinds, np.ndarray]]:
         """Plans one move or two away that may fit and be faster by the rows, the fastest first, with what was done.
 
         Args:
@@ -243,15 +243,14 @@ class Ranking:
         most_bytes, scale_s = self._limit * _ABOUT, float(now_s.max())
         below_s = _smooth(now_s, scale_s) * (1 - _GAIN)
         seconds = _smooth(now_s[:, None] + more_s, scale_s)
-        unsure_bytes = self._add_slots(moves, codes)
+        self._add_slots(moves, codes)
         num_bytes = (now_bytes[:, None] + moves.num_bytes).max(axis=0)
         faster, others = self._to_pair(seconds * scale_s - now_s.max(), num_bytes - now_bytes.max(), now_bytes.max())
         both_s = now_s[:, None, None] + more_s[:, faster, None] + more_s[:, None, others]
         both_s = _smooth(both_s, scale_s)
         both_bytes = moves.num_bytes[:, faster, None] + moves.num_bytes[:, None, others]
         both_bytes = (now_bytes[:, None, None] + both_bytes).max(axis=0)
-        may_fit = num_bytes - unsure_bytes <= most_bytes
-        single = np.flatnonzero((seconds < below_s * _SINGLE) & may_fit).tolist()
+        single = np.flatnonzero((seconds < below_s * _SINGLE) & (num_bytes <= most_bytes)).tolist()
         one, other = np.nonzero((both_s < below_s) & (both_bytes <= most_bytes))
         ranked: list[tuple[float, float, tuple[int, ...]]] = [
             (float(seconds[move]), float(num_bytes[move]), (move,)) for move in single
@@ -259,14 +258,14 @@ class Ranking:
         for row, column in zip(one.tolist(), other.tolist(), strict=True):
             pair = (int(faster[row]), int(others[column]))
             ranked.append((float(both_s[row, column]), float(both_bytes[row, column]), pair))
-        for _, most, chosen in sorted(ranked, key=lambda each: each[:2]):
+        for _, _, chosen in sorted(ranked, key=lambda each: each[:2]):
             if len(chosen) > 1 and not set(moves.layers(chosen[0])).isdisjoint(moves.layers(chosen[1])):
                 continue
             made: np.ndarray | None = codes
             for move in chosen:
                 made = None if made is None else moves.taken(self._columns, made, move)
             if made is not None:
-                yield tuple(moves.kind(self._columns, move) for move in chosen), made, most <= most_bytes
+                yield tuple(moves.kind(self._columns, move) for move in chosen), made
 
     def _to_pair(self, more_s: np.ndarray, more_bytes: np.ndarray, now_bytes: int) -> tuple[np.ndarray, np.ndarray]:
         """Moves that are faster, and others to make their room or to be faster with: the best by byte, and at all."""
@@ -280,16 +279,19 @@ class Ranking:
         at_all = saves[np.argsort(more_s[saves], kind="stable")]
         return faster, np.unique([*cheapest[:_PAIRED], *at_all[: _PAIRED // 2], *faster]).astype(int)
 
-    def _add_slots(self, moves: Moves, codes: np.ndarray) -> np.ndarray:
-        """Adds the memory of slots that layers share: of updates that stream, and two for the copies of RELOAD.
-
-        Returns how much less each move may need, (moves,): copies share slots, or may not be there when most is needed.
-        """
+    def _add_slots(self, moves: Moves, codes: np.ndarray) -> None:
+        """Adds the memory of slots that layers share: of updates that stream, and two for the copies of RELOAD."""
         if not self._streams[codes].any():
             moves.num_bytes[:, self._streams[moves.column]] += self._slots_bytes
-        num_slots = min(int(self._reloads[codes].sum()), 2)
+        size, reload = len(codes), self._reloads[codes]
+        changed, was_reload = np.zeros((size, len(moves.parts)), dtype=int), np.zeros(len(moves.parts), dtype=bool)
+        for number, part in enumerate(moves.parts):
+            changed[part, number], was_reload[number] = 1, reload[part].all()
+        # While a backward runs, the copies of the layers that follow it are free.
+        reach = [place if is_back else size - 1 for is_back, place in self._rows.places]
+        now, more = np.cumsum(reload)[reach, None], np.cumsum(changed, axis=0)[reach]
         largest = np.array([max(self._param_bytes[layer] for layer in part) for part in moves.parts])
-        more = np.array([min(num_slots + len(part), 2) - num_slots for part in moves.parts]) * largest
-        moves.num_bytes[:] += np.where(self._reloads[moves.column], more[moves.part], 0)
-        unsure: np.ndarray = largest[moves.part] * self._unsure_slots[moves.column]
-        return unsure
+        added, freed = np.minimum(now + more, 2) - np.minimum(now, 2), np.minimum(now - more, 2) - np.minimum(now, 2)
+        is_reload, was_reload = self._reloads[moves.column], was_reload[moves.part]
+        slots = added[:, moves.part] * (is_reload & ~was_reload) + freed[:, moves.part] * (was_reload & ~is_reload)
+        moves.num_bytes[:] += slots * largest[moves.part]

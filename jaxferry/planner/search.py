@@ -45,7 +45,6 @@ _PROVEN = 1 + 1e-4
 _GAIN = 1e-6
 
 _CHECKED = 40
-_CHECKED_LARGE = 16
 _POINTS = 24
 _FAMILIES = 200
 _SHARE_OF_FAMILIES = 0.4
@@ -73,11 +72,21 @@ _LATE = list(UpdatePlace)[::-1]
 
 
 def _resident_first(column: Column) -> tuple[int, ...]:
-    return _LATE.index(column.update), column.mode is not Mode.RESIDENT, column.remat is not Remat.FULL, column.gradient is GradientPlace.HOST
+    return (
+        _LATE.index(column.update),
+        column.mode is not Mode.RESIDENT,
+        column.remat is not Remat.FULL,
+        column.gradient is GradientPlace.HOST,
+    )
 
 
 def _recomputing_first(column: Column) -> tuple[int, ...]:
-    return column.remat is not Remat.FULL, _LATE.index(column.update), column.mode is not Mode.RESIDENT, column.gradient is GradientPlace.HOST
+    return (
+        column.remat is not Remat.FULL,
+        _LATE.index(column.update),
+        column.mode is not Mode.RESIDENT,
+        column.gradient is GradientPlace.HOST,
+    )
 
 
 _ORDERS: tuple[Callable[[Column], tuple[int, ...]], ...] = (
@@ -427,16 +436,17 @@ class _BudgetSearch:
 
         Moves like others that failed are not tried again.
         """
-        left, too_large = {True: _CHECKED, False: _CHECKED_LARGE}, set[Kinds]()
+        num_left, too_large = _CHECKED, set[Kinds]()
         tried = collections.Counter(tuple(kind[1:] for kind in kinds) for kinds in failed)
-        for kinds, made, seems_to_fit in self._ranking.of(current.codes, current.needs, current.objective_s):
-            is_known = any((kind,) in failed for kind in kinds) or tried[tuple(kind[1:] for kind in kinds)] >= _MOST_ALIKE
-            if not left[seems_to_fit] or is_known or kinds in too_large or made.tobytes() in self._tried:
+        for kinds, made in self._ranking.of(current.codes, current.needs, current.objective_s):
+            is_known = any((kind,) in failed for kind in kinds)
+            is_known |= tried[tuple(kind[1:] for kind in kinds)] >= _MOST_ALIKE
+            if not num_left or is_known or kinds in too_large or made.tobytes() in self._tried:
                 continue
             if self._fits(made):
                 return kinds, made
             too_large.add(kinds)
-            left[seems_to_fit] -= 1
+            num_left -= 1
         return (), None
 
     def _restart(self) -> None:
