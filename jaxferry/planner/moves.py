@@ -29,7 +29,8 @@ _PAIRED = 32
 _DOUBLINGS = 6
 _ABOUT = 1.001
 _GAIN = 1e-6
-_SINGLE = 1.05
+_SINGLE = 1.1
+_LATER = 10.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -250,10 +251,14 @@ class Ranking:
         both_s = _smooth(both_s, scale_s)
         both_bytes = moves.num_bytes[:, faster, None] + moves.num_bytes[:, None, others]
         both_bytes = (now_bytes[:, None, None] + both_bytes).max(axis=0)
+        # Next come those that shorten what holds the plan up, even if another row says that they are slower.
+        holding = now_s >= objective_s * (1 - _GAIN)
+        held_s = (now_s[holding, None] + more_s[holding]).max(axis=0, initial=0.0) / scale_s
+        ranks = np.where(seconds < below_s, seconds, _LATER + held_s)
         single = np.flatnonzero((seconds < below_s * _SINGLE) & (num_bytes <= most_bytes)).tolist()
         one, other = np.nonzero((both_s < below_s) & (both_bytes <= most_bytes))
         ranked: list[tuple[float, float, tuple[int, ...]]] = [
-            (float(seconds[move]), float(num_bytes[move]), (move,)) for move in single
+            (float(ranks[move]), float(num_bytes[move]), (move,)) for move in single
         ]
         for row, column in zip(one.tolist(), other.tolist(), strict=True):
             pair = (int(faster[row]), int(others[column]))

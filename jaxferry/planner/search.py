@@ -31,7 +31,7 @@ from jaxferry.planner.judge import Judge, Judged
 from jaxferry.planner.moves import Kinds, Ranking, Rows
 from jaxferry.planner.place_bound import Solution, solve
 from jaxferry.planner.preference import longest_equal_s, preferred
-from jaxferry.step import Plan, slots_bytes
+from jaxferry.step import Plan, UpdateOrder, slots_bytes
 
 MOST_EFFORT = 60_000
 """The tasks of the plans that a search for one budget lowers or simulates; half of it again where that is few plans."""
@@ -278,7 +278,9 @@ class _BudgetSearch:
         self._num_plans += 1
         if judged is not None:
             self._keep(judged)
-            if judged.objective_s > 0 and not self._is_complete:
+            # With updates by need a plan is faster than the cycle of the other order says.
+            in_order = judged.plan.update_order is UpdateOrder.BACKWARD
+            if judged.objective_s > 0 and in_order and not self._is_complete:
                 self.rows.add(judged.critical)
         return judged
 
