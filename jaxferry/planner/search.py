@@ -331,22 +331,26 @@ class _BudgetSearch:
             )
 
     def _rounded(self, solution: Solution) -> Iterator[np.ndarray]:
-        """Plans with as many groups of each choice as the programme has, in runs, in several orders."""
+        """Plans with as many groups of each choice as the programme has, in runs of several orders, or evenly spread."""
         counts: dict[tuple[tuple[Column, ...], ...], tuple[list[tuple[int, ...]], np.ndarray]] = {}
         for groups, chosen, shares in solution.shares:
             known, total = counts.get(chosen, ([], np.zeros(len(chosen))))
             counts[chosen] = [*known, *groups], total + shares
-        for order in _ORDERS:
+        for order in (*_ORDERS, None):
             codes = self.columns.uniform(Column(Mode.GFGB))
             for chosen, (groups, shares) in counts.items():
                 used = [int(choice) for choice in np.flatnonzero(shares > _GAIN)]
-                used.sort(key=lambda choice: [order(column) for column in chosen[choice]])
-                ends = np.round(np.cumsum(shares[used])).astype(int)
-                for choice, begin, end in zip(used, [0, *ends[:-1]], ends, strict=True):
-                    for members in sorted(groups)[begin:end]:
-                        for member, column in zip(members, chosen[choice], strict=True):
-                            number = self.columns.nearest(member, column)
-                            codes[member] = codes[member] if number is None else number
+                if order is not None:
+                    used.sort(key=lambda choice: [order(column) for column in chosen[choice]])
+                numbers = np.diff(np.round(np.cumsum([0.0, *shares[used]])).astype(int))
+                dealt = np.repeat(used, numbers)
+                if order is None:
+                    places = [(index + 0.5) / number for number in numbers for index in range(number)]
+                    dealt = dealt[np.argsort(places, kind="stable")]
+                for choice, members in zip(dealt.tolist(), sorted(groups), strict=False):
+                    for member, column in zip(members, chosen[choice], strict=True):
+                        number = self.columns.nearest(member, column)
+                        codes[member] = codes[member] if number is None else number
             yield self.columns.agreed(codes)
 
     def _try_families(self) -> None:
