@@ -163,23 +163,23 @@ class Rows:
     def moves(self, codes: np.ndarray) -> Moves:
         """All moves from a plan."""
         layers, columns = np.arange(len(codes)), self.columns
-        both = np.concatenate([self.rows, self.bytes])
-        more = both - both[:, layers, codes][:, :, None]
+        both = np.concatenate([self.rows, self.bytes]).swapaxes(0, 1)
+        more = np.ascontiguousarray(both - both[layers, :, codes][:, :, None])
         parts, added, allowed, known = list[list[int]](), list[np.ndarray](), list[np.ndarray](), set[tuple[int, ...]]()
         for together in columns.together(codes):
             may: np.ndarray = np.all(columns.movable[together], axis=0)
             if (codes[together] == codes[together[0]]).all():
                 may[codes[together[0]]] = False
-            sums = np.cumsum(more[:, together], axis=1)
+            sums = np.cumsum(more[together], axis=0)
             for part in columns.parts(together, codes):
                 if tuple(part) not in known:
                     known.add(tuple(part))
                     parts.append(part)
                     is_first = part == together[: len(part)]
-                    added.append(sums[:, len(part) - 1] if is_first else more[:, part].sum(axis=1))
+                    added.append(sums[len(part) - 1] if is_first else more[part].sum(axis=0))
                     allowed.append(may)
         changed, column = np.nonzero(np.array(allowed))
-        found = np.stack(added, axis=1)[:, changed, column]
+        found = np.stack(added)[changed, :, column].T
         return Moves(parts, changed, column, found[: len(self.rows)], found[len(self.rows) :])
 
 
