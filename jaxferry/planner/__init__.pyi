@@ -13,7 +13,6 @@ from .base import with_update_order as with_update_order
 from .baselines import L2L as L2L
 from .columns import Column as Column
 from .columns import Columns as Columns
-from .columns import updatable_groups as updatable_groups
 from .exact import Exact as Exact
 from .exact import reserve_factors as reserve_factors
 from .granularity import FinestPlanner as FinestPlanner
@@ -25,7 +24,6 @@ from .granularity import plan_finest as plan_finest
 from .granularity import profile_of_plan as profile_of_plan
 from .granularity import step_s as step_s
 from .granularity import sweep_finest as sweep_finest
-from .judge import Judge as Judge
 from .memferry import MemFerry as MemFerry
 from .memferry import with_dfgb as with_dfgb
 from .merging import merge_rule as merge_rule
@@ -33,7 +31,7 @@ from .merging import merges_of_names as merges_of_names
 from .merging import merges_of_small as merges_of_small
 from .options import BYTES as BYTES
 from .options import NUM_LANES as NUM_LANES
-from .options import options as options
+from .options import group_options as group_options
 from .place_bound import any_plan_lower_bound_s as any_plan_lower_bound_s
 from .place_bound import solve as solve
 from .planning import SIMPLE_POLICIES as SIMPLE_POLICIES
@@ -56,5 +54,4 @@ from .preference import preferred as preferred
 from .preference import score_of as score_of
 from .registry import make_policy as make_policy
 from .registry import policies as policies
-from .search import Search as Search
 from .twin_flow import TwinFlow as TwinFlow

@@ -289,14 +289,15 @@ class Ranking:
         if not self._streams[codes].any():
             moves.num_bytes[:, self._streams[moves.column]] += self._slots_bytes
         size, reload = len(codes), self._reloads[codes]
-        changed, was_reload = np.zeros((size, len(moves.parts)), dtype=int), np.zeros(len(moves.parts), dtype=bool)
+        changed: np.ndarray = np.zeros((size, len(moves.parts)), dtype=int)
         for number, part in enumerate(moves.parts):
-            changed[part, number], was_reload[number] = 1, reload[part].all()
+            changed[part, number] = 1
         # While a backward runs, the copies of the layers that follow it are free.
         reach = [place if is_back else size - 1 for is_back, place in self._rows.places]
         now, more = np.cumsum(reload)[reach, None], np.cumsum(changed, axis=0)[reach]
         largest = np.array([max(self._param_bytes[layer] for layer in part) for part in moves.parts])
         added, freed = np.minimum(now + more, 2) - np.minimum(now, 2), np.minimum(now - more, 2) - np.minimum(now, 2)
-        is_reload, was_reload = self._reloads[moves.column], was_reload[moves.part]
+        was_reload = np.array([reload[part].all() for part in moves.parts])[moves.part]
+        is_reload: np.ndarray = self._reloads[moves.column]
         slots = added[:, moves.part] * (is_reload & ~was_reload) + freed[:, moves.part] * (was_reload & ~is_reload)
         moves.num_bytes[:] += slots * largest[moves.part]

@@ -59,7 +59,7 @@ class Options:
     chosen: list[tuple[Column, ...]]
 
 
-def options(profile: Profile, places: tuple[int, ...], columns: Columns | None = None) -> list[Options]:
+def group_options(profile: Profile, places: tuple[int, ...], columns: Columns | None = None) -> list[Options]:
     """The choices of all groups.
 
     Args:

@@ -51,7 +51,7 @@ from jaxferry.planner.options import (
     TASKS,
     UP,
     Options,
-    options,
+    group_options,
     recompute_choices,
 )
 from jaxferry.step import SLOTS
@@ -104,7 +104,7 @@ def solve(
     """
     places = () if budget_bytes is None else _places(profile)
     budgets = np.array([_left_bytes(profile, place, budget_bytes or 0) for place in places])
-    found = options(profile, places, columns)
+    found = group_options(profile, places, columns)
     most_s = sum(float(each.table[:, :NUM_LANES].sum(axis=1).max()) for each in found)
     if most_s == 0:
         return Solution(0.0)

@@ -31,6 +31,7 @@ from jaxferry.planner.judge import Judge, Judged
 from jaxferry.planner.moves import Kinds, Ranking, Rows
 from jaxferry.planner.place_bound import Solution, solve
 from jaxferry.planner.preference import longest_equal_s, preferred
+from jaxferry.planner.starts import of_two_columns, rounded
 from jaxferry.step import Plan, UpdateOrder, slots_bytes
 
 MOST_EFFORT = 60_000
@@ -45,7 +46,6 @@ _PROVEN = 1 + 1e-4
 _GAIN = 1e-6
 
 _CHECKED = 40
-_POINTS = 24
 _FAMILIES = 200
 _SHARE_OF_FAMILIES = 0.4
 _LIKELY_FAMILY = 1.04
@@ -65,36 +65,6 @@ _SHARES = (1.0, 0.8)
 _UNLIMITED_BYTES = 2**53
 _MUCH = 0.1
 """Updates stream in small subgroups where large ones take more of the budget."""
-
-
-_LATE = list(UpdatePlace)[::-1]
-"""Places of updates: what no update on the host holds up comes first, since its forwards do too."""
-
-
-def _resident_first(column: Column) -> tuple[int, ...]:
-    return (
-        _LATE.index(column.update),
-        column.mode is not Mode.RESIDENT,
-        column.remat is not Remat.FULL,
-        column.gradient is GradientPlace.HOST,
-    )
-
-
-def _recomputing_first(column: Column) -> tuple[int, ...]:
-    return (
-        column.remat is not Remat.FULL,
-        _LATE.index(column.update),
-        column.mode is not Mode.RESIDENT,
-        column.gradient is GradientPlace.HOST,
-    )
-
-
-_ORDERS: tuple[Callable[[Column], tuple[int, ...]], ...] = (
-    _resident_first,
-    _recomputing_first,
-    lambda column: tuple(-each for each in _resident_first(column)),
-    lambda column: tuple(-each for each in _recomputing_first(column)),
-)
 
 
 class Search:
@@ -326,71 +296,20 @@ class _BudgetSearch:
         for share in _SHARES if self.budget_bytes is not None else (1.0,):
             budget = None if self.budget_bytes is None else int(share * self.budget_bytes)
             is_same = share == 1.0
-            yield from self._rounded(
-                self.solution if is_same else solve(self.profile, budget, self.columns, self.search.objective)
+            yield from rounded(
+                self.columns,
+                self.solution if is_same else solve(self.profile, budget, self.columns, self.search.objective),
             )
 
-    def _rounded(self, solution: Solution) -> Iterator[np.ndarray]:
-        """Plans with as many groups of each choice as the programme has, in runs of several orders, or evenly spread."""
-        counts: dict[tuple[tuple[Column, ...], ...], tuple[list[tuple[int, ...]], np.ndarray]] = {}
-        for groups, chosen, shares in solution.shares:
-            known, total = counts.get(chosen, ([], np.zeros(len(chosen))))
-            counts[chosen] = [*known, *groups], total + shares
-        for order in (*_ORDERS, None):
-            codes = self.columns.uniform(Column(Mode.GFGB))
-            for chosen, (groups, shares) in counts.items():
-                used = [int(choice) for choice in np.flatnonzero(shares > _GAIN)]
-                if order is not None:
-                    used.sort(key=lambda choice: [order(column) for column in chosen[choice]])
-                numbers = np.diff(np.round(np.cumsum([0.0, *shares[used]])).astype(int))
-                dealt = np.repeat(used, numbers)
-                if order is None:
-                    places = [(index + 0.5) / number for number in numbers for index in range(number)]
-                    dealt = dealt[np.argsort(places, kind="stable")]
-                for choice, members in zip(dealt.tolist(), sorted(groups), strict=False):
-                    for member, column in zip(members, chosen[choice], strict=True):
-                        number = self.columns.nearest(member, column)
-                        codes[member] = codes[member] if number is None else number
-            yield self.columns.agreed(codes)
-
     def _try_families(self) -> None:
-        """Simulates plans with one column for the first layers and another one for the rest.
-
-        Always the one that is the fastest by all rows so far, so each simulation tells which others are not as fast as
-        they seem.
-        """
-        columns, most = self.columns, self.judge.effort + int(_SHARE_OF_FAMILIES * MOST_EFFORT)
-        tried = itertools.compress(columns.all, np.any(columns.movable, axis=0))
-        uniform = np.unique(np.array([columns.uniform(column) for column in tried]), axis=0)
-        size = uniform.shape[1]
-        cuts = np.unique(np.linspace(0, size, _POINTS + 1).astype(int))[1:]
-
-        def largest(table: np.ndarray) -> np.ndarray:
-            """The largest sum over rows of a (rows, layers, columns) table: (first, second, cuts)."""
-            both = table[:, np.arange(size), uniform]
-            sums = np.concatenate([np.zeros((*both.shape[:2], 1)), np.cumsum(both, axis=2)], axis=2)
-            head, rest = sums[:, :, cuts], (sums[:, :, -1:] - sums)[:, :, cuts]
-            found: np.ndarray = (head[:, :, None] + rest[:, None]).max(axis=0)
-            return found
-
-        rows = self.rows
-        seconds, seen = largest(rows.rows), len(rows.rows)
-        if self.budget_bytes is not None:
-            seconds[largest(rows.bytes) > self.limit * _NEAR] = np.inf
-        for _ in range(_FAMILIES):
-            index = int(np.argmin(seconds))
-            if not np.isfinite(seconds.flat[index]) or self.judge.effort > most or self._is_proven:
+        """Simulates plans of two columns: each simulation tells which others are not as fast as they seem."""
+        most = self.judge.effort + int(_SHARE_OF_FAMILIES * MOST_EFFORT)
+        limit = None if self.budget_bytes is None else self.limit * _NEAR
+        for codes, seconds in itertools.islice(of_two_columns(self.columns, self.rows, limit), _FAMILIES):
+            if seconds >= self.best.objective_s * _LIKELY_FAMILY or self.judge.effort > most or self._is_proven:
                 return
-            if seconds.flat[index] >= self.best.objective_s * _LIKELY_FAMILY:
-                return
-            seconds.flat[index] = np.inf
-            first, second, cut = np.unravel_index(index, seconds.shape)
-            codes = columns.agreed(np.where(np.arange(size) < cuts[cut], uniform[first], uniform[second]))
             if codes.tobytes() not in self._tried and self._fits(codes):
                 self._simulate(codes)
-                if len(rows.rows) > seen:
-                    seconds = np.maximum(seconds, largest(rows.rows[seen:]))
-                seen = len(rows.rows)
 
     def _repaired(self, codes: np.ndarray) -> np.ndarray | None:
         """The plan, changed by moves that save memory until it fits; None if they do not suffice."""

@@ -175,7 +175,7 @@ def with_shared_work(step: Schedule) -> Schedule:
         if task.read_s:
             tasks.append(_link_task(task, Kind.READ, Lane.H2D, ("read_s", task.read_s), ()))
         new_index.append(len(tasks))
-        if shares_links or task.before is not None:
+        if shares_links or begin or task.before is not None:  # otherwise tasks are added after all others
             moved.append((len(tasks), task))
         tasks.append(task)
         if task.write_s:

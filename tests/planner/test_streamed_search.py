@@ -20,9 +20,9 @@ from jaxferry.planner import (
     Request,
     TwinFlow,
     any_plan_lower_bound_s,
+    group_options,
     make_plan,
     make_policy,
-    options,
     place_bound,
 )
 from jaxferry.step import LayerPlan, Loads, Plan, Updates, needed_bytes, simulate, streaming
@@ -186,7 +186,7 @@ def test_the_bound_counts_loops_and_slots_besides_lanes_and_bytes(share, monkeyp
     budget = int(share * sum(7 * layer.param_bytes for layer in profile.layers))
     places = place_bound._places(profile)
     budgets = np.array([place_bound._left_bytes(profile, place, budget) for place in places])
-    least_s = lanes_and_bytes_s([each.table for each in options(profile, places)], budgets)
+    least_s = lanes_and_bytes_s([each.table for each in group_options(profile, places)], budgets)
     bound_s = any_plan_lower_bound_s(profile, budget)
     assert bound_s >= 0.9999 * least_s
     solved = scipy.optimize.linprog
