@@ -91,6 +91,7 @@ class Judge:
 
     Attributes:
       judged: every plan so far.
+      is_thorough: whether it tries both orders of updates where a few rules say that the other one is no faster.
       effort: the tasks of all plans that were lowered or simulated, the measure of the time that this took.
     """
 
@@ -100,7 +101,7 @@ class Judge:
         self.columns, self.policy, self.objective = columns, policy, objective
         self.reserve_factor_of = reserve_factor_of
         self.judged: dict[tuple[bytes, Subgroups, int | None], Judged | None] = {}
-        self.effort = 0
+        self.effort, self.is_thorough = 0, False
         self._needs: dict[tuple[bytes, Subgroups], Demand] = {}
         self._last: tuple[tuple[bytes, Subgroups] | None, StepSchedules | None] = None, None
 
@@ -179,7 +180,7 @@ class Judge:
     def _ordered(self, plan: Plan, schedules: StepSchedules, critical: Sequence[Task]) -> tuple[Plan, float]:
         """The plan in the order of updates that is faster, and its objective in seconds."""
         seconds, memory_bytes = self._seconds(schedules, plan, False), plan.memory_bytes
-        if not self._depends_on_order(critical) or schedules.steady(memory_bytes).least_s >= seconds * (1 - _GAIN):
+        if not self._tries_order(schedules, memory_bytes, seconds, critical):
             return plan, seconds
         other = schedules.in_order(UpdateOrder.NEED)
         if memory_bytes is not None and other.needs.natural > memory_bytes:
@@ -196,13 +197,16 @@ class Judge:
             return dataclasses.replace(by_need, update_order=UpdateOrder.NEED), by_need_s
         return plan, seconds
 
-    def _depends_on_order(self, critical: Sequence[Task]) -> bool:
+    def _tries_order(
+        self, schedules: StepSchedules, memory_bytes: int | None, seconds: float, critical: Sequence[Task]
+    ) -> bool:
         """Whether another order of updates may be faster: some, but not all, critical tasks are updates in a row."""
+        if self.objective is not Objective.STEADY or self.is_thorough:
+            return self.objective is not Objective.FORWARD
         on_host = [task.lane is Lane.HOST for task in critical]
-        if self.objective is not Objective.STEADY:
-            return self.objective is Objective.STEP
         in_a_row = any(map(operator.and_, on_host, [*on_host[1:], *on_host[:1]]))
-        return in_a_row and not all(on_host)
+        may_gain = schedules.steady(memory_bytes).least_s < seconds * (1 - _GAIN)
+        return in_a_row and not all(on_host) and may_gain
 
     def _seconds(self, schedules: StepSchedules, plan: Plan, by_need: bool) -> float:
         if self.objective is Objective.STEADY:

@@ -276,10 +276,10 @@ class Ranking:
         """Moves that are faster, and others to make their room or to be faster with: the best by byte, and at all."""
         saves, gains = np.flatnonzero(more_bytes < 0), more_s < 0
         room = self._limit * _ABOUT - now_bytes - more_bytes.min(initial=0)
-        gains = np.flatnonzero(gains & (more_bytes <= room))
-        by_byte = gains[np.argsort(more_s[gains] / np.maximum(more_bytes[gains], 1), kind="stable")]
-        at_all = gains[np.argsort(more_s[gains], kind="stable")]
-        faster = np.unique([*by_byte[:_PAIRED], *at_all[: _PAIRED // 2]]).astype(int)
+        gaining = np.flatnonzero(gains & (more_bytes <= room))
+        by_byte = gaining[np.argsort(more_s[gaining] / np.maximum(more_bytes[gaining], 1), kind="stable")]
+        at_all: np.ndarray = gaining[np.argsort(more_s[gaining], kind="stable")]
+        faster = np.unique([*by_byte[:_PAIRED], *at_all[: _PAIRED // 2]]).astype(np.intp)
         cheapest = saves[np.argsort(-more_s[saves] / more_bytes[saves], kind="stable")]
         at_all = saves[np.argsort(more_s[saves], kind="stable")]
         return faster, np.unique([*cheapest[:_PAIRED], *at_all[: _PAIRED // 2], *faster]).astype(int)

@@ -207,7 +207,7 @@ class _BudgetSearch:
         num_plans = float(np.prod([float(len(each)) for each in choices]))
         if num_plans > MOST_ENUMERATED:
             return False
-        self._is_complete = True
+        self._is_complete = self.judge.is_thorough = True
         for chosen in itertools.product(*choices):
             codes = self.columns.agreed(np.array(chosen, dtype=np.int8))
             if codes.tobytes() not in self._tried and self._fits(codes):
