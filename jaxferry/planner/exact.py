@@ -82,7 +82,9 @@ def _search(profile: Profile, request: Request, factor: float) -> Search:
     def starts() -> list[Plan]:
         return [policy().plan(profile, Request(factor)) for policy in _POLICIES]
 
-    return Search(columns, Exact.name, request.objective, lambda _: True, lambda _: factor, starts, request.report)
+    return Search(
+        columns, Exact.name, request.objective, lambda _: True, lambda _: factor, starts, request.report, None
+    )
 
 
 def gap_details(objective: Objective, value_s: float, bound_s: float) -> dict[str, object]:

@@ -37,6 +37,9 @@ from jaxferry.step import Plan, UpdateOrder, slots_bytes
 MOST_EFFORT = 60_000
 """The tasks of the plans that a search for one budget lowers or simulates; half of it again where that is few plans."""
 
+UNLIMITED_BYTES = 2**53
+"""What plans may need without a budget."""
+
 MOST_ENUMERATED = 729
 """The most plans that are all simulated."""
 
@@ -62,7 +65,6 @@ _MOST_RESTARTS = 40
 _MOST_PREFERRED = 32
 _FAILED_PREFERRED = 8
 _SHARES = (1.0, 0.8)
-_UNLIMITED_BYTES = 2**53
 _MUCH = 0.1
 """Updates stream in small subgroups where large ones take more of the budget."""
 
@@ -78,6 +80,7 @@ class Search:
       reserve_factor_of: the reserve factor of a plan with these columns.
       starts: plans of other policies.
       report: called with a short description as each part of a long search starts.
+      memory_bytes: `memory_bytes` of plans without a budget.
     """
 
     def __init__(
@@ -89,9 +92,10 @@ class Search:
         reserve_factor_of: Callable[[np.ndarray], float],
         starts: Callable[[], Sequence[Plan]],
         report: Callable[[str], None],
+        memory_bytes: int | None = UNLIMITED_BYTES,
     ):
         self.columns, self.policy, self.objective = columns, policy, objective
-        self.allows, self.report = allows, report
+        self.allows, self.report, self.memory_bytes = allows, report, memory_bytes
         self.judge = Judge(columns, policy, objective, reserve_factor_of)
         self._of_policies = starts
         self._searched: dict[int | None, _BudgetSearch] = {}
@@ -159,7 +163,8 @@ class _BudgetSearch:
     def __init__(self, search: Search, budget_bytes: int | None):
         self.search, self.columns, self.judge = search, search.columns, search.judge
         self.profile, self.budget_bytes = search.profile, budget_bytes
-        self.limit = _UNLIMITED_BYTES if budget_bytes is None else budget_bytes
+        self.limit = UNLIMITED_BYTES if budget_bytes is None else budget_bytes
+        self.memory_bytes = search.memory_bytes if budget_bytes is None else budget_bytes
         self.known: dict[bytes, Judged] = {}
         self.solution = Solution(0.0)
         self._best: Judged | None = None
@@ -244,7 +249,7 @@ class _BudgetSearch:
     def _simulate(self, codes: np.ndarray) -> Judged | None:
         """Simulates a plan that fits; None if a rule forbids it."""
         self._tried.add(codes.tobytes())
-        judged = self.judge(codes, self.limit, self._subgroups)
+        judged = self.judge(codes, self.memory_bytes, self._subgroups)
         self._num_plans += 1
         if judged is not None:
             self._keep(judged)
@@ -267,13 +272,13 @@ class _BudgetSearch:
         if stays in self.columns.number:
             codes = self.columns.uniform(stays)
             if self.search.allows(codes) and self.judge.needed_bytes(codes) <= self.limit:
-                judged = self.judge(codes, self.limit)
+                judged = self.judge(codes, self.memory_bytes)
                 assert judged is not None
                 self._keep(judged)
 
     def _of_other_policies(self) -> Iterator[Judged]:
         for plan in self.search.starts:
-            judged = self.judge.other(plan, self.limit)
+            judged = self.judge.other(plan, self.memory_bytes)
             if judged is not None and judged.needed_bytes <= self.limit and self.search.allows(judged.codes):
                 yield judged
 
