@@ -25,7 +25,7 @@ from jaxferry.planner.baselines import NativeOffload, NativeOverlapped, ZeroOffl
 from jaxferry.planner.columns import Columns
 from jaxferry.planner.judge import Judged
 from jaxferry.planner.memferry import GOMemFerry, MemFerry
-from jaxferry.planner.preference import preferred
+from jaxferry.planner.preference import longest_equal_s, preferred
 from jaxferry.planner.search import Search
 from jaxferry.step import Plan, StepSchedules
 
@@ -46,7 +46,7 @@ class Exact(Policy):
           BudgetError: if no plan fits.
         """
         request = request or Request()
-        found, errors, bound_s = list[Judged](), list[BudgetError](), np.inf
+        found, errors, bound_s, fastest_s = list[Judged](), list[BudgetError](), np.inf, np.inf
         for factor in reserve_factors(request):
             try:
                 searched = _search(profile, request, factor).within(request.memory_budget_bytes)
@@ -55,10 +55,11 @@ class Exact(Policy):
                 continue
             found.append(searched.chosen())
             own_s = searched.best.objective_s if searched.is_complete else searched.solution.bound_s
-            bound_s = min(bound_s, own_s)
+            bound_s, fastest_s = min(bound_s, own_s), min(fastest_s, searched.best.objective_s)
         if not found:
             raise min(errors, key=lambda error: error.smallest_bytes)
-        best = preferred(found, lambda each: each.score)
+        equal = [each for each in found if each.objective_s <= longest_equal_s(fastest_s)]
+        best = preferred(equal, lambda each: each.score)
         plan, objective = best.plan, request.objective
         plan = dataclasses.replace(plan, memory_bytes=request.memory_budget_bytes)
         if objective is Objective.FORWARD:

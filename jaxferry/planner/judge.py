@@ -180,8 +180,7 @@ class Judge:
     def _ordered(self, plan: Plan, schedules: StepSchedules, critical: Sequence[Task]) -> tuple[Plan, float]:
         """The plan in the order of updates that is faster, and its objective in seconds."""
         seconds, memory_bytes = self._seconds(schedules, plan, False), plan.memory_bytes
-        is_other = (plan.loads, plan.updates) != (Loads.LAYERWISE, Updates.OVERLAPPED)
-        if is_other or not self._tries_order(schedules, memory_bytes, seconds, critical):
+        if not self._tries_order(schedules, memory_bytes, seconds, critical):
             return plan, seconds
         other = schedules.in_order(UpdateOrder.NEED)
         if memory_bytes is not None and other.needs.natural > memory_bytes:
