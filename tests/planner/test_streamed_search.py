@@ -85,7 +85,7 @@ def test_auto_keeps_compute_copies_where_there_is_memory_for_them(share):
     """That saves their loads, their transfers down, and the wait of the next forward for both."""
     profile = with_slow_host(transformer(6), link=8.0)
     everything = needed_bytes(profile, with_places(profile, [UpdatePlace.RESIDENT] * 6, [Mode.RESIDENT] * 6))
-    plan = AutoSearch(profile, Request()).plan(int(share * everything))
+    plan = AutoSearch(profile, Request()).fastest(int(share * everything)).plan
     assert any(plan.copies_stay) and plan.copies_stay == plan.updates_streamed
     layers = [x.with_mode(Mode.GFGB) if stays else x for x, stays in zip(plan.layers, plan.copies_stay, strict=True)]
     loaded = dataclasses.replace(plan, layers=tuple(layers))
