@@ -39,7 +39,6 @@ from .machine import forward_s as forward_s
 from .machine import run as run
 from .machine import steady_step_s as steady_step_s
 from .machine import step_s as step_s
-from .machine import with_shared_work as with_shared_work
 from .plans import LayerPlan as LayerPlan
 from .plans import Loads as Loads
 from .plans import Plan as Plan
@@ -51,6 +50,7 @@ from .schedule import needed_bytes as needed_bytes
 from .schedule import schedule_chain as schedule_chain
 from .schedule import schedule_step as schedule_step
 from .schedule import step_demand as step_demand
+from .shared_work import with_shared_work as with_shared_work
 from .simulation import ACTIVATIONS as ACTIVATIONS
 from .simulation import CHAIN_STEPS as CHAIN_STEPS
 from .simulation import GRADIENTS as GRADIENTS

@@ -36,7 +36,7 @@ Rules (the machine model; MemFerry, section IV-B):
   backward run between the forwards of the next step (`jaxferry.step.streaming`).
 - **Shared links**: where the profile says so, programs that read or write host memory take time of the links
   (`Task.read_s`, `Task.write_s`). Programs go first, and the transfers that follow in the list get what they leave
-  (`jaxferry.step.machine`).
+  (`jaxferry.step.shared_work`).
 - **Shared host memory**: where the profile says so (`contention`), each second of a link's or the host's work takes a
   share of a second from the other lanes that use host memory. After each step they lose what they lost in it, as far as
   they are not idle before their next task.
