@@ -247,6 +247,7 @@ class Columns:
                 yield together[length - size :]
                 if size > 1:
                     yield [together[(2 * index + 1) * length // (2 * size)] for index in range(size)]
+                    yield together[1 : 2 * size : 2]
                 size *= 2
 
 

@@ -1,7 +1,7 @@
 """Moves from one plan to others, ranked before any of them is simulated.
 
 A move gives some layers of one class another column: the class, all of its layers that have one column, or 1, 2, 4, ...
-of these, the first or the last ones or evenly spread.
+of these, the first or the last ones, every second one, or evenly spread.
 Moves are ranked by **rows**: linear bounds on the steady step, each a sum over layers of seconds by column. The first
 rows are the work of the lanes, with what they lose to each other. Further rows are the critical cycles of plans that
 have been simulated: a plan's step takes at least as long as any cycle of its tasks, and the same cycle limits its
