@@ -126,7 +126,7 @@ def compute_s(profiles):
 
 def plans_of(profile, known):
     """Plans and budgets by name, and by memory. `known` is the profile with the times of device updates."""
-    smallest = AutoSearch(profile, Request()).pool.smallest_needed_bytes()
+    smallest = AutoSearch(profile, Request()).smallest_bytes
     plans = {("unlimited", "all"): (make_plan(known, "auto"), None)}
     for memory, spare in SPARE.items():
         budget = int(spare * smallest)

@@ -50,10 +50,10 @@ from examples.gpt2 import model
 from jaxferry.costs import MACHINES, estimate_profile, partition_costs
 from jaxferry.engine import derivatives_of, with_program_facts
 from jaxferry.errors import BudgetError
-from jaxferry.modes import UpdatePlace
+from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.partition import partition
-from jaxferry.planner import Auto, AutoSearch, Request, any_plan_lower_bound_s, make_plan, plain_training
-from jaxferry.step import predict
+from jaxferry.planner import Auto, AutoSearch, Column, Request, any_plan_lower_bound_s, make_plan
+from jaxferry.step import Plan, needed_bytes, predict
 
 MODELS = {
     "1.5B": model.Config(num_layers=48, num_heads=25, channels=1600),
@@ -101,10 +101,9 @@ def machine_of(system, num_devices):
 def compare(profile, budget_bytes):
     """Steady steps of `auto` within a budget for each of the places that updates may have, and the bound on all."""
     found = {"budget_bytes": budget_bytes, "bound_s": any_plan_lower_bound_s(profile, budget_bytes)}
-    search = AutoSearch(profile, Request())
     for name, places in PLACES.items():
         try:
-            plan = predict(profile, search.plan(budget_bytes, places))
+            plan = predict(profile, AutoSearch(profile, Request(), places).plan(budget_bytes))
         except BudgetError as error:
             return found | {"smallest_budget_bytes": error.smallest_bytes}
         found[name] = {
@@ -122,11 +121,12 @@ def compare(profile, budget_bytes):
 def sweep(profile):
     """Steady step and memory for budgets from the smallest to that of plain training, on a logarithmic scale."""
     search = AutoSearch(profile, Request())
-    smallest = search.pool.smallest_needed_bytes()
-    plain = plain_training(Auto.name, profile)
+    stays = search.columns.uniform(Column(Mode.RESIDENT, update=UpdatePlace.RESIDENT))
+    plain = Plan(Auto.name, 1.0, search.columns.layers(stays))
+    smallest, most = search.smallest_bytes, needed_bytes(profile, plain)
     points = []
     for number in range(POINTS + 1):
-        budget = round(smallest * (plain.needed_bytes / smallest) ** (number / POINTS))
+        budget = round(smallest * (most / smallest) ** (number / POINTS))
         plan = predict(profile, search.plan(budget))
         points.append(
             {
@@ -139,7 +139,7 @@ def sweep(profile):
         )
     times = [point["steady_step_s"] for point in points]
     is_monotone = all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(times))
-    return {"points": points, "plain_s": plain.objective_s, "is_monotone": is_monotone}
+    return {"points": points, "plain_s": predict(profile, plain).predicted.steady_step_s, "is_monotone": is_monotone}
 
 
 def draw(swept, path):

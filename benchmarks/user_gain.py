@@ -81,10 +81,10 @@ def leanest(search: AutoSearch, rival: Plan) -> Plan:
     """The plan of `auto` in the smallest budget, to 1 %, in which it is no slower than `rival`."""
 
     def within(budget: int) -> Plan | None:
-        plan = predict(search.profile, search.plan(budget, places=()))
+        plan = predict(search.profile, search.plan(budget))
         return plan if _seconds(plan) <= _seconds(rival) * (1 + 1e-9) else None
 
-    low, high = auto_gap.least_bytes(search), needed_bytes(search.profile, rival)
+    low, high = search.smallest_bytes, needed_bytes(search.profile, rival)
     found = within(low)
     if found is not None:
         return found
@@ -102,8 +102,8 @@ def compared_plans(profile: Profile) -> dict[str, Plan]:
     plain = without_recomputation(profile)
     own = make_plan(plain, "zero-offload")
     again = predict(profile, recomputing(profile, own))
-    search = AutoSearch(profile, Request())
-    found = (leanest(AutoSearch(plain, Request()), own), leanest(search, own), leanest(search, again))
+    search = AutoSearch(profile, Request(), places=())
+    found = (leanest(AutoSearch(plain, Request(), places=()), own), leanest(search, own), leanest(search, again))
     return {OWN: own, AGAIN: again, **dict(zip(COMPARED, found, strict=True))}
 
 

@@ -38,7 +38,7 @@ USERS = ("jaxferry", "tests", "examples", "benchmarks")
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 # The simulator and the engine run the same task list and never know of each other.
-SIMULATOR = {"step.machine", "step.simulation"}
+SIMULATOR = {"step.machine", "step.shared_work", "step.simulation"}
 
 # Optional, or needed by checkpoints alone: the only packages that a function may import.
 OPTIONAL = {"matplotlib", "orbax", "safetensors", "xxhash"}

@@ -47,7 +47,7 @@ def utilization(profile: Profile) -> dict[str, float]:
 def within_budgets(profile: Profile) -> list[SweepPoint]:
     """The plans of `auto` within budgets from the smallest to that of the fastest plan."""
     search = AutoSearch(profile, Request())
-    low, high = search.pool.smallest_needed_bytes(), search.plan(None).details["unlimited_needed_bytes"]
+    low, high = search.smallest_bytes, search.plan(None).details["unlimited_needed_bytes"]
     budgets = [int(low * (high / low) ** (number / (NUM_BUDGETS - 1))) for number in range(NUM_BUDGETS)]
     plans = [predict(profile, search.plan(budget)) for budget in budgets]
     return [SweepPoint(plan.reserve_factor, budget, plan) for plan, budget in zip(plans, budgets, strict=True)]

@@ -13,11 +13,10 @@ import importlib
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
 import typer
 
 from jaxferry.cli.common import AsJson, print_result
@@ -46,10 +45,9 @@ from jaxferry.cli.recording import (
     speed,
     window,
 )
-from jaxferry.costs import LayerProfile, Profile, flags_of
+from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
-from jaxferry.planner import PlanEvaluator
 from jaxferry.records import load_record, read_json
 from jaxferry.step import (
     ACTIVATIONS,
@@ -61,10 +59,8 @@ from jaxferry.step import (
     LayerPlan,
     Loads,
     Plan,
+    StepSchedules,
     UpdateOrder,
-    Updates,
-    gradient_flags,
-    mode_codes,
 )
 from jaxferry.units import format_bytes, format_seconds
 
@@ -85,10 +81,10 @@ _LINKS = {
 """Directions of the host link, with their colours."""
 
 _BINS = 120
-_MOST_LAYERS = 200
+_MOST_LAYERS = 64
 """Longer plans are explained by costs alone: other choices of all layers are about six plans a layer.
 
-So are plans that stream updates, which `PlanEvaluator` does not evaluate.
+So are plans that stream updates.
 """
 
 _SAME = 5e-3
@@ -321,7 +317,7 @@ def layer_reasons(profile: Profile, plan: Plan, budget_bytes: int | None = None)
         return costs
     choices = [list(_others(profile, plan, number)) for number in range(len(plan.layers))]
     plans = [_with(profile, plan, number, other) for number, own in enumerate(choices) for _, other in own]
-    own, *outcomes = _evaluate(profile, [plan, *plans])
+    own, *outcomes = (_evaluate(profile, each) for each in (plan, *plans))
     reasons = []
     for cost, layer_choices in zip(costs, choices, strict=True):
         tried = [outcomes.pop(0)._replace(choice=name) for name, _ in layer_choices]
@@ -414,17 +410,8 @@ def _with(profile: Profile, plan: Plan, number: int, other: LayerPlan) -> Plan:
     return dataclasses.replace(plan, layers=tuple(layers))
 
 
-def _evaluate(profile: Profile, plans: Sequence[Plan]) -> list[_Outcome]:
-    """Evaluates plans that differ in their layers alone."""
-    trained = flags_of(profile, "has_gradient")[:, 0]
-    outcomes = PlanEvaluator(profile)(
-        np.stack([mode_codes(plan) for plan in plans]),
-        np.stack([gradient_flags(plan) for plan in plans]),
-        np.array([plan.recomputes for plan in plans]),
-        np.array([plan.updates_on_device for plan in plans]) & trained,
-        bulk=plans[0].loads is Loads.BULK,
-        after_all=plans[0].updates is Updates.AFTER_ALL,
-        by_need=plans[0].update_order is UpdateOrder.NEED,
-        memory_bytes=plans[0].memory_bytes,
-    )
-    return list(map(_Outcome, outcomes.steady_step_s.tolist(), outcomes.needed_bytes.tolist()))
+def _evaluate(profile: Profile, plan: Plan) -> _Outcome:
+    """Simulates a plan."""
+    steps = StepSchedules(profile, plan)
+    by_need = plan.update_order is UpdateOrder.NEED
+    return _Outcome(steps.steady(plan.memory_bytes).seconds(by_need), steps.needs.natural)

@@ -26,10 +26,6 @@ from .profile_records import SHARING as SHARING
 from .profile_records import UP as UP
 from .profile_records import Contention as Contention
 from .profile_records import Profile as Profile
-from .profile_records import column as column
-from .profile_records import flags_of as flags_of
-from .profile_records import per_choice as per_choice
-from .profile_records import program_ends as program_ends
 from .progress import Lines as Lines
 from .progress import Report as Report
 from .progress import progress_bar as progress_bar

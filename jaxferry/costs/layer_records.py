@@ -111,7 +111,7 @@ class LayerProfile:
         program's temporaries.
       backward_workspace_bytes: likewise for the backward, without its gradient.
       forward_read_s: time of the link up that a forward by DHA takes for its reads; at most `forward_dha_s`. Loads get
-        what is left of the link (`jaxferry.step.machine`).
+        what is left of the link (`jaxferry.step.shared_work`).
       backward_read_s: likewise for the backward; without what a backward by DHA reads that runs its forward again.
       backward_write_s: time of the link down that a GO backward takes for its gradient.
       update_gpu_s: the optimizer step on the device, with master parameters and optimizer state there; None if no

@@ -1,4 +1,4 @@
-"""Profiles: what each layer costs, and how the lanes share host memory; as records, JSON and arrays.
+"""Profiles: what each layer costs, and how the lanes share host memory; as records and JSON.
 
 Contention for host memory: what the work of one lane takes of another lane's time.
 
@@ -19,8 +19,6 @@ describe the plain machine model. A file has these keys only where they differ f
 A layer has the keys of this version and no others, so a misspelt key is an error. Everything else goes into `machine`,
 which is free-form. A version whose new keys change the meaning of a layer without them has another number in its
 `format`.
-
-Tables hold columns of the layers as arrays, each made once for a profile. Nobody changes them.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeVar, TypeVarTuple, Unpack
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -140,7 +138,6 @@ NO_CONTENTION = Contention()
 
 
 _Made = TypeVar("_Made")
-_Arguments = TypeVarTuple("_Arguments")
 
 PROFILE_FORMAT = "jaxferry.profile/1"
 
@@ -300,12 +297,11 @@ class Profile:
         """Whether any time is above 0; a profile of sizes only has none."""
         return any(getattr(layer, key) > 0 for layer in self.layers for key in SECONDS)
 
-    def once(self, of: Callable[[Profile, Unpack[_Arguments]], _Made], *arguments: *_Arguments) -> _Made:
-        """`of(self, *arguments)`, made at the first call; nobody may change it."""
-        key = of, arguments
-        if key not in self._made:
-            self._made[key] = of(self, *arguments)
-        return self._made[key]
+    def once(self, of: Callable[[Profile], _Made]) -> _Made:
+        """`of(self)`, made at the first call; nobody may change it."""
+        if of not in self._made:
+            self._made[of] = of(self)
+        return self._made[of]
 
     @functools.cached_property
     def _made(self) -> dict[Any, Any]:
@@ -364,46 +360,3 @@ class Profile:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the profile to a file."""
         write_json(path, self.to_json())
-
-
-def column(profile: Profile, key: str) -> np.ndarray:
-    """A field of all layers, (layers, 1)."""
-    return profile.once(_column, key)
-
-
-def flags_of(profile: Profile, key: str) -> np.ndarray:
-    """A field of all layers as flags, (layers, 1)."""
-    return profile.once(_flags, key)
-
-
-def per_choice(profile: Profile, count: Callable[..., float], *flags: np.ndarray) -> np.ndarray:
-    """What `count`, a method of `LayerProfile`, gives for each layer and its (layers, plans) flags; (layers, plans)."""
-    table = profile.once(_table, count, len(flags))
-    if (table == table[:, :1]).all():
-        return np.broadcast_to(table[:, :1], flags[0].shape)
-    row = sum(flag.astype(np.intp) << bit for bit, flag in enumerate(reversed(flags)))
-    return np.take_along_axis(table, row, axis=1)
-
-
-def program_ends(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the last layer of each layer's program, (layers,) each."""
-    return profile.once(_program_ends)
-
-
-def _column(profile: Profile, key: str) -> np.ndarray:
-    return np.array([getattr(layer, key) for layer in profile.layers])[:, None]
-
-
-def _flags(profile: Profile, key: str) -> np.ndarray:
-    return _column(profile, key).astype(bool)
-
-
-def _table(profile: Profile, count: Callable[..., float], num_flags: int) -> np.ndarray:
-    """(layers, choices), the last flag changing fastest."""
-    choices = list(itertools.product((False, True), repeat=num_flags))
-    return np.array([[count(layer, *choice) for choice in choices] for layer in profile.layers])
-
-
-def _program_ends(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
-    first, last = np.array(profile.program_ends).T
-    return first, last

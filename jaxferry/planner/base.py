@@ -66,6 +66,7 @@ def with_update_order(profile: Profile, plan: Plan) -> Plan:
 
 def best_order(plan: Plan, schedules: StepSchedules) -> tuple[Plan, float]:
     """Likewise, with the steady step's seconds; 0 if no times are known. `schedules` are those of the plan."""
+    schedules = schedules.in_order(UpdateOrder.BACKWARD)
     step = schedules.within(plan.memory_bytes)
     if not any(task.duration_s > 0 for task in step.tasks):
         order = UpdateOrder.BACKWARD if Mode.RESIDENT in plan.modes else UpdateOrder.NEED
@@ -74,6 +75,9 @@ def best_order(plan: Plan, schedules: StepSchedules) -> tuple[Plan, float]:
     least_s = schedules.steady(plan.memory_bytes).seconds(by_need=False)
     if sum(task.lane is Lane.HOST for task in step.tasks) < 2:
         return best, least_s  # the host has no choice
+    schedules = schedules.in_order(UpdateOrder.NEED)
+    if plan.memory_bytes is not None and schedules.needs.natural > plan.memory_bytes:
+        return best, least_s
     for memory_bytes in _memories_by_need(schedules, plan.memory_bytes):
         found = schedules.steady(memory_bytes).seconds(by_need=True)
         if found < least_s * (1 - _ROUNDING):

@@ -20,10 +20,9 @@ from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import BLOCK, FASTER, GRANULARITIES, MODULE, Remat
 from jaxferry.planner.auto import Auto
 from jaxferry.planner.base import Request
-from jaxferry.planner.device_updates import Placed
 from jaxferry.planner.place_bound import any_plan_lower_bound_s
 from jaxferry.planner.planning import Compared, Planner, SweepPoint, as_run, compare_plans, planner_of, sweep, with_gap
-from jaxferry.planner.preference import longest_equal_s, preferred, score_of
+from jaxferry.planner.preference import Placed, longest_equal_s, preferred, score_of
 from jaxferry.step import Kind, LayerPlan, Plan, needed_bytes, predict, schedule_step
 
 _SUMS = (

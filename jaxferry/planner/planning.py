@@ -19,7 +19,7 @@ from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.planner.auto import Auto, AutoSearch
 from jaxferry.planner.base import Objective, Request, read_objective
 from jaxferry.planner.baselines import L2L, NativeOverlapped
-from jaxferry.planner.effort import FULL_LAYERS, updatable_groups
+from jaxferry.planner.columns import updatable_groups
 from jaxferry.planner.exact import gap_details
 from jaxferry.planner.place_bound import any_plan_lower_bound_s
 from jaxferry.planner.preference import longest_equal_s
@@ -31,6 +31,7 @@ Planner = Callable[[int | None], Plan]
 
 
 _ROUNDING = 1e-12
+FULL_LAYERS = 96
 _SECONDS_OF = {Objective.FORWARD: "forward_s", Objective.STEP: "step_s", Objective.STEADY: "steady_step_s"}
 
 
@@ -71,7 +72,7 @@ def planner_of(profile: Profile, policy: str, request: Request) -> Planner:
     """A function that plans for any budget, without the gap of `plan_for`; `auto` searches once for all budgets."""
     plan: Planner = functools.partial(_plan_within, profile, policy, request)
     if policy == Auto.name:
-        plan = AutoSearch(profile, dataclasses.replace(request, objective=Objective.STEADY)).plan
+        plan = AutoSearch(profile, request).plan
     return lambda budget_bytes: predict(profile, as_run(profile, plan(budget_bytes)))
 
 

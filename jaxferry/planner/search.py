@@ -1,436 +1,443 @@
-"""Pools of plans, from which a budget picks.
+"""The search behind `auto` and `exact`: columns, a linear programme, moves, and the simulator as judge.
 
-A pool depends only on the profile and the gradients; a budget only picks from it. So a larger budget never gives a
-slower plan: a plan that fits still fits, and waits for fewer gradient transfers. Nothing reads a clock.
+    columns of each layer --linear programme--> starts --moves, judged by the simulator--> fastest --> preferred
 
-The search assumes updates in backward order. It tries updates by need for the best plans of the pool and for marked
-plans, independently of the budget. With a greedy order fewer waits can be slower. So by need a plan is evaluated
-without the budget's room for gradients, or without any waits if the budget ends them all.
+A plan is one column for each layer (`planner/columns.py`). The search starts from the plans of all policies, from plans
+of one column, or of two, and from the solution of the linear programme whose value also proves the bound
+(`planner/place_bound.py`). From the best of them it takes the move that the rows rank highest and the simulator
+confirms (`planner/moves.py`), until none helps. Then it changes a plan near the best one at random (with a fixed seed),
+and starts again, as long as the plan is not proven and there is effort left. So no policy that fits is faster.
+
+Of the plans that count as equal to the fastest, the search takes the one that relies least on the machine model
+(`planner/preference.py`), and moves on from it to others that rely less and still count as equal.
+
+Where there are few plans in all, every one is simulated, so that the result is the optimum.
 """
 
-import dataclasses
-from typing import Any
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from jaxferry.costs import Profile
-from jaxferry.planner.base import Objective
-from jaxferry.planner.effort import fewer, is_searched
-from jaxferry.planner.evaluate import Outcomes, PlanEvaluator
-from jaxferry.planner.preference import Best, coded, columns, different_rows, flags, row_bytes, scores
-from jaxferry.step import UNLIMITED, Loads, UpdateOrder, Updates
+from jaxferry.modes import GradientPlace, Mode, Remat, Subgroups, UpdatePlace
+from jaxferry.planner.base import Objective, check_budget
+from jaxferry.planner.columns import Column, Columns, streamable_groups
+from jaxferry.planner.judge import Judge, Judged
+from jaxferry.planner.moves import Kinds, Ranking, Rows
+from jaxferry.planner.place_bound import Solution, solve
+from jaxferry.planner.preference import longest_equal_s, preferred
+from jaxferry.planner.starts import of_two_columns, rounded
+from jaxferry.step import Plan, UpdateOrder, slots_bytes
 
-_Kind = tuple[Loads, Updates]
+MOST_EFFORT = 60_000
+"""The tasks of the plans that a search for one budget lowers or simulates; half of it again where that is few plans."""
 
+UNLIMITED_BYTES = 2**53
+"""What plans may need without a budget."""
 
-@dataclasses.dataclass(frozen=True)
-class _Evaluated:
-    """Plans of one kind, (plans, 2, layers) codes, and their outcomes in backward order without a budget."""
+MOST_ENUMERATED = 729
+"""The most plans that are all simulated."""
 
-    kind: _Kind
-    plans: np.ndarray
-    outcomes: Outcomes
+_LEAST_PLANS = 48
+_PLANS_A_LAYER = 8
+_PROVEN = 1 + 1e-4
+_GAIN = 1e-6
 
-
-@dataclasses.dataclass(frozen=True)
-class _Option:
-    """Rows of an `_Evaluated` with one order of updates and one room for gradients."""
-
-    number: int
-    rows: np.ndarray
-    outcomes: Outcomes
-    order: UpdateOrder
-    memory_bytes: int | None
-
-
-class _Known:
-    """The outcomes of a part's plans with one order of updates and one room for gradients; only those asked for."""
-
-    def __init__(self, of: _Evaluated):
-        self.is_known, self._outcomes = np.zeros(len(of.plans), dtype=bool), of.outcomes
-
-    def missing(self, rows: np.ndarray) -> np.ndarray:
-        """Those of the plans that are not known yet."""
-        return rows[~self.is_known[rows]]
-
-    def learn(self, rows: np.ndarray, outcomes: Outcomes) -> None:
-        """Adds the outcomes of some of the plans."""
-        self._outcomes = self._outcomes.replaced(rows, outcomes)
-        self.is_known[rows] = True
-
-    def __call__(self, rows: np.ndarray) -> Outcomes:
-        """The outcomes of plans that are known, in this order."""
-        return self._outcomes.some(rows)
+_CHECKED = 40
+_FAMILIES = 200
+_SHARE_OF_FAMILIES = 0.4
+_LIKELY_FAMILY = 1.04
+_REPAIRS = 12
+_DESCENTS = 4
+_DIFFERENT = 0.2
+_NEAR = 1.02
+_LIKELY = 1.2
+_CHANGES = 2
+_MOST_FAILED = 16
+_MOST_SIDEWAYS = 4
+_MOST_ALIKE = 4
+_MOST_RESTARTS = 40
+_MOST_PREFERRED = 32
+_FAILED_PREFERRED = 8
+_SHARES = (1.0, 0.8)
+_MUCH = 0.1
+"""Updates stream in small subgroups where large ones take more of the budget."""
 
 
-class Pool:
-    """Plans for one profile; DFGB outside MemFerry's window is never picked.
+class Search:
+    """The search for one profile, any number of budgets. All plans are remembered.
 
     Args:
-      profile: the layers.
-      by_need_on_frontier: whether to try updates by need over the whole frontier of time and memory, not only for the
-        fastest plans.
+      columns: what the plans consist of.
+      policy: the name that the plans carry.
+      objective: what is to be least.
+      allows: whether a plan with these columns, (layers,), may be taken.
+      reserve_factor_of: the reserve factor of a plan with these columns.
+      starts: plans of other policies.
+      report: called with a short description as each part of a long search starts.
+      memory_bytes: `memory_bytes` of plans without a budget.
     """
 
-    def __init__(self, profile: Profile, by_need_on_frontier: bool = False):
-        self.profile, self.evaluate = profile, PlanEvaluator(profile)
-        self.is_searched = is_searched(len(profile.layers))
-        self.by_need_on_frontier = by_need_on_frontier
-        self.parts: dict[_Kind, list[np.ndarray]] = {}
-        self.marked: dict[_Kind, set[bytes]] = {}
-        self.known: dict[_Kind, set[bytes]] = {}
-        self.evaluated: list[_Evaluated] = []
-        self._rows: dict[tuple[int, Objective], np.ndarray] = {}
-        self._known_outcomes: dict[tuple[int, UpdateOrder, int | None], _Known] = {}
-        self._known_bounds: dict[int, np.ndarray] = {}
-
-    def add(
+    def __init__(
         self,
-        modes: np.ndarray,
-        grad_on_host: np.ndarray,
-        loads: Loads = Loads.LAYERWISE,
-        updates: Updates = Updates.OVERLAPPED,
-        recomputes: np.ndarray | bool = False,
-        on_device: np.ndarray | bool = False,
-        marked: bool = False,
-    ) -> None:
-        """Adds plans: (plans, layers) or (layers,) mode codes; flags of gradients, recomputation and updates likewise.
+        columns: Columns,
+        policy: str,
+        objective: Objective,
+        allows: Callable[[np.ndarray], bool],
+        reserve_factor_of: Callable[[np.ndarray], float],
+        starts: Callable[[], Sequence[Plan]],
+        report: Callable[[str], None],
+        memory_bytes: int | None = UNLIMITED_BYTES,
+    ):
+        self.columns, self.policy, self.objective = columns, policy, objective
+        self.allows, self.report, self.memory_bytes = allows, report, memory_bytes
+        self.judge = Judge(columns, policy, objective, reserve_factor_of)
+        self._of_policies = starts
+        self._searched: dict[int | None, _BudgetSearch] = {}
 
-        With `marked`, updates by need are tried for all of these.
+    @property
+    def profile(self) -> Profile:
+        """The layers."""
+        return self.columns.profile
+
+    @functools.cached_property
+    def starts(self) -> Sequence[Plan]:
+        """Plans of other policies."""
+        self.report("plans of all policies")
+        return self._of_policies()
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """The estimates."""
+        self.report("costs of all choices")
+        return Rows(self.judge)
+
+    def within(self, budget_bytes: int | None) -> _BudgetSearch:
+        """The search within a budget, or without one.
+
+        Raises:
+          BudgetError: if no plan fits.
         """
-        plans = coded(modes, grad_on_host, recomputes, on_device)
-        self.parts.setdefault((loads, updates), []).append(plans)
-        if marked:
-            self.marked.setdefault((loads, updates), set()).update(row_bytes(plans))
+        if budget_bytes not in self._searched:
+            if budget_bytes is not None:
+                least, codes = self.judge.needed_bytes(self.leanest), self.leanest
+                again = sum(self.columns.all[code].remat is Remat.FULL for code in codes)
+                check_budget(self.policy, budget_bytes, least, again)
+            self._searched[budget_bytes] = _BudgetSearch(self, budget_bytes)
+            self._searched[budget_bytes].run()
+        return self._searched[budget_bytes]
+
+    @functools.cached_property
+    def leanest(self) -> np.ndarray:
+        """The plan with the least memory: a uniform one by DHA, then moves that save memory, one after another."""
+        self.report("the plan with the least memory")
+        choices = itertools.product((Mode.DHA, Mode.RELOAD), (GradientPlace.HOST, GradientPlace.DEVICE), Remat)
+        starts = [self.columns.uniform(Column(*choice)) for choice in choices]
+        best = min(filter(self.allows, starts), key=self.judge.needed_bytes)
+        late = np.array([column.mode is Mode.DFGB for column in self.columns.all])
+        for _ in range(len(best)):
+            least, moves = self.judge.needed_bytes(best), self.rows.moves(best)
+            leaner = np.argsort(moves.num_bytes.max(axis=0), kind="stable")[:_CHECKED]
+            tried = (moves.taken(self.columns, best, move) for move in leaner)
+            better = [each for each in tried if each is not None and self.allows(each) and not late[each].any()]
+            found = min(better, key=self.judge.needed_bytes, default=best)
+            if self.judge.needed_bytes(found) >= least:
+                break
+            best = found
+        return best
+
+
+class _BudgetSearch:
+    """The search within one budget.
+
+    Attributes:
+      known: the plans that fit, by columns and size of subgroups.
+      solution: the bound on all plans within the budget.
+    """
+
+    def __init__(self, search: Search, budget_bytes: int | None):
+        self.search, self.columns, self.judge = search, search.columns, search.judge
+        self.profile, self.budget_bytes = search.profile, budget_bytes
+        self.limit = UNLIMITED_BYTES if budget_bytes is None else budget_bytes
+        self.memory_bytes = search.memory_bytes if budget_bytes is None else budget_bytes
+        self.known: dict[bytes, Judged] = {}
+        self.solution = Solution(0.0)
+        self._best: Judged | None = None
+        self._tried: set[bytes] = set()
+        self._random = np.random.default_rng(0)
+        self._first_effort, self._num_plans = self.judge.effort, 0
+        self._most_plans = 24 + _PLANS_A_LAYER * len(search.profile.layers)
+        groups = streamable_groups(search.profile)
+        is_much = slots_bytes(search.profile, groups) > _MUCH * self.limit
+        self._subgroups = Subgroups.SMALL if is_much else Subgroups.LARGE
+        self._slots_bytes = slots_bytes(search.profile, groups, size=self._subgroups)
+        self._is_complete = False
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """The estimates, with the rows of this search's plans: its rows for other budgets would mislead."""
+        return self.search.rows.copied()
+
+    @functools.cached_property
+    def _ranking(self) -> Ranking:
+        return Ranking(self.rows, self.limit, self._slots_bytes)
+
+    @property
+    def best(self) -> Judged:
+        """The fastest plan."""
+        assert self._best is not None
+        return self._best
 
     def run(self) -> None:
-        """Evaluates each added plan once, in backward order and without a budget."""
-        for kind, parts in self.parts.items():
-            plans, known = np.concatenate(parts), self.known.setdefault(kind, set())
-            new = plans[different_rows(plans, known)]
-            if len(new):
-                known.update(row_bytes(new))
-                self.evaluated.append(_Evaluated(kind, new, self._outcomes(kind, new)))
-        self.parts = {}
+        """Searches."""
+        if self._enumerated():
+            return
+        self._try_plain()
+        self.solution = solve(self.profile, self.budget_bytes, self.columns, self.search.objective)
+        if self._is_proven:
+            return
+        self._try_starts()
+        self.search.report("moves from the best plans")
+        self._descend_all()
+        self._restart()
 
-    def take(self, other: "Pool") -> None:
-        """Takes over the plans that another pool of the profile has evaluated; each part keeps its own by need."""
-        self.evaluated += other.evaluated
-        for kind, plans in other.known.items():
-            self.known.setdefault(kind, set()).update(plans)
-        for kind, plans in other.marked.items():
-            self.marked.setdefault(kind, set()).update(plans)
+    def _enumerated(self) -> bool:
+        """Simulates every plan if there are few; whether that is so."""
+        choices = [np.flatnonzero(flags) for flags in self.columns.allowed]
+        num_plans = float(np.prod([float(len(each)) for each in choices]))
+        if num_plans > MOST_ENUMERATED:
+            return False
+        self._is_complete = self.judge.is_thorough = True
+        for chosen in itertools.product(*choices):
+            codes = self.columns.agreed(np.array(chosen, dtype=np.int8))
+            if codes.tobytes() not in self._tried and self._fits(codes):
+                self._simulate(codes)
+        for judged in self._of_other_policies():
+            self._keep(judged)
+        return True
 
-    def join(self) -> None:
-        """Makes one part of all evaluated plans of each kind, so that updates by need are tried for the best of all."""
-        kinds = dict.fromkeys(each.kind for each in self.evaluated)
-        joined = []
-        for kind in kinds:
-            parts = [each for each in self.evaluated if each.kind == kind]
-            plans = np.concatenate([each.plans for each in parts])
-            rows = different_rows(plans)
-            outcomes = Outcomes.joined([each.outcomes for each in parts]).some(rows)
-            joined.append(_Evaluated(kind, plans[rows], outcomes))
-        self.evaluated = joined
-        self._rows, self._known_outcomes, self._known_bounds = {}, {}, {}
+    @property
+    def is_complete(self) -> bool:
+        """Whether every plan was simulated."""
+        return self._is_complete
 
-    def _outcomes(self, kind: _Kind, plans: np.ndarray, **more: Any) -> Outcomes:
-        bulk, after_all = _flags_of(kind)
-        return self.evaluate(*columns(plans), bulk=bulk, after_all=after_all, **more)
+    @property
+    def _is_proven(self) -> bool:
+        """Whether no plan can be faster, but for a ten-thousandth."""
+        return self._best is not None and self.best.objective_s <= self.solution.bound_s * _PROVEN
 
-    def best(
-        self, objective: Objective, budget_bytes: int | None, leanest: bool = False, below_s: float = np.inf
-    ) -> Best | None:
-        """The plan with the least objective that fits into the budget; ties go to steady time, step, memory.
+    @property
+    def _is_over(self) -> bool:
+        used = self.judge.effort - self._first_effort
+        is_enough = used > MOST_EFFORT and (self._num_plans >= _LEAST_PLANS or used > 8 * MOST_EFFORT)
+        return is_enough or self._num_plans >= self._most_plans or self._is_proven
 
-        Updates follow backward order unless updates by need are faster.
+    def _fits(self, codes: np.ndarray) -> bool:
+        if not self.search.allows(codes):
+            return False
+        needs = self.judge.needs(codes, self._subgroups)
+        fits = needs.natural <= self.limit
+        if not fits and not self._is_complete:
+            self.rows.add_place(needs)
+        return fits
 
-        Args:
-          objective: the quantity to minimize.
-          budget_bytes: device memory, which gradients may fill; None for no limit.
-          leanest: whether only memory decides among plans that are equally fast up to rounding.
-          below_s: plans that are no faster may be left out, in whole or in part.
-        """
-        options = self._in_backward_order(objective, budget_bytes, below_s)
-        found = self._pick(options, objective, budget_bytes, leanest)
-        if objective is Objective.FORWARD:
-            return found
-        below_s = min(below_s, np.inf if found is None else found.objective_s * (1 - _ROUNDING))
-        rival = self._pick(self._by_need_options(objective, budget_bytes, below_s), objective, budget_bytes, leanest)
-        return rival if rival is not None and rival.objective_s < below_s else found
+    def _simulate(self, codes: np.ndarray) -> Judged | None:
+        """Simulates a plan that fits; None if a rule forbids it."""
+        self._tried.add(codes.tobytes())
+        judged = self.judge(codes, self.memory_bytes, self._subgroups)
+        self._num_plans += 1
+        if judged is not None:
+            self._keep(judged)
+            # With updates by need a plan is faster than the cycle of the other order says.
+            in_order = judged.plan.update_order is UpdateOrder.BACKWARD
+            if judged.objective_s > 0 and in_order and not self._is_complete:
+                self.rows.add(judged.critical)
+        return judged
 
-    def preferred(self, objective: Objective, budget_bytes: int | None, longest_s: float) -> Best | None:
-        """Returns the plan that `planner/preference.py` prefers of those known to fit and to take at most `longest_s`.
+    def _keep(self, judged: Judged) -> None:
+        key = judged.codes.tobytes()
+        if key not in self.known or judged.objective_s < self.known[key].objective_s:
+            self.known[key] = judged
+            if self._best is None or judged.rank < self._best.rank:
+                self._best = judged
 
-        None if no such plan is known. Room for gradients within the budget does not count: it could only save time.
-        """
-        found, least = None, None
-        for option in [*self._in_backward_order(objective, None), *self._known_by_need(objective)]:
-            outcomes, seconds = option.outcomes, _keys(option.outcomes, objective)[0]
-            fits = outcomes.in_window & (seconds <= longest_s)
-            fits &= True if budget_bytes is None else outcomes.needed_bytes <= budget_bytes
-            rows = np.flatnonzero(fits)
-            if len(rows) == 0:
-                continue
-            score = scores(self.profile, *columns(self.evaluated[option.number].plans[option.rows[rows]]))
-            keys = [score, *(values[rows] for values in (outcomes.needed_bytes, seconds))]
-            first = np.lexsort(keys[::-1])[0]
-            key = [values[first] for values in keys]
-            if least is None or key < least:
-                least, found = key, self._picked(option, int(rows[first]), float(seconds[rows[first]]), None)
-        return found
+    def _try_plain(self) -> None:
+        """Plain training, if it fits: everything stays on the device."""
+        stays = Column(Mode.RESIDENT, update=UpdatePlace.RESIDENT)
+        if stays in self.columns.number:
+            codes = self.columns.uniform(stays)
+            if self.search.allows(codes) and self.judge.needed_bytes(codes) <= self.limit:
+                judged = self.judge(codes, self.memory_bytes)
+                assert judged is not None
+                self._keep(judged)
 
-    def _known_by_need(self, objective: Objective) -> list[_Option]:
-        """The plans of each part whose outcomes by need are known; none if these do not matter."""
-        known = {number: self._known_of(number, UpdateOrder.NEED, None) for number in range(len(self.evaluated))}
-        rows = {number: np.flatnonzero(each.is_known) for number, each in known.items()}
-        return [
-            _Option(number, each, known[number](each), UpdateOrder.NEED, None)
-            for number, each in rows.items()
-            if len(each) and objective is not Objective.FORWARD
-        ]
+    def _of_other_policies(self) -> Iterator[Judged]:
+        for plan in self.search.starts:
+            judged = self.judge.other(plan, self.memory_bytes)
+            if judged is not None and judged.needed_bytes <= self.limit and self.search.allows(judged.codes):
+                yield judged
 
-    def least_s(self, budget_bytes: int | None) -> float:
-        """The least steady step of plans that fit, in backward order and without the budget's room; in seconds."""
-        most = np.iinfo(np.int64).max if budget_bytes is None else budget_bytes
-        outcomes = [each.outcomes for each in self.evaluated]
-        fits = [each.in_window & (each.needed_bytes <= most) for each in outcomes]
-        pairs = zip(outcomes, fits, strict=True)
-        return min((float(each.steady_step_s[which].min(initial=np.inf)) for each, which in pairs), default=np.inf)
+    def _try_starts(self) -> None:
+        """Simulates the plans from which moves start."""
+        for judged in self._of_other_policies():
+            self._keep(judged)
+        for codes in self._starts():
+            made = self._repaired(codes)
+            if made is not None and made.tobytes() not in self._tried:
+                self._simulate(made)
+        self._try_families()
 
-    def _in_backward_order(
-        self, objective: Objective, budget_bytes: int | None, below_s: float = np.inf
-    ) -> list[_Option]:
-        all_outcomes = [each.outcomes for each in self.evaluated]
-        if budget_bytes is not None and self.is_searched:
-            all_outcomes = self._with_room(objective, budget_bytes, below_s)
-        return [
-            _Option(number, np.arange(len(each.plans)), outcomes, UpdateOrder.BACKWARD, budget_bytes)
-            for number, (each, outcomes) in enumerate(zip(self.evaluated, all_outcomes, strict=True))
-        ]
+    def _starts(self) -> Iterator[np.ndarray]:
+        for searched in self.search._searched.values():
+            if searched._best is not None and searched.best.needed_bytes <= self.limit:
+                yield searched.best.codes
+        if self.budget_bytes is not None:
+            yield self.search.leanest
+        for share in _SHARES if self.budget_bytes is not None else (1.0,):
+            budget = None if self.budget_bytes is None else int(share * self.budget_bytes)
+            is_same = share == 1.0
+            yield from rounded(
+                self.columns,
+                self.solution if is_same else solve(self.profile, budget, self.columns, self.search.objective),
+            )
 
-    def _with_room(self, objective: Objective, budget_bytes: int, below_s: float) -> list[Outcomes]:
-        """The outcomes of all parts with the budget's room, for the plans that this room can make the best."""
-        every = {number: each.outcomes for number, each in enumerate(self.evaluated)}
-        fits = {number: each.in_window & (each.needed_bytes <= budget_bytes) for number, each in every.items()}
-        known_s = min(
-            (float(_keys(every[number], objective)[0][which].min(initial=below_s)) for number, which in fits.items()),
-            default=below_s,
-        )
-        rows = {number: np.flatnonzero(every[number].room_matters & which) for number, which in fits.items()}
-        rows = self._faster(rows, objective, known_s)
-        unlimited = self._outcomes_of(rows, UpdateOrder.BACKWARD, UNLIMITED)
-        rows = {number: each[_keys(unlimited[number], objective)[0] < known_s] for number, each in rows.items()}
-        better = self._outcomes_of(rows, UpdateOrder.BACKWARD, budget_bytes)
-        return [every[number].replaced(rows[number], better[number]) for number in every]
+    def _try_families(self) -> None:
+        """Simulates plans of two columns: each simulation tells which others are not as fast as they seem."""
+        most = self.judge.effort + int(_SHARE_OF_FAMILIES * MOST_EFFORT)
+        limit = None if self.budget_bytes is None else self.limit * _NEAR
+        for codes, seconds in itertools.islice(of_two_columns(self.columns, self.rows, limit), _FAMILIES):
+            if seconds >= self.best.objective_s * _LIKELY_FAMILY or self.judge.effort > most or self._is_proven:
+                return
+            if codes.tobytes() not in self._tried and self._fits(codes):
+                self._simulate(codes)
 
-    def _by_need_options(self, objective: Objective, budget_bytes: int | None, below_s: float) -> list[_Option]:
-        """Those with updates by need that fit; plans that are no faster than `below_s` may be left out."""
-        found = {}
-        for number in range(len(self.evaluated)):
-            if (number, objective) not in self._rows:
-                self._rows[number, objective] = self._rows_by_need(number, objective)
-            rows = self._rows[number, objective]
-            outcomes = self.evaluated[number].outcomes
-            found[number] = rows if budget_bytes is None else rows[outcomes.needed_bytes[rows] <= budget_bytes]
-        found = self._faster(found, objective, below_s)
-        options = self._options(found, None)
-        if budget_bytes is None or not self.is_searched:
-            return options
-        without_waits = {number: self._not_waiting(number, rows, budget_bytes) for number, rows in found.items()}
-        return options + self._options(without_waits, budget_bytes)
-
-    def _not_waiting(self, number: int, rows: np.ndarray, budget_bytes: int) -> np.ndarray:
-        """Those of the plans whose backwards wait for room, but not within the budget."""
-        each = self.evaluated[number]
-        rows = rows[each.outcomes.room_matters[rows]]
-        if len(rows) == 0:
-            return rows
-        return rows[~self.evaluate.waits_for_room(columns(each.plans[rows]), *_flags_of(each.kind), budget_bytes)]
-
-    def _options(self, rows: dict[int, np.ndarray], budget_bytes: int | None) -> list[_Option]:
-        """Plans of each part with updates by need; with a budget, their backwards wait for no room within it."""
-        outcomes = self._outcomes_of(rows, UpdateOrder.NEED, None if budget_bytes is None else UNLIMITED)
-        return [
-            _Option(number, each, outcomes[number], UpdateOrder.NEED, budget_bytes) for number, each in rows.items()
-        ]
-
-    def _outcomes_of(
-        self, rows: dict[int, np.ndarray], order: UpdateOrder, memory_bytes: int | None
-    ) -> dict[int, Outcomes]:
-        """The outcomes of plans of each part; those that are not known are evaluated together, which is far faster."""
-        known = {number: self._known_of(number, order, memory_bytes) for number in rows}
-        missing = {number: known[number].missing(each) for number, each in rows.items()}
-        for kind in dict.fromkeys(self.evaluated[number].kind for number in rows):
-            numbers = [number for number in rows if self.evaluated[number].kind == kind and len(missing[number])]
-            if not numbers:
-                continue
-            plans = np.concatenate([self.evaluated[number].plans[missing[number]] for number in numbers])
-            by_need = order is UpdateOrder.NEED
-            outcomes, first = self._outcomes(kind, plans, by_need=by_need, memory_bytes=memory_bytes), 0
-            for number in numbers:
-                last = first + len(missing[number])
-                known[number].learn(missing[number], outcomes.some(np.arange(first, last)))
-                first = last
-        return {number: known[number](each) for number, each in rows.items()}
-
-    def _known_of(self, number: int, order: UpdateOrder, memory_bytes: int | None) -> _Known:
-        if memory_bytes not in (None, UNLIMITED):  # of one budget
-            return _Known(self.evaluated[number])
-        return self._known_outcomes.setdefault((number, order, memory_bytes), _Known(self.evaluated[number]))
-
-    def _faster(self, rows: dict[int, np.ndarray], objective: Objective, below_s: float) -> dict[int, np.ndarray]:
-        """The plans of each part that are not proven to be no faster than `below_s`."""
-        if objective is not Objective.STEADY or below_s == np.inf:
-            return rows
-        return {number: each[self._bounds_s(number, each) < below_s] for number, each in rows.items()}
-
-    def _bounds_s(self, number: int, rows: np.ndarray) -> np.ndarray:
-        """Lower bounds on the steady steps of plans of a part, (rows,)."""
-        each = self.evaluated[number]
-        bounds_s = self._known_bounds.setdefault(number, np.full(len(each.plans), np.nan))
-        missing = rows[np.isnan(bounds_s[rows])]
-        if len(missing):
-            bounds_s[missing] = self.evaluate.bounds_s(columns(each.plans[missing]))
-        return bounds_s[rows]
-
-    def _rows_by_need(self, number: int, objective: Objective) -> np.ndarray:
-        """The plans of a part to try with updates by need, independent of a budget."""
-        each = self.evaluated[number]
-        candidates = np.flatnonzero(each.outcomes.in_window)
-        num_layers = each.plans.shape[2]
-        if each.plans.shape[0] * num_layers <= _ALL_BY_NEED:
-            return candidates
-        keys = [values[candidates] for values in _keys(each.outcomes, objective)]
-        order = candidates[np.lexsort(keys[::-1])]
-        chosen = list(order[: fewer(_FASTEST_BY_NEED, num_layers)])
-        if self.by_need_on_frontier:
-            needed = each.outcomes.needed_bytes[order]
-            smallest_before = np.minimum.accumulate(np.concatenate([[np.iinfo(np.int64).max], needed]))[:-1]
-            frontier = order[needed < smallest_before]
-            most = fewer(_FRONTIER_BY_NEED, num_layers)
-            chosen += list(frontier[np.unique(np.linspace(0, len(frontier) - 1, most).astype(int))])
-            bounds_s, sizes = self._bounds_s(number, candidates), each.outcomes.needed_bytes[candidates]
-            could_be = candidates[on_fronts(bounds_s, sizes, 1)]
-            chosen += list(could_be[np.unique(np.linspace(0, len(could_be) - 1, most).astype(int))])
-        marked = self.marked.get(each.kind, set())
-        if marked:
-            chosen += [
-                row for row, key in zip(candidates, row_bytes(each.plans[candidates]), strict=True) if key in marked
-            ]
-        return self._promising(number, np.unique(np.array(chosen, dtype=np.int64)), objective)
-
-    def _promising(self, number: int, rows: np.ndarray, objective: Objective) -> np.ndarray:
-        """Of these plans, those that are not proven to be no faster by need than others with no more memory."""
-        each = self.evaluated[number]
-        if objective is not Objective.STEADY or len(rows) < _MANY_BY_NEED:
-            return rows
-        known = np.flatnonzero(each.outcomes.in_window)
-        known = known[np.argsort(each.outcomes.needed_bytes[known], kind="stable")]
-        least_s = np.minimum.accumulate([np.inf, *each.outcomes.steady_step_s[known]])
-        place = np.searchsorted(each.outcomes.needed_bytes[known], each.outcomes.needed_bytes[rows], side="right")
-        return rows[self._bounds_s(number, rows) < least_s[place]]
-
-    def _pick(
-        self, options: list[_Option], objective: Objective, budget_bytes: int | None, leanest: bool
-    ) -> Best | None:
-        def fits(option: _Option) -> np.ndarray:
-            inside = option.outcomes.in_window
-            return inside if budget_bytes is None else inside & (option.outcomes.needed_bytes <= budget_bytes)
-
-        allowed = [fits(option) for option in options]
-        if leanest:
-            times = [_keys(option.outcomes, objective)[0] for option in options]
-            pairs = list(zip(times, allowed, strict=True))
-            fastest = min((float(x[which].min(initial=np.inf)) for x, which in pairs), default=np.inf)
-            allowed = [which & (x <= fastest * (1 + _ROUNDING)) for x, which in pairs]
-        found, least = None, None
-        for option, which in zip(options, allowed, strict=True):
-            index = _least(option.outcomes, objective, which, leanest)
-            if index is None:
-                continue
-            keys = _keys(option.outcomes, objective)
-            key = [float(values[index]) for values in ([keys[-1], *keys] if leanest else keys)]
-            if least is None or key < least:
-                least, found = key, self._picked(option, index, float(keys[0][index]), budget_bytes)
-        return found
-
-    def frontier(self) -> list[Best]:
-        """The plans that no other plan of the pool beats in both steady time and needed memory, fastest first."""
-        options = self._in_backward_order(Objective.STEADY, None)
-        rows = [np.flatnonzero(option.outcomes.in_window) for option in options]
-        number = np.repeat(np.arange(len(rows)), [len(found) for found in rows])
-        row = np.concatenate(rows)
-        pairs = list(zip(options, rows, strict=True))
-        steady_s = np.concatenate([option.outcomes.steady_step_s[found] for option, found in pairs])
-        needed = np.concatenate([option.outcomes.needed_bytes[found] for option, found in pairs])
-        order = np.lexsort((needed, steady_s))
-        smallest_before = np.minimum.accumulate(np.concatenate([[np.iinfo(np.int64).max], needed[order]]))[:-1]
-        return [
-            self._picked(options[number[index]], int(row[index]), float(steady_s[index]), None)
-            for index in order[needed[order] < smallest_before]
-        ]
-
-    def _picked(self, option: _Option, index: int, objective_s: float, budget_bytes: int | None) -> Best:
-        each, row = self.evaluated[option.number], int(option.rows[index])
-        grad_on_host, recomputes, on_device = flags(each.plans[row, 1])
-        return Best(
-            each.plans[row, 0],
-            grad_on_host,
-            recomputes,
-            *each.kind,
-            objective_s=objective_s,
-            needed_bytes=int(option.outcomes.needed_bytes[index]),
-            update_order=option.order,
-            memory_bytes=option.memory_bytes if each.outcomes.room_matters[row] else budget_bytes,
-            on_device=on_device if on_device.any() else None,
-        )
-
-    def smallest_needed_bytes(self) -> int:
-        """The smallest budget within which a plan of the pool runs."""
-        inside = [each.outcomes.needed_bytes[each.outcomes.in_window] for each in self.evaluated]
-        return min(int(needed.min()) for needed in inside if len(needed))
-
-
-def _flags_of(kind: _Kind) -> tuple[bool, bool]:
-    """Whether loads are in bulk, and whether updates wait for all gradients."""
-    return kind[0] is Loads.BULK, kind[1] is Updates.AFTER_ALL
-
-
-def _keys(outcomes: Outcomes, objective: Objective) -> list[np.ndarray]:
-    steady, step, needed = outcomes.steady_step_s, outcomes.step_s, outcomes.needed_bytes
-    first = {Objective.FORWARD: outcomes.forward_s, Objective.STEP: step, Objective.STEADY: steady}[objective]
-    return [first, steady, step, needed]
-
-
-def _least(outcomes: Outcomes, objective: Objective, among: np.ndarray, leanest: bool = False) -> int | None:
-    candidates = np.flatnonzero(among)
-    if len(candidates) == 0:
+    def _repaired(self, codes: np.ndarray) -> np.ndarray | None:
+        """The plan, changed by moves that save memory until it fits; None if they do not suffice."""
+        rows = self.rows
+        for _ in range(_REPAIRS):
+            if self._fits(codes):
+                return codes
+            needs = self.judge.needs(codes, self._subgroups)
+            now_s, now_bytes, moves = rows.seconds(codes), rows.bytes_of(needs), rows.moves(codes)
+            needed = needs.natural
+            seconds = (now_s[:, None] + moves.seconds).max(axis=0)
+            saved = now_bytes.max() - (now_bytes[:, None] + moves.num_bytes).max(axis=0)
+            enough = saved >= needed - self.limit
+            ranks = np.where(enough, seconds, np.inf) if enough.any() else -saved
+            made = (moves.taken(self.columns, codes, move) for move in np.argsort(ranks, kind="stable")[:_CHECKED])
+            better = next((each for each in made if each is not None and self.search.allows(each)), None)
+            if better is None or (self.judge.needed_bytes(better, self._subgroups) >= needed and not enough.any()):
+                return None
+            codes = better
         return None
-    keys = [values[candidates] for values in _keys(outcomes, objective)]
-    keys = [keys[-1], *keys] if leanest else keys
-    return int(candidates[np.lexsort(keys[::-1])[0]])
 
+    def _descend_all(self) -> None:
+        """Moves on from several starts that differ, the fastest first."""
+        chosen: list[Judged] = []
+        for each in sorted(self.known.values(), key=lambda judged: judged.rank):
+            if all((each.codes != other.codes).mean() > _DIFFERENT for other in chosen):
+                chosen.append(each)
+        for each in chosen[:_DESCENTS]:
+            self._descend(each)
 
-def objective_values(outcomes: Outcomes, objective: Objective) -> np.ndarray:
-    """The objective of each plan in seconds, infinite where DFGB breaks the window."""
-    return np.where(outcomes.in_window, _keys(outcomes, objective)[0], np.inf)
+    def _descend(self, current: Judged) -> None:
+        """Takes the most promising move, again and again, until too many in turn do not help."""
+        failed, num_sideways = list[Kinds](), 0
+        while not self._is_over and len(failed) < _MOST_FAILED:
+            kinds, codes = self._promising(current, failed)
+            if codes is None:
+                return
+            judged = self._simulate(codes)
+            if judged is not None and judged.objective_s < current.objective_s * (1 - _GAIN):
+                current, failed, num_sideways = judged, list[Kinds](), 0
+                continue
+            failed.append(kinds)
+            if judged is not None and judged.objective_s <= current.objective_s and num_sideways < _MOST_SIDEWAYS:
+                current = judged  # one of the rows that hold the step up is shorter now
+                num_sideways += 1
 
+    def _promising(self, current: Judged, failed: Sequence[Kinds]) -> tuple[Kinds, np.ndarray | None]:
+        """The plan one move or two away that fits, and by the rows is the fastest, with the moves; None if none is.
 
-def on_fronts(times: np.ndarray, sizes: np.ndarray, number: int) -> np.ndarray:
-    """Which pairs no other one beats in both, and likewise of the rest, so many times over; flags, (pairs,)."""
-    found = np.zeros(len(times), dtype=bool)
-    left = np.lexsort((sizes, times))
-    for _ in range(number):
-        smallest_before = np.minimum.accumulate(np.concatenate([[np.inf], sizes[left]]))[:-1]
-        is_best = sizes[left] < smallest_before
-        found[left[is_best]] = True
-        left = left[~is_best]
-    return found
+        Moves like others that failed are not tried again.
+        """
+        num_left, too_large = _CHECKED, set[Kinds]()
+        tried = collections.Counter(tuple(kind[1:] for kind in kinds) for kinds in failed)
+        for kinds, made in self._ranking.of(current.codes, current.needs, current.objective_s):
+            is_known = any((kind,) in failed for kind in kinds)
+            is_known |= tried[tuple(kind[1:] for kind in kinds)] >= _MOST_ALIKE
+            if not num_left or is_known or kinds in too_large or made.tobytes() in self._tried:
+                continue
+            if self._fits(made):
+                return kinds, made
+            too_large.add(kinds)
+            num_left -= 1
+        return (), None
 
+    def _restart(self) -> None:
+        """Moves on from plans near the best one, changed at random."""
+        failed = 0
+        while not self._is_over and failed < _MOST_RESTARTS:
+            before_s = self.best.objective_s
+            near = [each for each in self.known.values() if each.objective_s <= self.best.objective_s * _NEAR]
+            codes = near[self._random.integers(len(near))].codes
+            rows, failed = self.rows, failed + 1
+            moves = rows.moves(codes)
+            seconds = (rows.seconds(codes)[:, None] + moves.seconds).max(axis=0)
+            likely = np.flatnonzero(seconds <= self.best.objective_s * _LIKELY)
+            if not len(likely):
+                return
+            made: np.ndarray | None = codes
+            for move in self._random.choice(likely, size=_CHANGES):
+                made = None if made is None else moves.taken(self.columns, made, move)
+            made = None if made is None else self._repaired(made)
+            if made is None or made.tobytes() in self._tried:
+                continue
+            judged = self._simulate(made)
+            if judged is not None:
+                self._descend(judged)
+            if self.best.objective_s < before_s * (1 - _GAIN):
+                failed = 0
 
-_ROUNDING = 1e-12
-_ALL_BY_NEED = 5000
-_FASTEST_BY_NEED = 16
-_MANY_BY_NEED = 64
-_FRONTIER_BY_NEED = 48
+    def chosen(self) -> Judged:
+        """Of the plans that count as equal to the fastest, the preferred one, or one that moves lead to from it."""
+        longest_s = longest_equal_s(self.best.objective_s)
+        current = preferred(self.known.values(), lambda each: each.score)
+        if self.is_complete:
+            return current
+        for _ in range(_MOST_PREFERRED):
+            judged = next(self._relying_less(current, longest_s), None)
+            if judged is None:
+                break
+            current = judged
+        return current
+
+    def _relying_less(self, current: Judged, longest_s: float) -> Iterator[Judged]:
+        """Plans one move away that rely less on the machine model and count as equal to the fastest."""
+        if current.score == 0:
+            return
+        rows, codes, reliance = self.rows, current.codes, self.columns.reliance
+        moves, ranked = rows.moves(codes), []
+        now_s = rows.seconds(codes)
+        holds = now_s <= longest_s
+        seconds = (now_s[holds, None] + moves.seconds[holds]).max(axis=0)
+        for move in np.flatnonzero(seconds <= longest_s).tolist():
+            less = tuple((reliance[moves.column[move]] - reliance[codes[moves.layers(move)]]).sum(axis=0))
+            if less < (0, 0, 0):
+                ranked.append((less, seconds[move], move))
+        failed = 0
+        for _, _, move in sorted(ranked, key=lambda each: each[:2])[:_CHECKED]:
+            made = moves.taken(self.columns, codes, move)
+            if made is None or made.tobytes() in self._tried or not self._fits(made):
+                continue
+            judged = self._simulate(made)
+            if judged is not None and judged.objective_s <= longest_s and judged.score < current.score:
+                yield judged
+            failed += 1
+            if failed >= _FAILED_PREFERRED:
+                return

@@ -12,9 +12,8 @@ import numpy as np
 from jaxferry.costs import Profile
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.planner.base import Policy, Request, best_order, check_budget, coded_plan, gradients_to_host
-from jaxferry.planner.device_updates import Placed
-from jaxferry.planner.effort import updatable_groups
-from jaxferry.planner.preference import preferred, score_of
+from jaxferry.planner.columns import updatable_groups
+from jaxferry.planner.preference import Placed, preferred, score_of
 from jaxferry.records import check_share
 from jaxferry.step import GFGB, Loads, Plan, StepSchedules, Updates, needed_bytes
 

@@ -157,7 +157,7 @@ class StepBuilder:
     def __init__(self, profile: Profile, plan: Plan, room: Sequence[int], left_bytes: np.ndarray):
         self.profile, self.plan = profile, plan
         self.layers, self.modes, self.gradients = profile.layers, plan.modes, plan.gradients
-        self.recomputes = [bool(again) for again in of_program(profile, np.array(plan.recomputes))]
+        self.recomputes = of_program(profile, plan.recomputes)
         self.on_device, self.through_gpu = updated_on_device(profile, plan), streamed(profile, plan)
         self.room, self.left_bytes = room, left_bytes
         self.save_s_a_byte = profile.once(save_seconds_a_byte)
@@ -212,7 +212,7 @@ class StepBuilder:
 
     def bulk_forwards(self) -> None:
         """Emits all loads in the order of updates, then the forwards, which wait for the last load."""
-        own = {int(layer): self.copies.for_forward(int(layer)) for layer in load_order(self.profile, bulk=True)}
+        own = {layer: self.copies.for_forward(layer) for layer in load_order(self.profile, bulk=True)}
         barrier = tuple(range(len(self.list.tasks)))[-1:]
         for members in self.profile.programs:
             self.forward(members, {layer: own[layer] for layer in members}, barrier)

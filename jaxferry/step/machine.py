@@ -3,28 +3,6 @@
 A task starts once its lane is free and all its dependencies have ended. Lanes follow the order of the list, except the
 host with updates by need (`Schedule.updates_by_need`).
 
-What programs and lanes share, as tasks of their own:
-
-    H2D   load 1   read 2   load 3            GPU   forward 1   forward 2 (DHA)   forward 3
-    D2H   offload 3   write 2   offload 1     GPU   ... backward 3   backward 2 (GO)   backward 1
-    host  ...   update 2   update 1   contention: lost to loads, reads, offloads and writes
-
-**Links**: what a program reads or writes in host memory crosses the link, and transfers cannot have that time of it.
-Programs go first: copies are queued long before they are needed, and a program that waited for all of them would gain
-nothing. So a transfer that follows a program in the list ends as much later as the program takes of the link.
-
-- A **read** has its place before its program and waits for nothing. It may thus count before its program starts: exact
-  while loads follow each other without a pause, which is when they matter.
-- A **write** has its place after its backward, and starts with it or once earlier transfers have ended. A gradient in
-  flight as the backward starts is not delayed.
-
-**Host memory**: what a lane loses to the others in a step (`Contention`) follows its last task of the step, and waits
-for nothing else. It delays the lane's next step as far as the lane is not idle between them: exact for the lane that
-sets the pace, which is when it matters. The first step is delayed by nothing.
-
-Nothing but the lane waits for these tasks. So no lane ever does more work than it can, and all other tasks end no
-earlier than without sharing: a bound that is proven without it holds with it.
-
 The period of an endless chain of one step is found in time and memory that grow with the tasks, not with their square.
 
 The next step waits for each lane's last task, for updates and for refreshes, here the **boundary**. A max-plus linear
@@ -40,14 +18,23 @@ With updates by need the map is not linear. The period is then measured, see `ST
 """
 
 import dataclasses
+import functools
 import heapq
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from jaxferry.costs import NO_CONTENTION, SHARING
-from jaxferry.step.tasks import Kind, Lane, Run, Schedule, Task, changed, dispatch_order, in_one_period
+from jaxferry.step.shared_work import with_shared_work
+from jaxferry.step.tasks import (
+    Kind,
+    Lane,
+    Run,
+    Schedule,
+    Task,
+    dispatch_order,
+    in_one_period,
+    waits_in_one_period,
+)
 
 _LANES = {lane: number for number, lane in enumerate(Lane)}
 _HOST = _LANES[Lane.HOST]
@@ -145,62 +132,6 @@ class Chain:
         waiting.clear()
 
 
-def with_shared_work(step: Schedule) -> Schedule:
-    """The schedule with READ, WRITE and CONTENTION tasks; the same one if nothing is shared."""
-    if not step.contention and not any(task.read_s or task.write_s for task in step.tasks):
-        return step
-    tasks: list[Task] = []
-    new_index: list[int] = []
-    places: list[int] = []
-    on_gpu: tuple[int, ...] = ()
-    begin = 0
-
-    def moved(indices: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple([new_index[index] for index in indices])
-
-    for index, task in enumerate(step.tasks):
-        if task.step != step.tasks[index - 1].step and index:
-            tasks += _lost(step, tasks[begin:])
-            begin = len(tasks)
-        places.append(len(tasks))
-        if task.read_s:
-            tasks.append(_link_task(task, Kind.READ, Lane.H2D, ("read_s", task.read_s), ()))
-        new_index.append(len(tasks))
-        copy = None if task.copy is None else new_index[task.copy]
-        tasks.append(changed(task, after=moved(task.after), copy=copy, read_s=0.0, write_s=0.0))
-        if task.write_s:
-            waits = moved(tuple(dict.fromkeys((*task.after, *on_gpu))))
-            tasks.append(_link_task(task, Kind.WRITE, Lane.D2H, ("write_s", task.write_s), waits))
-        on_gpu = (index,) if task.lane is Lane.GPU else on_gpu
-    tasks += _lost(step, tasks[begin:])
-    for index, task in enumerate(tasks):  # tasks of other steps have their new indices only now
-        if task.after_previous:
-            tasks[index] = changed(task, after_previous=moved(task.after_previous))
-        if task.before is not None:
-            steps, place = divmod(task.before, len(places))
-            tasks[index] = changed(tasks[index], before=steps * len(tasks) + places[place])
-    return dataclasses.replace(step, tasks=tuple(tasks), contention=NO_CONTENTION)
-
-
-def _link_task(of: Task, kind: Kind, lane: Lane, duration: tuple[str, float], after: tuple[int, ...]) -> Task:
-    name = f"{kind.value} {of.name.split(' ', 1)[1]}"
-    return Task(name, of.segment, kind, lane, *duration, after, step=of.step)
-
-
-def _lost(schedule: Schedule, tasks: Sequence[Task]) -> list[Task]:
-    """What the lanes lose to each other in a step with these tasks."""
-    if not schedule.contention:
-        return []
-    work_s = [math.fsum(task.duration_s for task in tasks if task.lane.value == lane) for lane in SHARING]
-    lost_s = schedule.contention.lost_s(np.array(work_s)).tolist()
-    first = tasks[0]
-    return [
-        Task(Kind.CONTENTION.value, first.segment, Kind.CONTENTION, Lane(lane), "contention", seconds, step=first.step)
-        for lane, seconds in zip(SHARING, lost_s, strict=True)
-        if seconds > 0
-    ]
-
-
 STEPS_BY_NEED = (8, 24)
 """With updates by need, the steady step is the mean time between these steps of a chain."""
 
@@ -217,26 +148,40 @@ class SteadyStep:
     """An endless chain of one step, with either order of updates."""
 
     def __init__(self, step: Schedule):
-        self.step = in_one_period(with_shared_work(step))
+        self.step = with_shared_work(step)
+
+    @functools.cached_property
+    def _search(self) -> "_Search":
+        return _Search(self.step)
 
     def seconds(self, by_need: bool) -> float:
         """`steady_step_s` if the host's updates are by need, or not."""
         if by_need:
-            return _measured_s(dataclasses.replace(self.step, updates_by_need=True))
-        return _Search(self.step).largest_mean_s()
+            return _measured_s(dataclasses.replace(in_one_period(self.step), updates_by_need=True))
+        return self._search.largest_mean_s
+
+    @property
+    def least_s(self) -> float:
+        """The work of the lane that has the most: no order of updates is faster."""
+        return self._search.least_s
+
+    def critical(self) -> tuple[list[Task], int]:
+        """The tasks of a cycle that sets the period, with updates in backward order, and the steps that it takes."""
+        return self._search.critical()
 
 
-def _boundary(step: Schedule) -> list[int]:
-    """The tasks that the next step waits for, in ascending order."""
-    last = {task.lane: index for index, task in enumerate(step.tasks)}
-    return sorted({index for task in step.tasks for index in task.after_previous} | set(last.values()))
+def _boundary(earlier: Iterable[tuple[int, ...]], lanes: Sequence[Lane]) -> list[int]:
+    """The tasks that the next step waits for, in ascending order, from all waits for the previous step."""
+    last = {lane: index for index, lane in enumerate(lanes)}
+    return sorted({index for waits in earlier for index in waits} | set(last.values()))
 
 
 def _measured_s(step: Schedule) -> float:
     """The mean of `STEPS_BY_NEED`; or the growth of a step once all times of the boundary grow equally."""
     first, last = STEPS_BY_NEED
-    boundary, chain = _boundary(step), Chain(step)
-    gpu = max(index for index, task in enumerate(step.tasks) if task.lane is Lane.GPU)
+    lanes, chain = [task.lane for task in step.tasks], Chain(step)
+    boundary = _boundary((task.after_previous for task in step.tasks), lanes)
+    gpu = max(index for index, lane in enumerate(lanes) if lane is Lane.GPU)
     ends: list[float] = []
     before: list[float] = []
     for _ in range(last):
@@ -253,25 +198,31 @@ class _Search:
     """The largest cycle mean of a step's map."""
 
     def __init__(self, step: Schedule):
-        last = {task.lane: index for index, task in enumerate(step.tasks)}
-        self.boundary = _boundary(step)
-        self.durations_s = [task.duration_s for task in step.tasks]
+        order, after, earlier = waits_in_one_period(step)
+        self.tasks = [step.tasks[index] for index in order]
+        lanes = [task.lane for task in self.tasks]
+        last = {lane: index for index, lane in enumerate(lanes)}
+        self.boundary = _boundary(earlier, lanes)
+        self.potentials = dict.fromkeys(self.boundary, 0.0)
+        self.durations_s = [task.duration_s for task in self.tasks]
         self.waits: list[tuple[int, ...]] = []
-        self.waits_previous: list[tuple[int, ...]] = []
+        self.waits_previous = earlier
         latest: dict[Lane, int] = {}
         totals = dict.fromkeys(Lane, 0.0)
-        for index, task in enumerate(step.tasks):
-            in_lane = latest.get(task.lane)
-            self.waits.append(task.after if in_lane is None else (*task.after, in_lane))
-            own = (last[task.lane],) if in_lane is None else ()
-            self.waits_previous.append((*task.after_previous, *own))
-            latest[task.lane] = index
-            totals[task.lane] += task.duration_s
-        self.mean_s = max(totals.values())
+        for index, (lane, waits, seconds) in enumerate(zip(lanes, after, self.durations_s, strict=True)):
+            if lane in latest:
+                self.waits.append((*waits, latest[lane]))
+            else:
+                self.waits.append(waits)
+                earlier[index] = (*earlier[index], last[lane])
+            latest[lane] = index
+            totals[lane] += seconds
+        self.least_s = self.mean_s = max(totals.values())
 
+    @functools.cached_property
     def largest_mean_s(self) -> float:
         """Seconds a step."""
-        potentials = dict.fromkeys(self.boundary, 0.0)
+        potentials = self.potentials
         come_from: dict[int, tuple[int, float]] = {}
         while True:
             raised = self._longer_ways(potentials)
@@ -283,6 +234,32 @@ class _Search:
                 return self.mean_s
             if mean_s is not None:
                 self.mean_s, come_from = mean_s, {}
+
+    def critical(self) -> tuple[list[Task], int]:
+        """The tasks of a cycle with the largest mean, and its number of steps."""
+        _ = self.largest_mean_s
+        size = len(self.durations_s)
+        values, came_from = [0.0] * size, [(-1, False)] * size
+        potentials = self.potentials
+        for index, duration_s in enumerate(self.durations_s):
+            best = -float("inf")
+            for other in self.waits[index]:
+                if values[other] > best:
+                    best, came_from[index] = values[other], (other, False)
+            for other in self.waits_previous[index]:
+                if potentials[other] > best:
+                    best, came_from[index] = potentials[other], (other, True)
+            values[index] = best + duration_s
+        start = max(self.boundary, key=lambda index: values[index] - potentials[index])
+        way, at, begins = [start], start, {start: 0}
+        while True:
+            at, is_earlier = came_from[at]
+            if is_earlier and at in begins:
+                num_steps = 1 + sum(place > begins[at] for place in begins.values())
+                return [self.tasks[index] for index in way[begins[at] :]], num_steps
+            if is_earlier:
+                begins[at] = len(way)
+            way.append(at)
 
     def _longer_ways(self, potentials: Mapping[int, float]) -> dict[int, tuple[float, int, float]]:
         """For each task whose potential rises: the new one, the task where the longest way begins, and its seconds."""
@@ -380,11 +357,16 @@ def device_bytes_of_steps(
     return [(0.0, schedule.resident_bytes), *zip(times.tolist(), held, strict=True)]
 
 
-def critical_path(of: Run) -> list[int]:
+def critical_path(of: Run, kinds: tuple[Kind, ...] | None = None) -> list[int]:
     """Indices of the tasks, first to last, that determine the end of the first step's last update.
 
     Each one starts when its predecessor ends; the first starts at 0.
+
+    Args:
+      of: the run.
+      kinds: the kinds of task whose last end counts; None for updates.
     """
+    kinds = kinds or _UPDATES
     tasks = of.schedule.tasks
     before: dict[int, int | None] = {}
     last: dict[Lane, int] = {}
@@ -392,8 +374,8 @@ def critical_path(of: Run) -> list[int]:
     for index in sorted(range(len(tasks)), key=lambda index: (of.starts_s[index], of.ends_s[index], index)):
         before[index] = last.get(tasks[index].lane)
         last[tasks[index].lane] = index
-    updates = [index for index, task in enumerate(tasks) if task.kind in _UPDATES and task.step == 0]
-    current = max(updates, key=lambda index: of.ends_s[index])
+    ending = [index for index, task in enumerate(tasks) if task.kind in kinds and task.step == 0]
+    current = max(ending, key=lambda index: of.ends_s[index])
     path = [current]
     while of.starts_s[current] > 0:
         lane_before = before[current]

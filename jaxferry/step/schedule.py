@@ -36,7 +36,7 @@ Rules (the machine model; MemFerry, section IV-B):
   backward run between the forwards of the next step (`jaxferry.step.streaming`).
 - **Shared links**: where the profile says so, programs that read or write host memory take time of the links
   (`Task.read_s`, `Task.write_s`). Programs go first, and the transfers that follow in the list get what they leave
-  (`jaxferry.step.machine`).
+  (`jaxferry.step.shared_work`).
 - **Shared host memory**: where the profile says so (`contention`), each second of a link's or the host's work takes a
   share of a second from the other lanes that use host memory. After each step they lose what they lost in it, as far as
   they are not idle before their next task.
@@ -73,25 +73,15 @@ Memory is counted over these spans:
 - a gradient on the host: from the start of the task that writes it to the end of its update.
 """
 
-import numpy as np
+import dataclasses
 
 from jaxferry.costs import Profile
+from jaxferry.modes import GradientPlace
 from jaxferry.step.builder import StepBuilder
-from jaxferry.step.gradient_room import CROSSING_SLOTS, UNLIMITED, Demand, demand, waits
-from jaxferry.step.holdings import (
-    Holdings,
-    as_updated,
-    effective,
-    gradient_flags,
-    gradients_to_update,
-    mode_codes,
-    staying,
-    streamed,
-    updated_on_device,
-)
+from jaxferry.step.gradient_room import CROSSING_SLOTS, UNLIMITED, Demand, waits
+from jaxferry.step.holdings import Holdings, effective
 from jaxferry.step.machine import SteadyStep
-from jaxferry.step.plans import Loads, Plan, Updates
-from jaxferry.step.streaming import as_kept, kept_gradients, slots_bytes
+from jaxferry.step.plans import Plan, UpdateOrder
 from jaxferry.step.tasks import Kind, Lane, Run, Schedule, Task, dispatch_order, leading_loads, repeat
 
 __all__ = [
@@ -138,17 +128,30 @@ class StepSchedules:
     def __init__(self, profile: Profile, plan: Plan):
         plan.check_profile(profile)
         self.profile, self.plan, self.effective = profile, plan, effective(profile, plan)
-        self.held, self.needs = _demand(profile, self.effective)
+        self.held = Holdings(profile, self.effective)
+        self.needs = Demand.of(self.held)
+        self._other_order: StepSchedules | None = None
         self._known: dict[tuple[tuple[int, ...], int], Schedule] = {}
         self._steady: dict[int, SteadyStep] = {}
+
+    def in_order(self, order: UpdateOrder) -> "StepSchedules":
+        """The tasks with updates in this order. Memory differs only if some backward writes its gradient to the host.
+
+        These updates wait for no transfer, but in backward order for the updates before them.
+        """
+        if order is self.plan.update_order or GradientPlace.HOST not in self.plan.gradients:
+            return self
+        if self._other_order is None:
+            self._other_order = StepSchedules(self.profile, dataclasses.replace(self.plan, update_order=order))
+        return self._other_order
 
     def within(self, memory_bytes: int | None) -> Schedule:
         """The tasks if the plan has these `memory_bytes`."""
         room = self._room(memory_bytes or 0)
-        limit = max(int(self.needs.natural[0]), memory_bytes or 0)
+        limit = max(self.needs.natural, memory_bytes or 0)
         key = room, limit if any(self.plan.updates_streamed) else 0
         if key not in self._known:
-            self._known[key] = StepBuilder(self.profile, self.effective, room, limit - self.needs.forward[:, 0]).build()
+            self._known[key] = StepBuilder(self.profile, self.effective, room, limit - self.needs.forward).build()
         return self._known[key]
 
     def steady(self, memory_bytes: int | None) -> SteadyStep:
@@ -168,7 +171,7 @@ class StepSchedules:
 
     def _room(self, memory_bytes: int) -> tuple[int, ...]:
         """For each layer, the layer whose offload its backward waits for, or `NO_WAIT`."""
-        return tuple(waits(self.held, self.needs, memory_bytes)[:, 0].tolist())
+        return tuple(waits(self.held, self.needs, memory_bytes))
 
 
 def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:
@@ -177,26 +180,11 @@ def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:
 
 
 def step_demand(profile: Profile, plan: Plan) -> tuple[Holdings, Demand]:
-    """The layers' copies, and each program's need on the device; arrays of one plan, see `step/gradient_room.py`."""
-    return _demand(profile, effective(profile, plan))
-
-
-def _demand(profile: Profile, plan: Plan) -> tuple[Holdings, Demand]:
-    """Likewise for an effective plan."""
-    bulk, after_all, through_gpu = plan.loads is Loads.BULK, plan.updates is Updates.AFTER_ALL, streamed(profile, plan)
-    kept = kept_gradients(profile, through_gpu, after_all)
-    stay = staying(profile, plan)
-    own_bytes = slots_bytes(profile, through_gpu, stay, plan.subgroups) + sum(kept.values())
-    on_device = updated_on_device(profile, plan)
-    flags = np.isin(np.arange(len(profile.groups)), list(on_device))[:, None]
-    gradients = gradients_to_update(profile, flags, after_all)
-    profile = as_kept(as_updated(profile, on_device, after_all), kept)
-    recomputes = np.array(plan.recomputes)[:, None]
-    modes, grad_on_host = mode_codes(plan)[:, None], gradient_flags(plan)[:, None]
-    held = Holdings(profile, modes, grad_on_host, recomputes, staying=stay, gradients=gradients)
-    return held, demand(held, recomputes, bulk, after_all, bool(through_gpu)).beside(own_bytes)
+    """The layers' copies, and each program's need on the device, see `step/gradient_room.py`."""
+    held = Holdings(profile, effective(profile, plan))
+    return held, Demand.of(held)
 
 
 def needed_bytes(profile: Profile, plan: Plan) -> int:
     """The least memory budget within which the plan's step runs, however long its transfers take."""
-    return int(step_demand(profile, plan)[1].natural[0])
+    return step_demand(profile, plan)[1].natural

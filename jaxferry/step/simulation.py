@@ -11,9 +11,10 @@ from typing import Any
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.step import machine
 from jaxferry.step.holdings import updated_on_device
-from jaxferry.step.machine import Chain, device_bytes, with_shared_work
+from jaxferry.step.machine import Chain, device_bytes
 from jaxferry.step.plans import Plan, Predicted
 from jaxferry.step.schedule import schedule_step
+from jaxferry.step.shared_work import with_shared_work
 from jaxferry.step.tasks import Kind, Lane, Run, Schedule, Task
 
 CHAIN_STEPS = 3

@@ -107,15 +107,6 @@ def kept_gradients(profile: Profile, groups: Collection[int], after_all: bool) -
     return {layer: profile.layers[layer].device_gradient_bytes for layer in kept}
 
 
-def as_kept(profile: Profile, kept: Collection[int]) -> Profile:
-    """The profile for a count of the gradients that leave: those of these layers are counted elsewhere."""
-    layers = tuple(
-        dataclasses.replace(layer, grad_bytes=0, row_gradient_bytes=0) if index in kept else layer
-        for index, layer in enumerate(profile.layers)
-    )
-    return dataclasses.replace(profile, layers=layers) if kept else profile
-
-
 @dataclasses.dataclass(frozen=True)
 class _Subgroup:
     """Subgroup `index` of `count` of a group; `after`: the tasks that its upload waits for; `up`: that upload."""

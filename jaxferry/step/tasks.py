@@ -188,6 +188,29 @@ def dispatch_order(tasks: Sequence[Task], ahead: int = 0) -> list[int]:
     return sorted(range(len(tasks)), key=place)
 
 
+def waits_in_one_period(step: Schedule) -> tuple[list[int], list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The order in which the tasks of one step run in a period, and what each waits for there and in the previous one.
+
+    Waits are places in that order.
+    """
+    tasks = step.tasks
+    if all(task.before is None for task in tasks):
+        return list(range(len(tasks))), [task.after for task in tasks], [task.after_previous for task in tasks]
+    order = dispatch_order(tasks, len(tasks))
+    place, is_late = [0] * len(order), [task.before is not None for task in tasks]
+    for number, index in enumerate(order):
+        place[index] = number
+    after, earlier = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    for index in order:
+        waits = [(other, is_late[index] - is_late[other]) for other in tasks[index].after]
+        waits += [(other, 1 + is_late[index] - is_late[other]) for other in tasks[index].after_previous]
+        after.append(tuple([place[other] for other, periods in waits if periods == 0]))
+        earlier.append(tuple([place[other] for other, periods in waits if periods == 1]))
+        assert len(after[-1]) + len(earlier[-1]) == len(waits)
+        assert all(other < place[index] for other in after[-1])
+    return order, after, earlier
+
+
 def in_one_period(step: Schedule) -> Schedule:
     """What runs in one period of an endless chain: tasks that the step leaves to the next one are those of the last.
 
@@ -195,18 +218,10 @@ def in_one_period(step: Schedule) -> Schedule:
     """
     if all(task.before is None for task in step.tasks):
         return step
-    order = dispatch_order(step.tasks, len(step.tasks))
-    place = {index: number for number, index in enumerate(order)}
-    is_late = [task.before is not None for task in step.tasks]
-    tasks = []
-    for index in order:
+    place, tasks = dict[int, int](), list[Task]()
+    for number, (index, after, earlier) in enumerate(zip(*waits_in_one_period(step), strict=True)):
+        place[index] = number
         task = step.tasks[index]
-        waits = [(other, is_late[index] - is_late[other]) for other in task.after]
-        waits += [(other, 1 + is_late[index] - is_late[other]) for other in task.after_previous]
-        after = tuple(place[other] for other, periods in waits if periods == 0)
-        earlier = tuple(place[other] for other, periods in waits if periods == 1)
-        assert len(after) + len(earlier) == len(waits)
-        assert all(other < place[index] for other in after)
         copy = None if task.copy is None else place[task.copy]
         tasks.append(changed(task, after=after, after_previous=earlier, before=None, copy=copy))
     return dataclasses.replace(step, tasks=tuple(tasks))
@@ -264,7 +279,8 @@ class StepTasks:
         )
         self.tasks.append(task)
         for other in after:
-            start_s = max(start_s, self.ends_s[other])
+            if self.ends_s[other] > start_s:
+                start_s = self.ends_s[other]
         self.free_s[lane] = start_s + seconds
         self.ends_s.append(self.free_s[lane])
         return len(self.tasks) - 1

@@ -15,8 +15,8 @@ from jaxferry.cli.report import bench_page, layer_reasons, memory_figure, report
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.planner import PlanEvaluator, make_plan
-from jaxferry.step import Kind, Lane, LayerPlan, Plan, schedule_step, steady_step_s
+from jaxferry.planner import make_plan
+from jaxferry.step import Kind, Lane, LayerPlan, Plan, needed_bytes, schedule_step, steady_step_s
 from jaxferry.units import format_seconds
 from profiles import transformer
 
@@ -245,14 +245,14 @@ def test_a_bench_with_a_value_that_cannot_be_is_refused_by_its_key(bench, key, v
 def test_each_layer_names_the_other_choice_that_comes_closest():
     profile = transformer(8)
     plan = make_plan(profile, "auto")
-    own_s = PlanEvaluator(profile).plan(plan).steady_step_s[0]
+    own_s = steady_step_s(schedule_step(profile, plan))
     for number, reason in enumerate(layer_reasons(profile, plan)):
         chosen, found = plan.layers[number], []
         others = [chosen.with_mode(mode) for mode in Mode if mode is not chosen.mode]
         place = GradientPlace.HOST if chosen.gradient is GradientPlace.DEVICE else GradientPlace.DEVICE
         for other in [*others, dataclasses.replace(chosen, gradient=place)]:
             layers = (*plan.layers[:number], other, *plan.layers[number + 1 :])
-            found.append(PlanEvaluator(profile).plan(dataclasses.replace(plan, layers=layers)).steady_step_s[0])
+            found.append(steady_step_s(schedule_step(profile, dataclasses.replace(plan, layers=layers))))
         change_s = min(found) - own_s
         if abs(change_s) > 0.01 * own_s:
             assert f"a step takes {format_seconds(abs(change_s))} {'longer' if change_s > 0 else 'less'}" in reason
@@ -263,7 +263,7 @@ def test_each_layer_names_the_other_choice_that_comes_closest():
 def test_a_faster_choice_beyond_the_budget_is_told_with_what_it_needs():
     profile = transformer(8)
     plan = Plan("l2l", 1.0, tuple(LayerPlan(layer.name, Mode.RELOAD) for layer in profile.layers))
-    budget = int(PlanEvaluator(profile).plan(plan).needed_bytes[0])
+    budget = needed_bytes(profile, plan)
     reasons = layer_reasons(profile, plan, budget)
     assert any(re.search(r"with \w+ a step takes .* less, but needs .* [MG]iB", reason) for reason in reasons)
     assert not any("but needs" in reason for reason in layer_reasons(profile, plan))

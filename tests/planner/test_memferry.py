@@ -12,7 +12,7 @@ from benchmarks.papers.memferry_printed import MemFerryPrinted
 from benchmarks.papers.paper_models import known_models
 from jaxferry.costs import MACHINES, LayerProfile, Profile, estimate_profile
 from jaxferry.modes import Mode
-from jaxferry.planner import MemFerry, PlanEvaluator, exact, make_plan, with_dfgb
+from jaxferry.planner import MemFerry, make_plan, search, with_dfgb
 from jaxferry.step import DFGB, DHA, GFGB, MODES, simulate
 from oracle import Oracle
 from profiles import deterministic, profiles, with_modes
@@ -135,8 +135,8 @@ def test_dfgb_loads_end_before_the_first_gradient_leaves():
     """a runs 0 to 1.5, b to 2.5, and b's backward to 3.5; the load of a starts at 1.5."""
     for load_s, mode in ((2.0, Mode.DFGB), (2.1, Mode.DHA)):
         assert make_plan(window_profile(load_s), "memferry").modes[0] is mode
-        modes = np.array([DFGB, GFGB])
-        assert PlanEvaluator(window_profile(load_s))(modes, False).in_window[0] == (mode is Mode.DFGB)
+        profile = window_profile(load_s)
+        assert Oracle(profile, with_modes(profile, [Mode.DFGB, Mode.GFGB])).keeps_window() == (mode is Mode.DFGB)
 
 
 @pytest.mark.parametrize(
@@ -185,13 +185,14 @@ def test_the_largest_gain_takes_the_window_first(larger):
 def test_no_search_breaks_the_window(objective, monkeypatch):
     """Outside the window, DFGB would be the fastest mode for the first layer."""
     profile = Profile({}, (*window_profile(30.0).layers, *(layer(f"l{i}", 0.25, 0.5, 9) for i in range(2))))
-    outside = PlanEvaluator(profile)(np.array([DFGB, GFGB, GFGB, GFGB]), False, memory_bytes=2**53)
-    assert not outside.in_window[0]
-    for most_enumerated in (10, 0):
-        monkeypatch.setattr(exact, "MOST_ENUMERATED", most_enumerated)
+    outside = with_modes(profile, [Mode.DFGB, *[Mode.GFGB] * 3])
+    assert not Oracle(profile, outside).keeps_window()
+    outside_s = simulate(profile, dataclasses.replace(outside, memory_bytes=2**53)).step_s
+    for most_enumerated in (1024, 0):
+        monkeypatch.setattr(search, "MOST_ENUMERATED", most_enumerated)
         plan = make_plan(profile, "exact", objective=objective, reserve_factor=1.0)
         assert Mode.DFGB not in plan.modes
-        assert outside.step_s[0] < plan.predicted.step_s or Mode.GFGB is plan.modes[0]
+        assert outside_s < plan.predicted.step_s or Mode.GFGB is plan.modes[0]
 
 
 @pytest.mark.parametrize(

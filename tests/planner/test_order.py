@@ -53,7 +53,10 @@ def test_the_memory_that_a_plan_needs_covers_both_orders():
     plan = with_modes(profile, [Mode.DHA, Mode.RELOAD, Mode.GFGB], [DEVICE, HOST, DEVICE])
     backward, need = (simulate(profile, in_order(plan, order)) for order in UpdateOrder)
     assert need.steady_step_s < backward.steady_step_s
-    assert backward.peak_device_bytes < need.peak_device_bytes <= needed_bytes(profile, plan)
+    assert (
+        backward.peak_device_bytes < need.peak_device_bytes <= needed_bytes(profile, in_order(plan, UpdateOrder.NEED))
+    )
+    assert backward.peak_device_bytes <= needed_bytes(profile, plan)
     assert with_update_order(profile, plan).update_order is UpdateOrder.NEED
 
 
@@ -76,7 +79,7 @@ def test_by_need_no_backward_waits_for_room_that_a_budget_gives():
     for seed in (*range(20), 36, 50, 98, 148, 170):
         for profile, plan in drawn(2, seed=seed, programs=False, updates=[Updates.OVERLAPPED], modes=modes):
             more_bytes = max(layer.grad_bytes for layer in profile.layers)
-            memory_bytes = int(step_demand(profile, plan)[1].natural[0]) + more_bytes
+            memory_bytes = step_demand(profile, plan)[1].natural + more_bytes
             found = with_update_order(profile, dataclasses.replace(plan, memory_bytes=memory_bytes))
             if found.update_order is UpdateOrder.NEED and found.memory_bytes is not None:
                 unlimited = dataclasses.replace(found, memory_bytes=UNLIMITED_BYTES)
@@ -93,3 +96,18 @@ def test_one_plan_has_the_tasks_of_each_room_for_gradients():
             assert schedules.within(memory_bytes) == alone
             unlimited = schedule_step(profile, dataclasses.replace(plan, memory_bytes=UNLIMITED_BYTES))
             assert schedules.waits_for_room(memory_bytes or 0) == (alone.tasks != unlimited.tasks)
+
+
+def test_in_backward_order_an_update_waits_for_the_offloads_of_updates_before_it():
+    """The gradient of layer 0 is written to the host, but the host updates layer 1 first, whose gradient leaves."""
+    profile = profile_of((100, 100, 1, 1, 1, 3, 1), (200, 200, 1, 1, 1, 3, 1), (100, 100, 1, 1, 1, 3, 1))
+    layers = (dataclasses.replace(x, forward_dha_s=1.0, backward_dha_s=1.0, backward_go_s=1.0) for x in profile.layers)
+    profile = Profile({}, tuple(layers))
+    plan = with_modes(profile, [Mode.GFGB, Mode.DHA, Mode.GFGB], [HOST, DEVICE, DEVICE])
+    backward, need = (in_order(plan, order) for order in UpdateOrder)
+    assert (needed_bytes(profile, backward), simulate(profile, backward).step_s) == (300, 14.0)
+    assert (needed_bytes(profile, need), simulate(profile, need).step_s) == (400, 12.0)
+    schedules = StepSchedules(profile, backward)
+    assert schedules.in_order(UpdateOrder.NEED).needs.natural == 400 and schedules.needs.natural == 300
+    in_room = dataclasses.replace(plan, memory_bytes=300)
+    assert with_update_order(profile, in_room).update_order is UpdateOrder.BACKWARD

@@ -18,15 +18,14 @@ from jaxferry.planner import (
     NUM_LANES,
     AutoSearch,
     Request,
-    StreamedUpdateSearch,
     TwinFlow,
     any_plan_lower_bound_s,
+    group_options,
     make_plan,
     make_policy,
-    options,
     place_bound,
 )
-from jaxferry.step import DHA, LayerPlan, Loads, Plan, Updates, needed_bytes, simulate, streaming
+from jaxferry.step import LayerPlan, Loads, Plan, Updates, needed_bytes, simulate, streaming
 from profiles import UNLIMITED_BYTES, examples, profiles, transformer
 
 NEARLY = 1 + 1e-9
@@ -81,21 +80,12 @@ def test_auto_may_stream_and_is_never_slower_than_without_or_with_less_memory(af
     assert streams or after_all
 
 
-@pytest.mark.parametrize(("factor", "link"), [(3.0, 8.0), (3.0, 1.0), (20.0, 2.0)])
-def test_no_candidate_is_faster_than_its_bound(factor, link):
-    search = StreamedUpdateSearch("test", with_slow_host(transformer(6), factor, link), [])
-    assert {row.candidate.copies_stay for row in search.bounded} == {False, True}
-    for row in search.bounded:
-        assert search._least_bytes(row.candidate) <= search._needed_bytes(row.candidate)
-        assert row.bound_s <= search._placed(row.candidate).objective_s * NEARLY
-
-
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_auto_keeps_compute_copies_where_there_is_memory_for_them(share):
     """That saves their loads, their transfers down, and the wait of the next forward for both."""
     profile = with_slow_host(transformer(6), link=8.0)
     everything = needed_bytes(profile, with_places(profile, [UpdatePlace.RESIDENT] * 6, [Mode.RESIDENT] * 6))
-    plan = AutoSearch(profile, Request()).plan(int(share * everything))
+    plan = AutoSearch(profile, Request()).fastest(int(share * everything)).plan
     assert any(plan.copies_stay) and plan.copies_stay == plan.updates_streamed
     layers = [x.with_mode(Mode.GFGB) if stays else x for x, stays in zip(plan.layers, plan.copies_stay, strict=True)]
     loaded = dataclasses.replace(plan, layers=tuple(layers))
@@ -117,19 +107,6 @@ def test_the_bound_knows_copies_that_stay_while_their_updates_stream(monkeypatch
         simulate(profile, plan).steady_step_s,
     )
     assert 0.7 * step_s < bound_s <= step_s * NEARLY
-
-
-def test_room_for_some_gradients_lies_between_none_and_all_in_memory_and_time():
-    profile = with_slow_host(transformer(8), link=8.0)
-    search = StreamedUpdateSearch("test", profile, [])
-    all_dha = next(number for number, start in enumerate(search.starts) if set(start.modes) == {DHA})
-    everything = (x.candidate for x in search.bounded if len(x.candidate.through_gpu) == 8)
-    first = next(each for each in everything if each.start == all_dha)
-    found = [search._placed(dataclasses.replace(first, room=room)) for room in (0.0, 0.25, 1.0)]
-    assert all(simulate(profile, each.plan).peak_device_bytes <= each.needed_bytes for each in found)
-    none, some, every = found
-    assert none.needed_bytes < some.needed_bytes < every.needed_bytes
-    assert none.objective_s > 1.02 * some.objective_s > 1.04 * every.objective_s
 
 
 @pytest.mark.parametrize("subgroup_bytes", [20, streaming.SUBGROUP_BYTES])
@@ -180,9 +157,8 @@ def test_groups_larger_than_the_room_stream_in_small_subgroups():
     names = [f"block{number}" for number in range(8)]
     profile = Profile({}, tuple(dataclasses.replace(layer, name=name, parameters=name) for name in names))
     search, budget = AutoSearch(profile, Request()), 1_000_000_000
-    plan, on_host = search.plan(budget), search.plan(budget, ())
+    plan, on_host = search.plan(budget), AutoSearch(profile, Request(), ()).plan(budget)
     assert plan.subgroups is Subgroups.SMALL and any(plan.updates_streamed)
-    assert StreamedUpdateSearch("test", profile, search.pool.frontier()).best(budget) is None
     assert simulate(profile, plan).steady_step_s < 0.7 * simulate(profile, on_host).steady_step_s
     assert simulate(profile, plan).peak_device_bytes <= budget
     assert Plan.from_json(plan.to_json()) == plan
@@ -210,7 +186,7 @@ def test_the_bound_counts_loops_and_slots_besides_lanes_and_bytes(share, monkeyp
     budget = int(share * sum(7 * layer.param_bytes for layer in profile.layers))
     places = place_bound._places(profile)
     budgets = np.array([place_bound._left_bytes(profile, place, budget) for place in places])
-    least_s = lanes_and_bytes_s([each.table for each in options(profile, places)], budgets)
+    least_s = lanes_and_bytes_s([each.table for each in group_options(profile, places)], budgets)
     bound_s = any_plan_lower_bound_s(profile, budget)
     assert bound_s >= 0.9999 * least_s
     solved = scipy.optimize.linprog

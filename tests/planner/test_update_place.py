@@ -13,22 +13,13 @@ from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.planner import (
     EQUAL_WITHIN,
     AutoSearch,
-    DeviceUpdateSearch,
-    Neighbours,
-    Objective,
-    PlanEvaluator,
-    Pool,
     Request,
     any_plan_lower_bound_s,
     as_run,
     make_plan,
-    plain_training,
-    plan_of,
-    refine,
-    updatable_groups,
 )
-from jaxferry.step import RESIDENT, Kind, Lane, LayerPlan, Plan, Updates, needed_bytes, schedule_step, simulate
-from profiles import UNLIMITED_BYTES, deterministic, examples, profiles, transformer, with_programs
+from jaxferry.step import Kind, Lane, LayerPlan, Plan, Updates, needed_bytes, schedule_step, simulate
+from profiles import deterministic, examples, profiles, transformer, with_programs
 
 
 def with_state(profile):
@@ -94,22 +85,6 @@ def test_the_need_of_memory_is_never_below_what_a_chain_holds(data):
     assert simulate(profile, plan).peak_device_bytes <= needed_bytes(profile, plan)
 
 
-@deterministic
-@given(st.data())
-def test_the_evaluator_of_many_plans_agrees_with_the_simulator(data):
-    profile = with_state(data.draw(profiles(max_layers=4, min_layers=2)))
-    profile = with_programs(profile, lambda: data.draw(st.booleans()))
-    num_groups = len(profile.groups)
-    on_device = data.draw(st.sets(st.sampled_from(range(num_groups)), max_size=num_groups - 1))
-    mode, updates = data.draw(st.sampled_from([Mode.GFGB, Mode.DHA, Mode.RELOAD])), data.draw(st.sampled_from(Updates))
-    plan = plan_with(profile, on_device, mode, updates)
-    found, expected = PlanEvaluator(profile).plan(plan), simulate(profile, plan)
-    assert found.needed_bytes[0] == needed_bytes(profile, plan)
-    assert found.forward_s[0] == pytest.approx(expected.forward_s)
-    assert found.step_s[0] == pytest.approx(expected.step_s)
-    assert found.steady_step_s[0] == pytest.approx(expected.steady_step_s)
-
-
 def test_plans_and_profiles_keep_it_in_their_files():
     profile = with_state(transformer(2))
     plan = plan_with(profile, {1})
@@ -144,7 +119,7 @@ def test_auto_is_one_knob_from_everything_offloaded_to_plain_training(after_all)
     layers = [dataclasses.replace(x, update_s=2.5 * (x.forward_s + x.backward_s)) for x in transformer(6).layers]
     profile = with_state(dataclasses.replace(transformer(6), layers=tuple(layers), updates_after_all=after_all))
     everything = needed_bytes(profile, plan_with(profile, range(len(profile.groups))))
-    smallest = AutoSearch(profile, Request()).pool.smallest_needed_bytes()
+    smallest = AutoSearch(profile, Request()).smallest_bytes
     before_s, seen = float("inf"), set()
     for budget in [int(smallest + (everything - smallest) * share) for share in (0, 0.5, 1)]:
         plan = make_plan(profile, "auto", memory_budget_bytes=budget)
@@ -162,7 +137,8 @@ def test_auto_is_one_knob_from_everything_offloaded_to_plain_training(after_all)
     assert min(seen) == 0 and max(seen) >= len(profile.layers) - 1 and len(seen) >= 3
     plain = plan_with(profile, range(len(profile.groups)))
     assert plan.details["binding"] == "GPU" and before_s <= simulate(profile, plain).steady_step_s * (1 + 1e-9)
-    assert make_plan(profile, "auto").layers == plan.layers
+    unlimited_s = make_plan(profile, "auto").predicted.steady_step_s
+    assert unlimited_s <= plan.predicted.steady_step_s * (1 + EQUAL_WITHIN)
 
 
 def test_more_memory_is_never_slower_if_updates_wait_for_all_gradients():
@@ -180,14 +156,14 @@ def test_more_memory_is_never_slower_if_updates_wait_for_all_gradients():
         for layer, size, more in zip(known, (1000, 100, 10), own, strict=True)
     )
     profile = Profile({}, layers, updates_after_all=True)
-    plain = plain_training("auto", profile)
+    plain = plan_with(profile, range(len(profile.groups)))
     search, before_s = AutoSearch(profile, Request()), np.inf
-    smallest = search.pool.smallest_needed_bytes()
-    for budget in [*np.linspace(smallest, 1.2 * plain.needed_bytes, 24).astype(int).tolist(), None]:
+    smallest = search.smallest_bytes
+    for budget in [*np.linspace(smallest, 1.2 * needed_bytes(profile, plain), 24).astype(int).tolist(), None]:
         step_s = simulate(profile, as_run(profile, search.plan(budget))).steady_step_s
         assert step_s <= before_s * (1 + EQUAL_WITHIN)
         before_s = step_s
-    assert before_s <= plain.objective_s
+    assert before_s <= simulate(profile, plain).steady_step_s * (1 + EQUAL_WITHIN)
 
 
 @pytest.mark.parametrize("share", [0.9, 1.1])
@@ -219,11 +195,11 @@ def test_with_frozen_layers_too_everything_stays():
     layers = with_state(transformer(4)).layers
     frozen = dataclasses.replace(layers[1], has_gradient=False, update_gpu_s=None, state_bytes=0, update_s=0.0)
     profile = dataclasses.replace(transformer(4), layers=(layers[0], frozen, *layers[2:]))
-    plan, plain = make_plan(profile, "auto"), plain_training("auto", profile)
-    assert set(plain.plan.modes) == {Mode.RESIDENT}
-    assert {task.lane for task in schedule_step(profile, plain.plan).tasks} == {Lane.GPU}
-    if plan.layers != plain.plan.layers:
-        assert plan.predicted.steady_step_s * (1 + EQUAL_WITHIN) < plain.objective_s
+    plan = make_plan(profile, "auto")
+    trained = [layer for layer, costs in zip(plan.layers, profile.layers, strict=True) if costs.has_gradient]
+    assert set(plan.modes) == {Mode.RESIDENT}
+    assert {layer.update for layer in trained} == {UpdatePlace.RESIDENT}
+    assert {task.lane for task in schedule_step(profile, plan).tasks} == {Lane.GPU}
 
 
 def test_one_update_of_all_groups_has_one_place():
@@ -250,95 +226,3 @@ def test_no_plan_within_a_budget_is_below_the_bound(data):
     plan = plan_with(profile, on_device, mode, gradient=gradient)
     bound_s = any_plan_lower_bound_s(profile, needed_bytes(profile, plan))
     assert bound_s <= simulate(profile, plan).steady_step_s * (1 + 1e-9)
-
-
-def random_plans(profile, generator, num_plans):
-    """Modes and flags of gradients, recomputation and updates of random plans, (plans, layers) each."""
-    shape = (num_plans, len(profile.layers))
-    can_recompute = np.array([layer.can_recompute for layer in profile.layers])
-    modes, on_host = generator.integers(0, 5, shape).astype(np.int8), generator.integers(0, 2, shape).astype(bool)
-    again = generator.integers(0, 2, shape).astype(bool) & can_recompute
-    may_update = np.isin(np.arange(len(profile.groups)), updatable_groups(profile))
-    there = generator.integers(0, 2, (num_plans, len(profile.groups))).astype(bool) & may_update
-    on_device = there[:, list(profile.group_of)]
-    return np.where(on_device, np.int8(RESIDENT), modes), on_host & ~on_device, again, on_device
-
-
-def drawn_plans(data, num_plans):
-    """A profile and random plans for it."""
-    profile = with_state(data.draw(profiles(max_layers=5)))
-    profile = dataclasses.replace(profile, updates_after_all=data.draw(st.booleans()))
-    return profile, random_plans(profile, np.random.default_rng(data.draw(st.integers(0, 99))), num_plans)
-
-
-@examples(20)
-@given(st.data())
-def test_the_bound_of_a_plan_holds_in_both_orders_of_updates(data):
-    profile, plans = drawn_plans(data, 8)
-    evaluate = PlanEvaluator(profile)
-    bound_s, needed = evaluate.bounds(plans)
-    for by_need in (False, True):
-        found = evaluate(*plans, by_need=by_need)
-        inside = found.in_window
-        assert (bound_s[inside] <= found.steady_step_s[inside] * (1 + 1e-9)).all()
-        assert (needed == found.needed_bytes).all()
-
-
-@examples(20)
-@given(st.data())
-def test_plans_with_different_places_are_evaluated_as_if_each_were_alone(data):
-    profile, plans = drawn_plans(data, 6)
-    by_need, memory_bytes = data.draw(st.booleans()), data.draw(st.sampled_from([None, 1 << 16, UNLIMITED_BYTES]))
-    together = PlanEvaluator(profile)(*plans, by_need=by_need, memory_bytes=memory_bytes)
-    for number, plan in enumerate(zip(*plans, strict=True)):
-        alone = PlanEvaluator(profile)(*plan, by_need=by_need, memory_bytes=memory_bytes)
-        for field in dataclasses.fields(alone):
-            assert getattr(together, field.name)[number] == pytest.approx(getattr(alone, field.name)[0], rel=1e-12)
-
-
-@examples(4)
-@given(st.data())
-def test_the_plans_that_the_search_leaves_out_are_no_better(data):
-    profile = with_state(data.draw(profiles(max_layers=4, min_layers=2)))
-    profile = dataclasses.replace(profile, updates_after_all=data.draw(st.booleans()))
-    pool, everything = Pool(profile), Pool(profile, by_need_on_frontier=True)
-    size = len(profile.layers)
-    for mode in range(5):
-        pool.add(np.full(size, mode), np.arange(size) % 2 == 0)
-    pool.run()
-    search = DeviceUpdateSearch("auto", profile, pool.frontier())
-    for groups in search.choices:
-        modes, grad_on_host, recomputes, on_device = search._plans(groups)
-        everything.add(modes, grad_on_host, recomputes=recomputes, on_device=on_device)
-    everything.run()
-    for budget in (None, *(best.needed_bytes for best in everything.frontier())):
-        known_s = min((x.objective_s for x in pool.frontier() if x.needed_bytes <= (budget or np.inf)), default=np.inf)
-        best, found = everything.best(Objective.STEADY, budget, leanest=True), search.best(budget, known_s)
-        least_s = known_s if found is None else found.objective_s
-        assert least_s <= min(known_s, best.objective_s) * (1 + 1e-9)
-        assert found is None or search.best(budget, found.objective_s) is None
-
-
-def test_neighbours_are_plans_and_some_are_better_for_their_memory():
-    profile = with_state(transformer(5))
-    pool, size = Pool(profile), len(profile.layers)
-    for count in (0, 2, 5):
-        on_device = np.isin(list(profile.group_of), updatable_groups(profile)[:count])
-        modes = np.where(on_device, np.int8(RESIDENT), np.int8(0))
-        pool.add(modes, np.zeros(size, dtype=bool), on_device=on_device)
-    pool.run()
-    before = pool.frontier()
-
-    def run(modes, grad_on_host, recomputes, on_device):
-        pool.add(modes, grad_on_host, recomputes=recomputes, on_device=on_device)
-        pool.run()
-
-    refine(pool.frontier, Neighbours(profile, np.zeros(size, dtype=bool), updatable_groups(profile)), run)
-    pool.join()
-    (part,) = pool.evaluated
-    found = [pool.best(Objective.STEADY, best.needed_bytes) for best in before]
-    assert all(new.objective_s <= old.objective_s for new, old in zip(found, before, strict=True))
-    assert any(new.objective_s < 0.99 * old.objective_s for new, old in zip(found, before, strict=True))
-    assert len(part.plans) > 10 * size
-    for best in pool.frontier():
-        plan_of("auto", 1.0, profile, best).check_profile(profile)

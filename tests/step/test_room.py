@@ -14,10 +14,10 @@ from jaxferry.step import (
     Kind,
     Lane,
     Loads,
+    Spans,
     UpdateOrder,
     Updates,
     copy_bytes,
-    copy_spans,
     effective,
     machine,
     repeat,
@@ -47,7 +47,7 @@ def peak_bytes(step, steps=4):
 def test_a_chain_never_holds_more_than_the_limit_however_long_tasks_take(case):
     profile, plan = case
     _, needs = step_demand(profile, plan)
-    limit = max(int(needs.natural[0]), plan.memory_bytes or 0)
+    limit = max(needs.natural, plan.memory_bytes or 0)
     step = schedule_step(profile, plan)
     assert peak_bytes(step) <= limit
     for seed in range(4):
@@ -85,9 +85,9 @@ def check_copies(profile, plan):
             last = max(end_of(user, profile) + 2 * size * user.step for user in users)
             counted[task.step, ready[index] : last + 1] += task.start_bytes
     held, _ = step_demand(profile, plan)
-    now, _, following = copy_bytes(held, copy_spans(held, plan.loads == "bulk", plan.updates == "after-all"))
-    assert now[:, 0].tolist() == counted[0].tolist()
-    assert following[:, 0].tolist() == counted[1].tolist()
+    now, _, following = copy_bytes(held, Spans.of(held))
+    assert now.tolist() == counted[0].tolist()
+    assert following.tolist() == counted[1].tolist()
 
 
 @deterministic
@@ -103,7 +103,7 @@ def test_a_fused_program_keeps_its_slot_until_it_has_ended():
     layers = tuple(dataclasses.replace(x, parameters=x.name) for x in profile.layers)
     plan = with_modes(dataclasses.replace(profile, layers=layers), [Mode.RELOAD] * 4)
     held, _ = step_demand(profile, plan)
-    assert copy_spans(held, bulk=False, after_all=False).second_start[:3, 0].tolist() == [6, 5, 3]
+    assert Spans.of(held).second_start[:3] == [6, 5, 3]
 
 
 every_kind = pytest.mark.parametrize(("loads", "updates"), list(itertools.product(Loads, Updates)))
@@ -121,7 +121,7 @@ def test_copies_of_groups_of_any_shape_may_be_there_once_their_loads_can_start(l
 def test_a_chain_of_any_kind_never_holds_more_than_the_limit(loads, updates, modes):
     cases = {"loads": [loads], "updates": [updates], "modes": modes}
     for profile, plan in itertools.chain(drawn(80, seed=4, **cases), drawn(80, seed=5, together=True, **cases)):
-        limit = max(int(step_demand(profile, plan)[1].natural[0]), plan.memory_bytes or 0)
+        limit = max(step_demand(profile, plan)[1].natural, plan.memory_bytes or 0)
         step = schedule_step(profile, plan)
         for seed in range(3):
             assert peak_bytes(any_durations(step, seed)) <= limit
@@ -132,16 +132,16 @@ def test_a_chain_of_any_kind_never_holds_more_than_the_limit(loads, updates, mod
 def test_a_backward_waits_for_room_once_and_for_no_transfer_too_many(case):
     profile, plan = case
     held, needs = step_demand(profile, plan)
-    limit = max(int(needs.natural[0]), plan.memory_bytes or 0)
-    found = waits(held, needs, plan.memory_bytes or 0)[:, 0]
+    limit = max(needs.natural, plan.memory_bytes or 0)
+    found = waits(held, needs, plan.memory_bytes or 0)
     plan = effective(profile, plan)
 
     def fits(layer, rest):
         """Whether all of the layer's program does."""
         beside = sum(profile.layers[x].device_gradient_bytes for x in rest)
-        few = sum(profile.layers[x].device_gradient_bytes for x in rest if x < needs.beside_below[0])
+        few = sum(profile.layers[x].device_gradient_bytes for x in rest if x < needs.beside_below)
         members = slice(profile.program_ends[layer][0], layer + 1)
-        most, most_after = needs.backward[members, 0].max(), needs.backward_after[members, 0].max()
+        most, most_after = needs.backward[members].max(), needs.backward_after[members].max()
         return most + beside <= limit and most_after + few <= limit
 
     outstanding = []
@@ -149,7 +149,7 @@ def test_a_backward_waits_for_room_once_and_for_no_transfer_too_many(case):
         own = profile.program_ends[layer][1]
         if not profile.layers[layer].has_backward or layer != own:
             assert found[layer] in (NO_WAIT, found[own])  # a program waits once
-            outstanding += [layer] * bool(held.offloads[layer, 0])
+            outstanding += [layer] * bool(held.offloads[layer])
             continue
         members = range(profile.program_ends[layer][0], layer + 1)
         writers = [member for member in members if plan.gradients[member] is GradientPlace.HOST]
@@ -160,7 +160,7 @@ def test_a_backward_waits_for_room_once_and_for_no_transfer_too_many(case):
             waited = rest.pop(0)
         assert found[layer] == (NO_WAIT if waited is None else waited)
         outstanding = rest
-        if held.offloads[layer, 0]:
+        if held.offloads[layer]:
             outstanding.append(layer)
 
 
@@ -179,15 +179,15 @@ def two_slot_waits(step):
 
 def worst_peak_bytes(profile, step, needs):
     """The most that the step can hold: each backward's demand plus all gradients that it has not waited for."""
-    most, outstanding = int(needs.natural[0]), []
+    most, outstanding = needs.natural, []
     ended = -1
     for index, task in enumerate(step.tasks):
         if task.kind is Kind.BACKWARD:
             ended = max([ended, *(i for i in task.after if step.tasks[i].kind is Kind.OFFLOAD)])
             beside = sum(size for i, size in outstanding if i > ended)
-            few = sum(size for i, size in outstanding if i > ended and step.tasks[i].segment < needs.beside_below[0])
-            most = max(most, beside + int(needs.backward[task.segment, 0]))
-            most = max(most, few + int(needs.backward_after[task.segment, 0]))
+            few = sum(size for i, size in outstanding if i > ended and step.tasks[i].segment < needs.beside_below)
+            most = max(most, beside + int(needs.backward[task.segment]))
+            most = max(most, few + int(needs.backward_after[task.segment]))
         if task.kind is Kind.OFFLOAD:
             outstanding.append((index, profile.layers[task.segment].device_gradient_bytes))
     return most
@@ -201,7 +201,7 @@ def test_the_worst_peak_is_never_higher_than_with_two_slots(case):
     step = schedule_step(profile, plan)
     _, needs = step_demand(profile, plan)
     two_slots = worst_peak_bytes(profile, two_slot_waits(step), needs)
-    assert worst_peak_bytes(profile, step, needs) == int(needs.natural[0]) <= two_slots
+    assert worst_peak_bytes(profile, step, needs) == needs.natural <= two_slots
 
 
 @pytest.mark.parametrize("name", policies())
@@ -233,7 +233,7 @@ def test_more_memory_is_never_slower_in_backward_order(case):
         step = schedule_step(profile, dataclasses.replace(plan, memory_bytes=memory_bytes))
         assert machine.steady_step_s(step) <= before * (1 + 1e-12)
         before = machine.steady_step_s(step)
-        assert memory_bytes is None or peak_bytes(step) <= max(memory_bytes, step_demand(profile, plan)[1].natural[0])
+        assert memory_bytes is None or peak_bytes(step) <= max(memory_bytes, step_demand(profile, plan)[1].natural)
 
 
 def test_a_reloading_step_needs_the_same_memory_however_many_layers_it_has():
@@ -241,7 +241,7 @@ def test_a_reloading_step_needs_the_same_memory_however_many_layers_it_has():
     for num_layers in (13, 53):
         layers = [dataclasses.replace(layer, activation_bytes=0) for layer in transformer(num_layers).layers]
         profile = dataclasses.replace(transformer(num_layers), layers=tuple(layers))
-        sizes.append(int(step_demand(profile, with_modes(profile, [Mode.RELOAD] * num_layers))[1].natural[0]))
+        sizes.append(int(step_demand(profile, with_modes(profile, [Mode.RELOAD] * num_layers))[1].natural))
     assert sizes[0] == sizes[1]
 
 
@@ -284,7 +284,8 @@ def test_after_all_no_next_forward_runs_beside_gradients():
     profile = dataclasses.replace(transformer(4), layers=(first, second))
     for updates, expected in ((Updates.OVERLAPPED, 150), (Updates.AFTER_ALL, 100)):
         plan = with_modes(profile, [Mode.DHA] * 2, [GradientPlace.HOST, GradientPlace.DEVICE], updates=updates)
-        assert step_demand(profile, plan)[1].natural[0] == expected
+        plan = dataclasses.replace(plan, update_order=UpdateOrder.NEED)
+        assert step_demand(profile, plan)[1].natural == expected
 
 
 def test_bulk_loads_for_the_next_step_start_before_the_last_backward():
@@ -295,4 +296,4 @@ def test_bulk_loads_for_the_next_step_start_before_the_last_backward():
     profile = dataclasses.replace(transformer(4), layers=(first, second))
     for loads, expected in ((Loads.LAYERWISE, 110), (Loads.BULK, 115)):
         plan = with_modes(profile, [Mode.GFGB] * 2, [GradientPlace.DEVICE, GradientPlace.HOST], loads=loads)
-        assert step_demand(profile, plan)[1].natural[0] == expected
+        assert step_demand(profile, plan)[1].natural == expected

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from jaxferry.costs import Contention, Profile
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.planner import PlanEvaluator, any_plan_lower_bound_s
+from jaxferry.planner import any_plan_lower_bound_s
 from jaxferry.step import UpdateOrder, machine, schedule_chain, schedule_step, simulate
 from profiles import deterministic, planned, profiles, with_modes
 from profiles import unit_layer as layer
@@ -56,7 +56,7 @@ def test_a_backward_that_runs_its_forward_again_reads_twice():
     reads = {"forward_dha_s": 4.0, "forward_read_s": 4.0, "backward_read_s": 6.0}
     of_link = Profile({}, (*(dataclasses.replace(each, **reads) for each in layers), layer("c")))
     again = dataclasses.replace(again, layers=(*again.layers, *with_modes(of_link, [Mode.GFGB] * 3).layers[2:]))
-    assert PlanEvaluator(of_link).plan(again).steady_step_s[0] == simulate(of_link, again).steady_step_s == 2 * 14 + 1
+    assert simulate(of_link, again).steady_step_s == 2 * 14 + 1
 
 
 FREE = dict.fromkeys(("load_s", "forward_s", "backward_s", "offload_s"), 0.0)
@@ -103,7 +103,6 @@ def test_it_counts_in_both_orders_of_updates_and_for_many_plans_at_once(order):
     profile, plan = contended(host_bound(backward_go_s=9, backward_write_s=8), host={"H2D": 1.0, "D2H": 0.5})
     plan = dataclasses.replace(plan, update_order=order)
     assert simulate(profile, plan).steady_step_s == pytest.approx(60 + 2 + 4.5)
-    assert PlanEvaluator(profile).plan(plan).steady_step_s == pytest.approx([66.5])
     alone = any_plan_lower_bound_s(Profile({}, profile.layers))
     assert alone < any_plan_lower_bound_s(profile) <= 66.5
 

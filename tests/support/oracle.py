@@ -1,7 +1,7 @@
 """The machine model of GFGB, DHA and DFGB, written once more from its text alone: times by recursion over names.
 
-Updates come in backward order, and there is room for all gradients. Shares no code with `jaxferry.step.schedule`,
-`jaxferry.step.simulate` or `jaxferry.planner.recurrences`.
+Updates come in backward order, and there is room for all gradients. Shares no code with `jaxferry.step.schedule`
+or `jaxferry.step.simulate`.
 """
 
 import contextlib

@@ -1,0 +1,303 @@
+"""Moves from one plan to others, ranked before any of them is simulated.
+
+A move gives some layers of one class another column: the class, all of its layers that have one column, or 1, 2, 4, ...
+of these, the first or the last ones, every second one, or evenly spread.
+Moves are ranked by **rows**: linear bounds on the steady step, each a sum over layers of seconds by column. The first
+rows are the work of the lanes, with what they lose to each other. Further rows are the critical cycles of plans that
+have been simulated: a plan's step takes at least as long as any cycle of its tasks, and the same cycle limits its
+neighbours. So each simulation makes the ranking better. A row that says more than a plan takes is no cycle of that
+plan, and does not count for moves from it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxferry.costs import SHARING, Profile
+from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
+from jaxferry.planner.columns import Column, Columns
+from jaxferry.planner.judge import Counts, Judge
+from jaxferry.step import Demand, Kind, Lane, with_shared_work
+
+_MOST_ROWS = 96
+_MOST_PLACES = 64
+_PAIRED = 32
+_DOUBLINGS = 6
+_ABOUT = 1.001
+_GAIN = 1e-6
+_SINGLE = 1.1
+_LATER = 10.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Moves:
+    """All moves from a plan.
+
+    Attributes:
+      parts: sets of layers, of which each move changes one.
+      part: the number of a move's set, (moves,).
+      column: the number of its new column, (moves,).
+      seconds: what it adds to each row, (rows, moves).
+      num_bytes: what it adds to the memory at each place, (places, moves).
+    """
+
+    parts: list[list[int]]
+    part: np.ndarray
+    column: np.ndarray
+    seconds: np.ndarray
+    num_bytes: np.ndarray
+
+    def layers(self, move: int) -> list[int]:
+        """The layers that a move changes."""
+        return self.parts[self.part[move]]
+
+    def kind(self, columns: Columns, move: int) -> tuple[int, int, int]:
+        """The column of a move, the number of its layers, and their class: moves that are alike have the same."""
+        part = self.parts[self.part[move]]
+        return int(self.column[move]), len(part), part[0]
+
+    def taken(self, columns: Columns, codes: np.ndarray, move: int) -> np.ndarray | None:
+        """The plan after a move; None if some layer may not have the column."""
+        return columns.with_column(codes, self.layers(move), self.column[move])
+
+
+class Rows:
+    """Estimates of steady steps and of memory by column.
+
+    Args:
+      judge: lowers the uniform plans from which costs are summed.
+
+    Attributes:
+      rows: (rows, layers, columns) seconds.
+      bytes: (places, layers, columns) bytes on the device while the programs run that needed the most in some plan.
+    """
+
+    def __init__(self, judge: Judge):
+        self.columns = judge.columns
+        profile = judge.profile
+        shape = (len(profile.layers), len(self.columns.all))
+        self._costs: dict[tuple[Kind, Lane], np.ndarray] = {}
+        needs: list[Demand] = []
+        for number, column in enumerate(self.columns.all):
+            codes = self.columns.uniform(column)
+            schedules = judge.schedules(codes)
+            needs.append(schedules.needs)
+            for task in with_shared_work(schedules.within(None)).tasks:
+                if codes[task.segment] == number and task.kind is not Kind.CONTENTION:
+                    known = self._costs.setdefault((task.kind, task.lane), np.zeros(shape))
+                    known[task.segment, number] += task.duration_s
+        self._shares = np.zeros((len(SHARING), len(SHARING)))
+        if profile.contention:
+            self._shares = np.stack([profile.contention.lost_s(one) for one in np.eye(len(SHARING))], axis=1)
+        self.rows = np.stack([self._of_lane(lane) for lane in Lane])
+        self._known: set[bytes] = set()
+        self.places: dict[tuple[bool, int], None] = {}
+        self.bytes = np.zeros((0, *shape))
+        for layer in np.unique(np.linspace(0, shape[0] - 1, _MOST_PLACES).astype(int)):
+            self._add_place(False, int(layer))
+            self._add_place(True, int(layer))
+        for each in needs:
+            self.add_place(each)
+
+    def copied(self) -> Rows:
+        """Rows to add others to."""
+        found = copy.copy(self)
+        found._known, found.places = self._known.copy(), self.places.copy()
+        return found
+
+    def _own(self, lane: Lane) -> np.ndarray:
+        found = [cost for (_, own), cost in self._costs.items() if own is lane]
+        return np.sum(found, axis=0) if found else np.zeros_like(next(iter(self._costs.values())))
+
+    def _lost(self, lane: Lane) -> np.ndarray:
+        """What a lane loses to the others, by layer and column."""
+        shares = self._shares[SHARING.index(lane.value)]
+        return sum(share * self._own(Lane(other)) for share, other in zip(shares, SHARING, strict=True))
+
+    def _of_lane(self, lane: Lane) -> np.ndarray:
+        return self._own(lane) + (self._lost(lane) if lane.value in SHARING else 0.0)
+
+    def add(self, critical: Counts) -> None:
+        """Adds the row of a critical cycle."""
+        row = np.zeros(self.rows.shape[1:])
+        for (kind, lane), count in critical.items():
+            if kind is Kind.CONTENTION:
+                row += self._lost(lane) * count.sum()
+            elif (kind, lane) in self._costs:
+                row += self._costs[kind, lane] * count[:, None]
+        content = np.round(row, 9).tobytes()
+        if content in self._known:
+            return
+        self._known.add(content)
+        self.rows = np.concatenate([self.rows, row[None]])
+        if len(self.rows) > _MOST_ROWS:
+            self.rows = np.concatenate([self.rows[: len(Lane)], self.rows[len(Lane) + 1 :]])
+
+    def add_place(self, needs: Demand) -> None:
+        """Adds the program that needs the most memory in a plan, from its needs."""
+        back = np.maximum(needs.backward, needs.backward_after)
+        is_back = bool(back.max() >= needs.forward.max())
+        self._add_place(is_back, int(np.argmax(back if is_back else needs.forward)))
+
+    def _add_place(self, is_back: bool, place: int) -> None:
+        if (is_back, place) not in self.places:
+            self.places[is_back, place] = None
+            profile, every = self.columns.profile, self.columns.all
+            layers = range(len(profile.layers))
+            row = [[_bytes_at(profile, layer, column, is_back, place) for column in every] for layer in layers]
+            self.bytes = np.concatenate([self.bytes, np.array(row)[None]])
+
+    def seconds(self, codes: np.ndarray) -> np.ndarray:
+        """What a plan adds up to in each row, (rows,)."""
+        return self.rows[:, np.arange(len(codes)), codes].sum(axis=1)
+
+    def bytes_of(self, needs: Demand) -> np.ndarray:
+        """What a plan needs at each place, (places,), not estimated."""
+        back = np.maximum(needs.backward, needs.backward_after)
+        return np.array([(back if is_back else needs.forward)[place] for is_back, place in self.places])
+
+    def moves(self, codes: np.ndarray) -> Moves:
+        """All moves from a plan."""
+        layers, columns = np.arange(len(codes)), self.columns
+        both = np.concatenate([self.rows, self.bytes]).swapaxes(0, 1)
+        more = np.ascontiguousarray(both - both[layers, :, codes][:, :, None])
+        parts, added, allowed, known = list[list[int]](), list[np.ndarray](), list[np.ndarray](), set[tuple[int, ...]]()
+        for together in columns.together(codes):
+            may: np.ndarray = np.all(columns.movable[together], axis=0)
+            if (codes[together] == codes[together[0]]).all():
+                may[codes[together[0]]] = False
+            sums = np.cumsum(more[together], axis=0)
+            for part in columns.parts(together, codes):
+                if tuple(part) not in known:
+                    known.add(tuple(part))
+                    parts.append(part)
+                    is_first = part == together[: len(part)]
+                    added.append(sums[len(part) - 1] if is_first else more[part].sum(axis=0))
+                    allowed.append(may)
+        changed, column = np.nonzero(np.array(allowed))
+        found = np.stack(added)[changed, :, column].T
+        return Moves(parts, changed, column, found[: len(self.rows)], found[len(self.rows) :])
+
+
+def _bytes_at(profile: Profile, index: int, column: Column, is_back: bool, place: int) -> int:
+    """What a layer holds on the device while the forward or the backward of another one runs, about."""
+    layer, again = profile.layers[index], column.remat is Remat.FULL
+    by_dha, on_host = column.mode in (Mode.DHA, Mode.DFGB), column.gradient is GradientPlace.HOST
+    found = layer.kept_bytes(again) if index <= place else 0
+    if index == place:
+        found += layer.forward_bytes(by_dha, again)
+        if is_back:
+            found += layer.backward_bytes(column.mode is Mode.DHA, on_host, again) - layer.forward_bytes(by_dha, again)
+            found += layer.device_gradient_bytes * (not on_host)
+    # After its backward a copy is free, and that for the next step mostly waits for updates of layers before it.
+    is_held = column.mode is Mode.RESIDENT or (column.mode is Mode.GFGB and not is_back)
+    is_held |= column.mode in (Mode.GFGB, Mode.DFGB) and is_back and index <= place
+    if is_held:
+        found += layer.param_bytes
+    return found + layer.state_bytes * (column.update is UpdatePlace.RESIDENT)
+
+
+def _smooth(rows_s: np.ndarray, scale_s: float) -> np.ndarray:
+    """About the largest of the rows, relative to the scale; a little more, the more rows are nearly as large."""
+    powers = np.maximum(rows_s, 0.0) / max(scale_s, 1e-300)
+    for _ in range(_DOUBLINGS):
+        powers *= powers
+    found: np.ndarray = powers.sum(axis=0) ** (0.5**_DOUBLINGS)
+    return found
+
+
+Kinds = tuple[tuple[int, int, int], ...]
+"""What moves do: see `Moves.kind`."""
+
+
+class Ranking:
+    """Moves from a plan, alone and in pairs, by what they promise.
+
+    Args:
+      rows: the estimates.
+      limit: bytes that plans may need.
+      slots_bytes: memory of the subgroups of updates that stream.
+    """
+
+    def __init__(self, rows: Rows, limit: int, slots_bytes: int):
+        self._rows, self._columns, self._limit, self._slots_bytes = rows, rows.columns, limit, slots_bytes
+        self._streams = np.array([column.update is UpdatePlace.GPU for column in self._columns.all])
+        self._reloads = np.array([column.mode is Mode.RELOAD for column in self._columns.all])
+        self._param_bytes = [layer.param_bytes for layer in self._columns.profile.layers]
+
+    def of(self, codes: np.ndarray, needs: Demand, objective_s: float) -> Iterator[tuple[Kinds, np.ndarray]]:
+        """Plans one move or two away that may fit and be faster by the rows, the fastest first, with what was done.
+
+        Args:
+          codes: the plan.
+          needs: its memory.
+          objective_s: its seconds.
+        """
+        rows, moves = self._rows, self._rows.moves(codes)
+        now_s, now_bytes = rows.seconds(codes), rows.bytes_of(needs)
+        holds = now_s <= objective_s * (1 + _GAIN)  # a way through the tasks of some plans is none in others
+        now_s, more_s = now_s[holds], moves.seconds[holds]
+        most_bytes, scale_s = self._limit * _ABOUT, float(now_s.max())
+        below_s = _smooth(now_s, scale_s) * (1 - _GAIN)
+        seconds = _smooth(now_s[:, None] + more_s, scale_s)
+        self._add_slots(moves, codes)
+        num_bytes = (now_bytes[:, None] + moves.num_bytes).max(axis=0)
+        faster, others = self._to_pair(seconds * scale_s - now_s.max(), num_bytes - now_bytes.max(), now_bytes.max())
+        both_s = now_s[:, None, None] + more_s[:, faster, None] + more_s[:, None, others]
+        both_s = _smooth(both_s, scale_s)
+        both_bytes = moves.num_bytes[:, faster, None] + moves.num_bytes[:, None, others]
+        both_bytes = (now_bytes[:, None, None] + both_bytes).max(axis=0)
+        # Next come those that shorten what holds the plan up, even if another row says that they are slower.
+        holding = now_s >= objective_s * (1 - _GAIN)
+        held_s = (now_s[holding, None] + more_s[holding]).max(axis=0, initial=0.0) / scale_s
+        ranks = np.where(seconds < below_s, seconds, _LATER + held_s)
+        single = np.flatnonzero((seconds < below_s * _SINGLE) & (num_bytes <= most_bytes)).tolist()
+        one, other = np.nonzero((both_s < below_s) & (both_bytes <= most_bytes))
+        ranked: list[tuple[float, float, tuple[int, ...]]] = [
+            (float(ranks[move]), float(num_bytes[move]), (move,)) for move in single
+        ]
+        for row, column in zip(one.tolist(), other.tolist(), strict=True):
+            pair = (int(faster[row]), int(others[column]))
+            ranked.append((float(both_s[row, column]), float(both_bytes[row, column]), pair))
+        for _, _, chosen in sorted(ranked, key=lambda each: each[:2]):
+            if len(chosen) > 1 and not set(moves.layers(chosen[0])).isdisjoint(moves.layers(chosen[1])):
+                continue
+            made: np.ndarray | None = codes
+            for move in chosen:
+                made = None if made is None else moves.taken(self._columns, made, move)
+            if made is not None:
+                yield tuple(moves.kind(self._columns, move) for move in chosen), made
+
+    def _to_pair(self, more_s: np.ndarray, more_bytes: np.ndarray, now_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+        """Moves that are faster, and others to make their room or to be faster with: the best by byte, and at all."""
+        saves, gains = np.flatnonzero(more_bytes < 0), more_s < 0
+        room = self._limit * _ABOUT - now_bytes - more_bytes.min(initial=0)
+        gaining = np.flatnonzero(gains & (more_bytes <= room))
+        by_byte = gaining[np.argsort(more_s[gaining] / np.maximum(more_bytes[gaining], 1), kind="stable")]
+        at_all: np.ndarray = gaining[np.argsort(more_s[gaining], kind="stable")]
+        faster = np.unique([*by_byte[:_PAIRED], *at_all[: _PAIRED // 2]]).astype(np.intp)
+        cheapest = saves[np.argsort(-more_s[saves] / more_bytes[saves], kind="stable")]
+        at_all = saves[np.argsort(more_s[saves], kind="stable")]
+        return faster, np.unique([*cheapest[:_PAIRED], *at_all[: _PAIRED // 2], *faster]).astype(int)
+
+    def _add_slots(self, moves: Moves, codes: np.ndarray) -> None:
+        """Adds the memory of slots that layers share: of updates that stream, and two for the copies of RELOAD."""
+        if not self._streams[codes].any():
+            moves.num_bytes[:, self._streams[moves.column]] += self._slots_bytes
+        size, reload = len(codes), self._reloads[codes]
+        changed: np.ndarray = np.zeros((size, len(moves.parts)), dtype=int)
+        for number, part in enumerate(moves.parts):
+            changed[part, number] = 1
+        # While a backward runs, the copies of the layers that follow it are free.
+        reach = [place if is_back else size - 1 for is_back, place in self._rows.places]
+        now, more = np.cumsum(reload)[reach, None], np.cumsum(changed, axis=0)[reach]
+        largest = np.array([max(self._param_bytes[layer] for layer in part) for part in moves.parts])
+        added, freed = np.minimum(now + more, 2) - np.minimum(now, 2), np.minimum(now - more, 2) - np.minimum(now, 2)
+        was_reload = np.array([reload[part].all() for part in moves.parts])[moves.part]
+        is_reload: np.ndarray = self._reloads[moves.column]
+        slots = added[:, moves.part] * (is_reload & ~was_reload) + freed[:, moves.part] * (was_reload & ~is_reload)
+        moves.num_bytes[:] += slots * largest[moves.part]

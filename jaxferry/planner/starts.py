@@ -1,0 +1,92 @@
+"""Plans that a search starts from: the linear programme's solution in whole layers, and plans of two columns."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
+from jaxferry.planner.columns import Column, Columns
+from jaxferry.planner.moves import Rows
+from jaxferry.planner.place_bound import Solution
+
+_LEAST_SHARE = 1e-6
+_POINTS = 24
+_PLACES = list(UpdatePlace)[::-1]
+"""Places of updates: forwards come first, so first the groups that no update on the host holds up."""
+
+
+def _resident_first(column: Column) -> tuple[int, ...]:
+    place, recomputes = _PLACES.index(column.update), column.remat is Remat.FULL
+    return place, column.mode is not Mode.RESIDENT, not recomputes, column.gradient is GradientPlace.HOST
+
+
+def _recomputing_first(column: Column) -> tuple[int, ...]:
+    return column.remat is not Remat.FULL, *_resident_first(column)
+
+
+_ORDERS: tuple[Callable[[Column], tuple[int, ...]] | None, ...] = (
+    _resident_first,
+    _recomputing_first,
+    lambda column: tuple(-each for each in _resident_first(column)),
+    lambda column: tuple(-each for each in _recomputing_first(column)),
+    None,
+)
+"""Orders of runs; None deals the choices evenly."""
+
+
+def rounded(columns: Columns, solution: Solution) -> Iterator[np.ndarray]:
+    """Plans with as many groups of each choice as the programme has, in runs of several orders, or evenly dealt."""
+    counts: dict[tuple[tuple[Column, ...], ...], tuple[list[tuple[int, ...]], np.ndarray]] = {}
+    for groups, chosen, shares in solution.shares:
+        known, total = counts.get(chosen, ([], np.zeros(len(chosen))))
+        counts[chosen] = [*known, *groups], total + shares
+    for order in _ORDERS:
+        codes = columns.uniform(Column(Mode.GFGB))
+        for chosen, (equal, shares) in counts.items():
+            used = [int(choice) for choice in np.flatnonzero(shares > _LEAST_SHARE)]
+            if order is not None:
+                used.sort(key=lambda choice: [order(column) for column in chosen[choice]])
+            numbers = np.diff(np.round(np.cumsum([0.0, *shares[used]])).astype(int))
+            dealt = np.repeat(used, numbers)
+            if order is None:
+                places = [(index + 0.5) / number for number in numbers for index in range(number)]
+                dealt = dealt[np.argsort(places, kind="stable")]
+            for choice, members in zip(dealt.tolist(), sorted(equal), strict=False):
+                for member, column in zip(members, chosen[choice], strict=True):
+                    number = columns.nearest(member, column)
+                    codes[member] = codes[member] if number is None else number
+        yield columns.agreed(codes)
+
+
+def of_two_columns(columns: Columns, rows: Rows, most_bytes: float | None) -> Iterator[tuple[np.ndarray, float]]:
+    """Plans with one column for the first layers and another one for the rest, with the seconds that the rows say.
+
+    Always the one that is the fastest by all rows so far: rows may be added meanwhile.
+    """
+    tried = [column for column, may in zip(columns.all, np.any(columns.movable, axis=0), strict=True) if may]
+    uniform = np.unique(np.array([columns.uniform(column) for column in tried]), axis=0)
+    size = uniform.shape[1]
+    cuts = np.unique(np.linspace(0, size, _POINTS + 1).astype(int))[1:]
+
+    def largest(table: np.ndarray) -> np.ndarray:
+        """The largest sum over rows of a (rows, layers, columns) table: (first, second, cuts)."""
+        both = table[:, np.arange(size), uniform]
+        sums = np.concatenate([np.zeros((*both.shape[:2], 1)), np.cumsum(both, axis=2)], axis=2)
+        head, rest = sums[:, :, cuts], (sums[:, :, -1:] - sums)[:, :, cuts]
+        found: np.ndarray = (head[:, :, None] + rest[:, None]).max(axis=0)
+        return found
+
+    seconds, seen = largest(rows.rows), len(rows.rows)
+    if most_bytes is not None:
+        seconds[largest(rows.bytes) > most_bytes] = np.inf
+    while True:
+        index = int(np.argmin(seconds))
+        least_s = float(seconds.flat[index])
+        if not np.isfinite(least_s):
+            return
+        seconds.flat[index] = np.inf
+        first, second, cut = np.unravel_index(index, seconds.shape)
+        yield columns.agreed(np.where(np.arange(size) < cuts[cut], uniform[first], uniform[second])), least_s
+        if len(rows.rows) > seen:
+            seconds = np.maximum(seconds, largest(rows.rows[seen:]))
+        seen = len(rows.rows)
