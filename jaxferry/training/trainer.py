@@ -44,9 +44,8 @@ class TrainStep:
         self._placement, self._wanted_transport = placement, transport
         planning = options.planning.on(self._placement.memory_facts().get("memory_limit_bytes"))
         options = dataclasses.replace(options, planning=planning)
-        self._optax, self._options, numerics = optimizer, options, options.numerics
-        weight = numerics.weight
-        self._loss_fn = loss_fn if weight is None else weighted(loss_fn, weight, numerics.is_weighted)
+        self._optax, self._options, weight = optimizer, options, options.numerics.weight
+        self._loss_fn = loss_fn if weight is None else weighted(loss_fn, weight, options.numerics.is_weighted)
         with own_settings():
             choose_transport(transport, self._placement)
             self._shared = Shared(self._placement, options.record_steps)
