@@ -30,6 +30,9 @@ from jaxferry.planner.preference import longest_equal_s
 from jaxferry.planner.search import Search
 from jaxferry.step import Lane, Plan
 
+_SHARE_WITHOUT_BUDGET = 0.2
+"""The work of a search whose plan only tells what would be possible without the budget."""
+
 
 class Auto(Policy):
     """The fastest plan in the steady state that fits into the memory budget."""
@@ -73,7 +76,8 @@ class AutoSearch:
         Raises:
           BudgetError: if no plan fits.
         """
-        chosen, unlimited = self.search.within(budget_bytes).chosen(), self.search.within(None).chosen()
+        chosen = self.search.within(budget_bytes).chosen()
+        unlimited = chosen if budget_bytes is None else self.search.within(None, _SHARE_WITHOUT_BUDGET).chosen()
         details = self._details(chosen, unlimited, budget_bytes)
         return dataclasses.replace(chosen.plan, details=details, memory_bytes=_needed_memory(chosen))
 

@@ -14,6 +14,7 @@ of their memory.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -30,6 +31,9 @@ from jaxferry.planner.search import Search
 from jaxferry.step import Plan, StepSchedules
 
 _MODES = (Mode.GFGB, Mode.DHA, Mode.DFGB)
+_PREFIXES = 16
+"""The number of evenly spread lengths of which the best one is refined."""
+
 _POLICIES = (NativeOverlapped, NativeOffload, ZeroOffload, MemFerry)
 
 
@@ -81,11 +85,36 @@ def _search(profile: Profile, request: Request, factor: float) -> Search:
     )
 
     def starts() -> list[Plan]:
-        return [policy().plan(profile, Request(factor)) for policy in _POLICIES]
+        plans = [policy().plan(profile, Request(factor)) for policy in _POLICIES]
+        return [*plans, _with_first_by_dha(profile, plans[0])] if request.objective is Objective.STEADY else plans
 
     return Search(
         columns, Exact.name, request.objective, lambda _: True, lambda _: factor, starts, request.report, None
     )
+
+
+def _with_first_by_dha(profile: Profile, plan: Plan) -> Plan:
+    """The plan with its first layers by DHA, so many that its steady step is about the shortest of these.
+
+    The next step's first loads wait for the host's last updates; layers that are not loaded wait the least.
+    """
+
+    @functools.cache
+    def with_first(number: int) -> Plan:
+        first = (dataclasses.replace(layer, mode=Mode.DHA) for layer in plan.layers[:number])
+        return dataclasses.replace(plan, layers=(*first, *plan.layers[number:]))
+
+    @functools.cache
+    def seconds(number: int) -> float:
+        return StepSchedules(profile, with_first(number)).steady(None).seconds(by_need=False)
+
+    count = len(plan.layers)
+    stride = max(count // _PREFIXES, 1)
+    best = min(range(0, count + 1, stride), key=seconds)
+    while stride > 1:
+        stride = -(-stride // 2)
+        best = min((number for number in (best, best - stride, best + stride) if 0 <= number <= count), key=seconds)
+    return with_first(best)
 
 
 def gap_details(objective: Objective, value_s: float, bound_s: float) -> dict[str, object]:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from jaxferry.costs import SHARING, Profile
+from jaxferry.costs import SHARING, LayerProfile, Profile
 from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
 from jaxferry.planner.columns import Column, Columns
 from jaxferry.planner.judge import Counts, Judge
@@ -96,6 +96,7 @@ class Rows:
         self.rows = np.stack([self._of_lane(lane) for lane in Lane])
         self._known: set[bytes] = set()
         self.places: dict[tuple[bool, int], None] = {}
+        self._bytes = _Bytes(profile, self.columns.all)
         self.bytes = np.zeros((0, *shape))
         for layer in np.unique(np.linspace(0, shape[0] - 1, _MOST_PLACES).astype(int)):
             self._add_place(False, int(layer))
@@ -146,10 +147,7 @@ class Rows:
     def _add_place(self, is_back: bool, place: int) -> None:
         if (is_back, place) not in self.places:
             self.places[is_back, place] = None
-            profile, every = self.columns.profile, self.columns.all
-            layers = range(len(profile.layers))
-            row = [[_bytes_at(profile, layer, column, is_back, place) for column in every] for layer in layers]
-            self.bytes = np.concatenate([self.bytes, np.array(row)[None]])
+            self.bytes = np.concatenate([self.bytes, self._bytes.at(is_back, place)[None]])
 
     def seconds(self, codes: np.ndarray) -> np.ndarray:
         """What a plan adds up to in each row, (rows,)."""
@@ -183,22 +181,39 @@ class Rows:
         return Moves(parts, changed, column, found[: len(self.rows)], found[len(self.rows) :])
 
 
-def _bytes_at(profile: Profile, index: int, column: Column, is_back: bool, place: int) -> int:
-    """What a layer holds on the device while the forward or the backward of another one runs, about."""
-    layer, again = profile.layers[index], column.remat is Remat.FULL
-    by_dha, on_host = column.mode in (Mode.DHA, Mode.DFGB), column.gradient is GradientPlace.HOST
-    found = layer.kept_bytes(again) if index <= place else 0
-    if index == place:
-        found += layer.forward_bytes(by_dha, again)
-        if is_back:
-            found += layer.backward_bytes(column.mode is Mode.DHA, on_host, again) - layer.forward_bytes(by_dha, again)
-            found += layer.device_gradient_bytes * (not on_host)
-    # After its backward a copy is free, and that for the next step mostly waits for updates of layers before it.
-    is_held = column.mode is Mode.RESIDENT or (column.mode is Mode.GFGB and not is_back)
-    is_held |= column.mode in (Mode.GFGB, Mode.DFGB) and is_back and index <= place
-    if is_held:
-        found += layer.param_bytes
-    return found + layer.state_bytes * (column.update is UpdatePlace.RESIDENT)
+class _Bytes:
+    """What layers hold on the device while a program of another one runs, by layer and column; estimates."""
+
+    def __init__(self, profile: Profile, every: Sequence[Column]) -> None:
+        def of(held: Callable[[LayerProfile, Column], int]) -> np.ndarray:
+            return np.array([[held(layer, column) for column in every] for layer in profile.layers])
+
+        def forward(layer: LayerProfile, column: Column) -> int:
+            return layer.forward_bytes(column.mode in (Mode.DHA, Mode.DFGB), column.remat is Remat.FULL)
+
+        def backward(layer: LayerProfile, column: Column) -> int:
+            is_dha, on_host = column.mode is Mode.DHA, column.gradient is GradientPlace.HOST
+            gradient_bytes = layer.device_gradient_bytes * (not on_host)
+            return layer.backward_bytes(is_dha, on_host, column.remat is Remat.FULL) + gradient_bytes
+
+        def copies(layer: LayerProfile, column: Column, *modes: Mode) -> int:
+            return layer.param_bytes * (column.mode in modes)
+
+        self._programs = of(forward), of(backward)
+        self._kept = of(lambda layer, column: layer.kept_bytes(column.remat is Remat.FULL))
+        self._state = of(lambda layer, column: layer.state_bytes * (column.update is UpdatePlace.RESIDENT))
+        # After its backward a copy is free, and that for the next step mostly waits for updates of layers before it.
+        self._resident = of(lambda layer, column: copies(layer, column, Mode.RESIDENT))
+        self._loaded = of(lambda layer, column: copies(layer, column, Mode.RESIDENT, Mode.GFGB))
+        self._awaited = of(lambda layer, column: copies(layer, column, Mode.RESIDENT, Mode.GFGB, Mode.DFGB))
+
+    def at(self, is_back: bool, place: int) -> np.ndarray:
+        """Bytes while the forward or backward of the layer at this place runs, (layers, columns)."""
+        is_before = (np.arange(len(self._kept)) <= place)[:, None]
+        copies = np.where(is_before, self._awaited, self._resident) if is_back else self._loaded
+        found: np.ndarray = self._kept * is_before + copies + self._state
+        found[place] += self._programs[is_back][place]
+        return found
 
 
 def _smooth(rows_s: np.ndarray, scale_s: float) -> np.ndarray:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -43,7 +44,7 @@ UNLIMITED_BYTES = 2**53
 MOST_ENUMERATED = 729
 """The most plans that are all simulated."""
 
-_LEAST_PLANS = 48
+_LEAST_PLANS = 24
 _PLANS_A_LAYER = 8
 _PROVEN = 1 + 1e-4
 _GAIN = 1e-6
@@ -98,7 +99,7 @@ class Search:
         self.allows, self.report, self.memory_bytes = allows, report, memory_bytes
         self.judge = Judge(columns, policy, objective, reserve_factor_of)
         self._of_policies = starts
-        self._searched: dict[int | None, _BudgetSearch] = {}
+        self._searched: dict[tuple[int | None, float], _BudgetSearch] = {}
 
     @property
     def profile(self) -> Profile:
@@ -117,20 +118,25 @@ class Search:
         self.report("costs of all choices")
         return Rows(self.judge)
 
-    def within(self, budget_bytes: int | None) -> _BudgetSearch:
+    def within(self, budget_bytes: int | None, share: float = 1.0) -> _BudgetSearch:
         """The search within a budget, or without one.
+
+        Args:
+          budget_bytes: the budget; None for none.
+          share: of the work of a search, for an answer that may be less exact.
 
         Raises:
           BudgetError: if no plan fits.
         """
-        if budget_bytes not in self._searched:
+        key = budget_bytes, share
+        if key not in self._searched:
             if budget_bytes is not None:
                 least, codes = self.judge.needed_bytes(self.leanest), self.leanest
                 again = sum(self.columns.all[code].remat is Remat.FULL for code in codes)
                 check_budget(self.policy, budget_bytes, least, again)
-            self._searched[budget_bytes] = _BudgetSearch(self, budget_bytes)
-            self._searched[budget_bytes].run()
-        return self._searched[budget_bytes]
+            self._searched[key] = _BudgetSearch(self, budget_bytes, share)
+            self._searched[key].run()
+        return self._searched[key]
 
     @functools.cached_property
     def leanest(self) -> np.ndarray:
@@ -160,7 +166,7 @@ class _BudgetSearch:
       solution: the bound on all plans within the budget.
     """
 
-    def __init__(self, search: Search, budget_bytes: int | None):
+    def __init__(self, search: Search, budget_bytes: int | None, share: float):
         self.search, self.columns, self.judge = search, search.columns, search.judge
         self.profile, self.budget_bytes = search.profile, budget_bytes
         self.limit = UNLIMITED_BYTES if budget_bytes is None else budget_bytes
@@ -172,6 +178,7 @@ class _BudgetSearch:
         self._random = np.random.default_rng(0)
         self._first_effort, self._num_plans = self.judge.effort, 0
         self._most_plans = 24 + _PLANS_A_LAYER * len(search.profile.layers)
+        self._most_effort, self._least_plans = int(share * MOST_EFFORT), int(share * _LEAST_PLANS)
         groups = streamable_groups(search.profile)
         is_much = slots_bytes(search.profile, groups) > _MUCH * self.limit
         self._subgroups = Subgroups.SMALL if is_much else Subgroups.LARGE
@@ -209,8 +216,7 @@ class _BudgetSearch:
     def _enumerated(self) -> bool:
         """Simulates every plan if there are few; whether that is so."""
         choices = [np.flatnonzero(flags) for flags in self.columns.allowed]
-        num_plans = float(np.prod([float(len(each)) for each in choices]))
-        if num_plans > MOST_ENUMERATED:
+        if math.prod(map(len, choices)) > MOST_ENUMERATED:
             return False
         self._is_complete = self.judge.is_thorough = True
         for chosen in itertools.product(*choices):
@@ -234,7 +240,8 @@ class _BudgetSearch:
     @property
     def _is_over(self) -> bool:
         used = self.judge.effort - self._first_effort
-        is_enough = used > MOST_EFFORT and (self._num_plans >= _LEAST_PLANS or used > 8 * MOST_EFFORT)
+        most = self._most_effort
+        is_enough = used > most and (self._num_plans >= self._least_plans or used > 8 * most)
         return is_enough or self._num_plans >= self._most_plans or self._is_proven
 
     def _fits(self, codes: np.ndarray) -> bool:
@@ -308,7 +315,7 @@ class _BudgetSearch:
 
     def _try_families(self) -> None:
         """Simulates plans of two columns: each simulation tells which others are not as fast as they seem."""
-        most = self.judge.effort + int(_SHARE_OF_FAMILIES * MOST_EFFORT)
+        most = self.judge.effort + int(_SHARE_OF_FAMILIES * self._most_effort)
         limit = None if self.budget_bytes is None else self.limit * _NEAR
         for codes, seconds in itertools.islice(of_two_columns(self.columns, self.rows, limit), _FAMILIES):
             if seconds >= self.best.objective_s * _LIKELY_FAMILY or self.judge.effort > most or self._is_proven:
