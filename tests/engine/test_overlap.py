@@ -247,8 +247,9 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, option
         expected, _ = other(expected, batch)
     assert_same_bits(state.params, expected.params)
     step.prepare(batch).runner.runnable.resources.prefetch.take(None)
-    resident, transport = sum(held.num_bytes for held in state.resident.values()), transport_of(step, batch)
-    assert transport.held.now == resident and not transport.in_flight
+    resident, transport = state.resident.values(), transport_of(step, batch)
+    assert transport.held.now == sum(held.num_bytes for held in resident)
+    assert transport.in_flight.keys() <= set(map(id, resident))  # the next step reads these first
 
 
 @pytest.mark.parametrize("threads", [*slow("lanes"), "one for the device"])
