@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxferry.errors import TRACEBACK_VARIABLE, InternalError, JaxFerryError, TaskError, described
+from jaxferry.errors import TRACEBACK_VARIABLE, InternalError, JaxFerryError, TaskError, described, is_internal
 
 COMMANDS = {
     "fit": "Say whether a model trains on a machine, with which batches, and how fast.",
@@ -137,9 +137,8 @@ def run(call: Callable[[list[str]], Any], arguments: list[str] | None, program: 
             traceback.print_exception(error)
         is_file = isinstance(error, OSError) and error.filename is not None
         is_refused = isinstance(error, JaxFerryError) and not isinstance(error, InternalError | TaskError)
-        message, status = described(error), 2 if is_refused or is_file else 1
-        if message == str(error) and not isinstance(error, JaxFerryError):
-            message = f"{type(error).__name__}: {message}"
+        name = "" if isinstance(error, JaxFerryError) or is_internal(error) else f"{type(error).__name__}: "
+        message, status = name + described(error), 2 if is_refused or is_file else 1
     print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
     return status
 

@@ -13,7 +13,7 @@ HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "scipy", "matplotlib", "jinj
 LIGHT = (
     ("--help",),
     ("--version",),
-    ("plan", "profile.json", "--policy", "auto", "-o", "plan.json"),
+    ("plan", "profile.json", "--policy", "memferry", "-o", "plan.json"),
     ("simulate", "profile.json", "plan.json"),
     ("tune", "profile.json", "--policy", "memferry"),
     ("weights", "profile.json", "--memory-budget", "1GiB"),
@@ -34,10 +34,14 @@ for arguments in json.loads(sys.argv[1]):
 
 @pytest.mark.parametrize(
     ("commands", "heavy"),
-    [(LIGHT, [""] * len(LIGHT)), ([("plan", "profile.json", "--compare")], ["scipy"])],
-    ids=["planning", "comparison"],
+    [
+        (LIGHT, [""] * len(LIGHT)),
+        ([("plan", "profile.json", "--policy", "auto")], ["scipy"]),
+        ([("plan", "profile.json", "--compare")], ["scipy"]),
+    ],
+    ids=["planning", "search", "comparison"],
 )
-def test_planning_imports_nothing_heavy_and_a_comparison_scipy_for_its_bound(tmp_path, commands, heavy):
+def test_planning_imports_nothing_heavy_and_a_search_or_comparison_scipy_for_its_bound(tmp_path, commands, heavy):
     transformer(3).save(tmp_path / "profile.json")
     command = [sys.executable, "-c", RUN, json.dumps(commands)]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
