@@ -162,7 +162,7 @@ def _batch_shapes(user: UserModel) -> Any:
 
 def _lines(fit: Fit) -> list[str]:
     """Returns the answer, and the host and device memory that training needs."""
-    most = "at least" if fit.largest_batch_size == MOST_SAMPLES - 1 else "up to"
+    most = "at least" if fit.largest_batch_size == MOST_SAMPLES else "up to"
     answer = f"fits, with batches of {most} {fit.largest_batch_size}" if fit.fits else f"does not fit: {fit.problem}"
     kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in fit.host_bytes.items())
     size = "an unknown size: --host-memory" if fit.host_memory_bytes is None else format_bytes(fit.host_memory_bytes)

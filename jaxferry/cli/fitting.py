@@ -41,8 +41,8 @@ MOST_TRACES = 30
 _MOST_GUESSES = 6
 """Traces at sizes where a line meets the budget; the search then halves."""
 
-MOST_SAMPLES = 1 << 24
-"""Batches of so many samples are not tried."""
+MOST_SAMPLES = (1 << 24) - 1
+"""Larger batches are not tried."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +213,7 @@ class Sizes:
         needs = sorted((size, self._need(traced)) for size, traced in self._known.items())
         fitting = [each for each in needs if self._fits(self._known[each[0]])]
         others = [each for each in needs if not self._fits(self._known[each[0]])]
-        first, last = fitting[-1][0] + 1, (others[0][0] if others else MOST_SAMPLES) - 1
+        first, last = fitting[-1][0] + 1, others[0][0] - 1 if others else MOST_SAMPLES
         if first > last:
             return None
         if len(needs) > _MOST_GUESSES:

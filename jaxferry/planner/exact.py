@@ -99,7 +99,6 @@ def _with_first_by_dha(profile: Profile, plan: Plan) -> Plan:
     The next step's first loads wait for the host's last updates; layers that are not loaded wait the least.
     """
 
-    @functools.cache
     def with_first(number: int) -> Plan:
         first = (dataclasses.replace(layer, mode=Mode.DHA) for layer in plan.layers[:number])
         return dataclasses.replace(plan, layers=(*first, *plan.layers[number:]))

@@ -164,6 +164,7 @@ class _BudgetSearch:
     Attributes:
       known: the plans that fit, by columns and size of subgroups.
       solution: the bound on all plans within the budget.
+      is_complete: whether every plan was simulated.
     """
 
     def __init__(self, search: Search, budget_bytes: int | None, share: float):
@@ -183,7 +184,7 @@ class _BudgetSearch:
         is_much = slots_bytes(search.profile, groups) > _MUCH * self.limit
         self._subgroups = Subgroups.SMALL if is_much else Subgroups.LARGE
         self._slots_bytes = slots_bytes(search.profile, groups, size=self._subgroups)
-        self._is_complete = False
+        self.is_complete = False
 
     @functools.cached_property
     def rows(self) -> Rows:
@@ -218,7 +219,7 @@ class _BudgetSearch:
         choices = [np.flatnonzero(flags) for flags in self.columns.allowed]
         if math.prod(map(len, choices)) > MOST_ENUMERATED:
             return False
-        self._is_complete = self.judge.is_thorough = True
+        self.is_complete = self.judge.is_thorough = True
         for chosen in itertools.product(*choices):
             codes = self.columns.agreed(np.array(chosen, dtype=np.int8))
             if codes.tobytes() not in self._tried and self._fits(codes):
@@ -226,11 +227,6 @@ class _BudgetSearch:
         for judged in self._of_other_policies():
             self._keep(judged)
         return True
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every plan was simulated."""
-        return self._is_complete
 
     @property
     def _is_proven(self) -> bool:
@@ -249,7 +245,7 @@ class _BudgetSearch:
             return False
         needs = self.judge.needs(codes, self._subgroups)
         fits = needs.natural <= self.limit
-        if not fits and not self._is_complete:
+        if not fits and not self.is_complete:
             self.rows.add_place(needs)
         return fits
 
@@ -262,7 +258,7 @@ class _BudgetSearch:
             self._keep(judged)
             # With updates by need a plan is faster than the cycle of the other order says.
             in_order = judged.plan.update_order is UpdateOrder.BACKWARD
-            if judged.objective_s > 0 and in_order and not self._is_complete:
+            if judged.objective_s > 0 and in_order and not self.is_complete:
                 self.rows.add(judged.critical)
         return judged
 

@@ -325,8 +325,8 @@ class Profiler:
         Batches with half to twice the operations of a measured one take its times in proportion.
         """
         costs = partition_costs(variants.base)
-        for profile, known in self._measurements.near(costs):
-            return scaled_profile(profile, known, costs)
+        if near := self._measurements.near(costs):
+            return scaled_profile(*near[0], costs)
         try:
             if self._planning.profile != MEASURE:
                 self._check_room(variants.base, programs)
