@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -24,7 +25,7 @@ from jaxferry.planner.judge import Counts, Judge
 from jaxferry.step import Demand, Kind, Lane, with_shared_work
 
 _MOST_ROWS = 96
-_MOST_PLACES = 64
+_MOST_PLACES = 24
 _PAIRED = 32
 _DOUBLINGS = 6
 _ABOUT = 1.001
@@ -82,14 +83,19 @@ class Rows:
         shape = (len(profile.layers), len(self.columns.all))
         self._costs: dict[tuple[Kind, Lane], np.ndarray] = {}
         needs: list[Demand] = []
+        alike = [members for members in self.columns.classes if len(profile.groups[profile.group_of[members[0]]]) == 1]
+        others = [layer for members in alike for layer in members[1:]]
+        plain = self.columns.uniform(Column(Mode.GFGB))
         for number, column in enumerate(self.columns.all):
             codes = self.columns.uniform(column)
-            schedules = judge.schedules(codes)
-            needs.append(schedules.needs)
-            for task in with_shared_work(schedules.within(None)).tasks:
+            needs.append(judge.needs(codes))
+            codes[others] = plain[others]  # one of each class tells what all of them take
+            for task in with_shared_work(judge.schedules(codes).within(None)).tasks:
                 if codes[task.segment] == number and task.kind is not Kind.CONTENTION:
                     known = self._costs.setdefault((task.kind, task.lane), np.zeros(shape))
                     known[task.segment, number] += task.duration_s
+        for known, members in itertools.product(self._costs.values(), alike):
+            known[members] = known[members[0]]
         self._shares = np.zeros((len(SHARING), len(SHARING)))
         if profile.contention:
             self._shares = np.stack([profile.contention.lost_s(one) for one in np.eye(len(SHARING))], axis=1)
@@ -97,12 +103,10 @@ class Rows:
         self._known: set[bytes] = set()
         self.places: dict[tuple[bool, int], None] = {}
         self._bytes = _Bytes(profile, self.columns.all)
-        self.bytes = np.zeros((0, *shape))
-        for layer in np.unique(np.linspace(0, shape[0] - 1, _MOST_PLACES).astype(int)):
-            self._add_place(False, int(layer))
-            self._add_place(True, int(layer))
-        for each in needs:
-            self.add_place(each)
+        spread = np.unique(np.linspace(0, shape[0] - 1, _MOST_PLACES).astype(int)).tolist()
+        every = [*itertools.product((False, True), spread), *map(_most_needed, needs)]
+        self.places.update(dict.fromkeys(every))
+        self.bytes = np.stack([self._bytes.at(*place) for place in self.places])
 
     def copied(self) -> Rows:
         """Rows to add others to."""
@@ -140,14 +144,10 @@ class Rows:
 
     def add_place(self, needs: Demand) -> None:
         """Adds the program that needs the most memory in a plan, from its needs."""
-        back = np.maximum(needs.backward, needs.backward_after)
-        is_back = bool(back.max() >= needs.forward.max())
-        self._add_place(is_back, int(np.argmax(back if is_back else needs.forward)))
-
-    def _add_place(self, is_back: bool, place: int) -> None:
-        if (is_back, place) not in self.places:
-            self.places[is_back, place] = None
-            self.bytes = np.concatenate([self.bytes, self._bytes.at(is_back, place)[None]])
+        place = _most_needed(needs)
+        if place not in self.places:
+            self.places[place] = None
+            self.bytes = np.concatenate([self.bytes, self._bytes.at(*place)[None]])
 
     def seconds(self, codes: np.ndarray) -> np.ndarray:
         """What a plan adds up to in each row, (rows,)."""
@@ -168,17 +168,22 @@ class Rows:
             may: np.ndarray = np.all(columns.movable[together], axis=0)
             if (codes[together] == codes[together[0]]).all():
                 may[codes[together[0]]] = False
-            sums = np.cumsum(more[together], axis=0)
             for part in columns.parts(together, codes):
                 if tuple(part) not in known:
                     known.add(tuple(part))
                     parts.append(part)
-                    is_first = part == together[: len(part)]
-                    added.append(sums[len(part) - 1] if is_first else more[part].sum(axis=0))
+                    added.append(more[part].sum(axis=0) if len(part) > 1 else more[part[0]])
                     allowed.append(may)
         changed, column = np.nonzero(np.array(allowed))
         found = np.stack(added)[changed, :, column].T
         return Moves(parts, changed, column, found[: len(self.rows)], found[len(self.rows) :])
+
+
+def _most_needed(needs: Demand) -> tuple[bool, int]:
+    """The program that needs the most memory: whether it is a backward, and the layer."""
+    back = np.maximum(needs.backward, needs.backward_after)
+    is_back = bool(back.max() >= needs.forward.max())
+    return is_back, int(np.argmax(back if is_back else needs.forward))
 
 
 class _Bytes:

@@ -75,7 +75,6 @@ from .tasks import Lane as Lane
 from .tasks import Run as Run
 from .tasks import Schedule as Schedule
 from .tasks import Task as Task
-from .tasks import changed as changed
 from .tasks import dispatch_order as dispatch_order
 from .tasks import find_bottleneck as find_bottleneck
 from .tasks import in_one_period as in_one_period

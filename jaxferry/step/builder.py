@@ -1,6 +1,7 @@
 """Lists the tasks of one step, with the copies that its programs read, by the rules of `jaxferry.step.schedule`."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -53,7 +54,7 @@ class Copies:
         """Emits a load of a layer's group, which waits for these tasks."""
         profile = self.profile.layers[layer]
         task = self.tasks.emit(kind, Lane.H2D, layer, ("load_s", profile.load_s), after)
-        self.tasks.add_bytes(task, start_bytes=profile.param_bytes)
+        self.tasks[task].start_bytes += profile.param_bytes
         self.all.append(Copy(task))
         return self.all[-1]
 
@@ -111,7 +112,7 @@ class Copies:
         reloaded: dict[int, Copy] = {}
         for layer, copy in copies.items():
             copy.last_use = end
-            self.tasks.set(tasks[layer], copy=copy.load)
+            self.tasks[tasks[layer]].copy = copy.load
             if copy is not self.held.get(self.profile.group_of[layer]):
                 reloaded[layer] = copy
         if any(self.fused.get(layer) is copy for layer, copy in reloaded.items()):
@@ -124,8 +125,8 @@ class Copies:
         """Frees each copy at its last use."""
         for copy in self.all:
             if copy.last_use is not None:
-                num_bytes = self.profile.layers[self.tasks.tasks[copy.load].segment].param_bytes
-                self.tasks.add_bytes(copy.last_use, end_bytes=num_bytes)
+                num_bytes = self.profile.layers[self.tasks[copy.load].segment].param_bytes
+                self.tasks[copy.last_use].end_bytes += num_bytes
 
 
 def _seconds_a_byte(transfers: Iterable[tuple[float, int]]) -> float:
@@ -241,9 +242,10 @@ class StepBuilder:
         key = "forward_dha_s" if by_dha else "forward_s"
         task = self.list.emit(Kind.FORWARD, Lane.GPU, layer, (key, getattr(profile, key)), after)
         workspace_bytes = profile.forward_bytes(by_dha, again)
-        self.list.add_bytes(task, start_bytes=profile.kept_bytes(again), workspace_bytes=workspace_bytes)
+        self.list[task].start_bytes += profile.kept_bytes(again)
+        self.list[task].workspace_bytes += workspace_bytes
         if by_dha and profile.forward_read_s:
-            self.list.set(task, read_s=profile.forward_read_s)
+            self.list[task].read_s = profile.forward_read_s
         if profile.inter_forward_s > 0:
             duration = ("inter_forward_s", profile.inter_forward_s)
             self.list.emit(Kind.INTER_FORWARD, Lane.GPU, layer, duration, (task,))
@@ -260,7 +262,7 @@ class StepBuilder:
             return ()
         duration = ("offload_s", num_bytes * self.save_s_a_byte)
         task = self.list.emit(Kind.SAVE, Lane.D2H, layer, duration, (forward,))
-        self.list.add_bytes(task, end_bytes=num_bytes)
+        self.list[task].end_bytes += num_bytes
         return (task,)
 
     def fetch_for_next(self, layer: int) -> None:
@@ -271,7 +273,7 @@ class StepBuilder:
             return
         duration = ("load_s", num_bytes * self.fetch_s_a_byte)
         self.fetched[following] = self.list.emit(Kind.FETCH, Lane.H2D, following, duration, (self.last_program,))
-        self.list.add_bytes(self.fetched[following], start_bytes=num_bytes)
+        self.list[self.fetched[following]].start_bytes += num_bytes
 
     def next_backward(self, layer: int) -> int | None:
         """The first layer of the program whose backward follows that of this first layer of a program."""
@@ -314,10 +316,12 @@ class StepBuilder:
         duration = (f"{variant}_s", profile.backward_for(by_dha, grad_on_host, again))
         task = self.list.emit(Kind.BACKWARD, Lane.GPU, layer, duration, after)
         workspace_bytes = profile.backward_bytes(by_dha, grad_on_host, again)
-        self.list.add_bytes(task, end_bytes=profile.kept_bytes(again), workspace_bytes=workspace_bytes)
+        self.list[task].end_bytes += profile.kept_bytes(again)
+        self.list[task].workspace_bytes += workspace_bytes
         if self.profile.shares_links:
             read_s, write_s = by_dha * profile.backward_reads_for(again), grad_on_host * profile.backward_write_s
-            self.list.set(task, read_s=read_s, write_s=write_s)
+            self.list[task].read_s = read_s
+            self.list[task].write_s = write_s
         return task
 
     def wait_for_room(self, layer: int) -> tuple[int, ...]:
@@ -343,13 +347,13 @@ class StepBuilder:
         """Emits what follows for a layer's gradient once its program has ended."""
         profile, group = self.layers[layer], self.profile.group_of[layer]
         if group in self.on_device | self.through_gpu:
-            self.list.add_bytes(backward, start_bytes=profile.device_gradient_bytes)
+            self.list[backward].start_bytes += profile.device_gradient_bytes
             self.arrivals[layer] = end
         elif profile.has_gradient:
             grad_on_host = self.gradients[layer] is GradientPlace.HOST
             self.arrivals[layer] = end if grad_on_host else self.offload(layer, backward, end)
             if grad_on_host:
-                self.list.add_bytes(backward, host_start_bytes=profile.grad_bytes)
+                self.list[backward].host_start_bytes += profile.grad_bytes
                 self.host_gradients[layer] = backward
             if self.plan.updates is Updates.OVERLAPPED:
                 members = self.profile.groups[group]
@@ -357,16 +361,17 @@ class StepBuilder:
 
     def last_arrivals(self) -> tuple[int, ...]:
         """The last offload, and the last backward whose gradient no offload takes; all others arrive earlier."""
-        last = {self.list.tasks[task].kind: task for task in self.arrivals.values()}
+        last = {self.list[task].kind: task for task in self.arrivals.values()}
         return tuple(sorted(last.values()))
 
     def offload(self, layer: int, backward: int, end: int) -> int:
         """Emits the transfer of a layer's gradient once its program has ended."""
         profile = self.layers[layer]
-        self.list.add_bytes(backward, start_bytes=profile.device_gradient_bytes)
+        self.list[backward].start_bytes += profile.device_gradient_bytes
         task = self.list.emit(Kind.OFFLOAD, Lane.D2H, layer, ("offload_s", profile.offload_s), (end,))
         self.offloads[layer] = self.host_gradients[layer] = task
-        self.list.add_bytes(task, end_bytes=profile.device_gradient_bytes, host_start_bytes=profile.offload_bytes)
+        self.list[task].end_bytes += profile.device_gradient_bytes
+        self.list[task].host_start_bytes += profile.offload_bytes
         return task
 
     def update(self, layer: int, after: tuple[int, ...]) -> None:
@@ -379,7 +384,7 @@ class StepBuilder:
         duration = ("update_s", self.profile.group_update_s[group])
         task = self.list.emit(Kind.UPDATE, Lane.HOST, layer, duration, tuple(sorted(after)))
         arrived = [self.host_gradients[other] for other in members if other in self.arrivals]
-        self.list.add_bytes(task, host_end_bytes=sum(self.list.tasks[each].host_start_bytes for each in arrived))
+        self.list[task].host_end_bytes += sum(self.list[each].host_start_bytes for each in arrived)
         self.updates[group] = task
 
     def update_on_device(self, layer: int, after: tuple[int, ...]) -> None:
@@ -390,7 +395,7 @@ class StepBuilder:
             return
         duration = ("update_gpu_s", self.layers[layer].update_gpu_s or 0.0)
         task = self.list.emit(Kind.UPDATE, Lane.GPU, layer, duration, after)
-        self.list.add_bytes(task, end_bytes=sum(self.layers[other].device_gradient_bytes for other in members))
+        self.list[task].end_bytes += sum(self.layers[other].device_gradient_bytes for other in members)
         self.updates[group] = self.refreshes[group] = self.last_program = task
 
     def stream(self, layer: int, after: tuple[int, ...]) -> None:
@@ -415,16 +420,18 @@ class StepBuilder:
             forwards = Forwards(num_forward_tasks, reads, self.updates, left_bytes.tolist())
             LateUpdates(self.profile, self.list, self.streams, sizes).list(forwards)
         for late, place in self.streams.late.items():
-            self.list.set(late, before=len(self.list.tasks) + place)
+            self.list[late].before = len(self.list.tasks) + place
 
     def leaving_bytes(self) -> np.ndarray:
         """By layer, the gradients whose transfers may still be under way in its next forward, (layers,)."""
         found, arrived = np.zeros(len(self.layers), dtype=np.int64), len(self.layers)
+        sizes = [layer.device_gradient_bytes * (x in self.offloads) for x, layer in enumerate(self.layers)]
+        before = [0, *itertools.accumulate(sizes)]
         for layer in range(len(self.layers)):
             members = self.profile.groups[self.profile.group_of[layer]]
             # Its forward waits for the update, and that for these offloads and all before them on the link.
             arrived = min([arrived, *(other for other in members if other in self.offloads)])
-            found[layer] = sum(self.layers[x].device_gradient_bytes for x in self.offloads if x < arrived)
+            found[layer] = before[arrived]
         return found
 
     def refresh(self, group: int) -> None:
@@ -442,7 +449,7 @@ class StepBuilder:
             for task, group in waiting:
                 end = ends.get(group, last_uses.get(task))
                 if end is not None:
-                    known = self.list.tasks[task].after_previous
-                    self.list.set(task, after_previous=tuple(sorted({*known, end})))
+                    known = self.list[task].after_previous
+                    self.list[task].after_previous = tuple(sorted({*known, end}))
         for up, down in self.streams.waits_for_previous():
-            self.list.set(up, after_previous=(down,))
+            self.list[up].after_previous = (down,)

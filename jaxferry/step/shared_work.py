@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxferry.costs import NO_CONTENTION, SHARING
-from jaxferry.step.tasks import Kind, Lane, Schedule, Task, changed
+from jaxferry.step.tasks import Kind, Lane, Schedule, Task
 
 
 def with_shared_work(step: Schedule) -> Schedule:
@@ -65,8 +65,8 @@ def with_shared_work(step: Schedule) -> Schedule:
         if before is not None:
             steps, following = divmod(before, len(places))
             before = steps * len(tasks) + places[following]
-        values = {"after": after, "after_previous": earlier, "before": before, "copy": copy}
-        tasks[place] = changed(task, **values, read_s=0.0, write_s=0.0)
+        tasks[place] = task.placed(after, earlier, before, copy)
+        tasks[place].read_s = tasks[place].write_s = 0.0
     return dataclasses.replace(step, tasks=tuple(tasks), contention=NO_CONTENTION)
 
 

@@ -107,7 +107,7 @@ def kept_gradients(profile: Profile, groups: Collection[int], after_all: bool) -
     return {layer: profile.layers[layer].device_gradient_bytes for layer in kept}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class _Subgroup:
     """Subgroup `index` of `count` of a group; `after`: the tasks that its upload waits for; `up`: that upload."""
 
@@ -153,6 +153,7 @@ class StateStreams:
         self.ends: dict[int, int] = {}
         self._waiting: collections.deque[_Subgroup] = collections.deque()
         self._up: collections.deque[_Subgroup] = collections.deque()
+        self._left: dict[int, None] = {}
         self._downs: list[int] = []
         self._ups: list[int] = []
         self.late: dict[int, int] = {}
@@ -161,7 +162,8 @@ class StateStreams:
     def add(self, group: int, after: tuple[int, ...]) -> None:
         """Adds a group whose upload may start after these tasks."""
         count = num_subgroups(self._layer(group), self._size)
-        self._waiting.extend(_Subgroup(group, index, count, after) for index in range(count))
+        self._waiting.extend([_Subgroup(group, index, count, after) for index in range(count)])
+        self._left[group] = None
         self.fill_slots()
 
     def update_arrived(self, until_s: float = 0.0) -> None:
@@ -178,15 +180,15 @@ class StateStreams:
 
     def finish(self, down_to: int = 0) -> None:
         """Lists all updates of groups whose last backward is that of layer `down_to` or of a later layer."""
-        first = [self.profile.groups[each.group][0] for each in (*self._up, *self._waiting)]
-        for _ in range(max((number for number, layer in enumerate(first, 1) if layer >= down_to), default=0)):
-            self._update()
+        for group in [each for each in self._left if self.profile.groups[each][0] >= down_to]:
+            self.finish_group(group)
 
     def begin_late(self) -> None:
         """All backwards are listed: what is left runs in the next step, first what its forwards need first."""
         self._waiting = collections.deque(
             sorted(self._waiting, key=lambda each: (self.profile.groups[each.group], each.index))
         )
+        self._left = {each.group: None for each in (*self._up, *self._waiting) if each.is_last}
         self._place = 0
 
     def run_before(self, place: int) -> None:
@@ -195,14 +197,13 @@ class StateStreams:
 
     def finish_group(self, group: int) -> None:
         """Lists all updates up to the last one of a group."""
-        left = [each.group for each in (*self._up, *self._waiting)]
-        for _ in range(max((number for number, other in enumerate(left, 1) if other == group), default=0)):
+        while group in self._left:
             self._update()
 
     @property
-    def left_groups(self) -> list[int]:
+    def left_groups(self) -> Collection[int]:
         """The groups whose last update is not listed yet, in the order of their updates."""
-        return [each.group for each in (*self._up, *self._waiting) if each.is_last]
+        return self._left.keys()
 
     @property
     def next_up_s(self) -> float:
@@ -217,8 +218,9 @@ class StateStreams:
             layer = self._layer(each.group)
             waits = tuple(sorted({*each.after, *slot}))
             task = self._emit(Kind.STATE_UP, Lane.H2D, each, ("state_up_s", self._up_s(each) * each.count), waits)
-            self.tasks.add_bytes(task, start_bytes=part_bytes(layer.state_bytes, each.index, each.count))
-            self._up.append(dataclasses.replace(each, up=task))
+            self.tasks[task].start_bytes += part_bytes(layer.state_bytes, each.index, each.count)
+            each.up = task
+            self._up.append(each)
             self._ups.append(task)
 
     def waits_for_previous(self) -> list[tuple[int, int]]:
@@ -242,19 +244,20 @@ class StateStreams:
         stays = each.group in self.staying
         copy_bytes = 0 if stays else part_bytes(layer.param_bytes, each.index, each.count)
         update = self._emit(Kind.UPDATE, Lane.GPU, each, ("update_streamed_s", layer.streamed_update_s), (each.up,))
-        self.tasks.add_bytes(update, start_bytes=copy_bytes)
+        self.tasks[update].start_bytes += copy_bytes
         if each.is_last:
             members = self.profile.groups[each.group]
             gradients = sum(self.profile.layers[member].device_gradient_bytes for member in members)
-            self.tasks.add_bytes(update, end_bytes=gradients)
+            self.tasks[update].end_bytes += gradients
         seconds = layer.state_down_for(stays)
         if seconds is None:
             seconds = (layer.state_bytes + layer.param_bytes * (not stays)) * self.offload_s_a_byte
         down = self._emit(Kind.STATE_DOWN, Lane.D2H, each, ("state_down_s", seconds), (update,))
         state_bytes = part_bytes(layer.state_bytes, each.index, each.count)
-        self.tasks.add_bytes(down, end_bytes=state_bytes + copy_bytes)
+        self.tasks[down].end_bytes += state_bytes + copy_bytes
         self._downs.append(down)
         if each.is_last:
+            del self._left[each.group]
             self.ends[each.group] = update if stays else down
         if self._place is None:
             self.fill_slots()
@@ -267,8 +270,10 @@ class StateStreams:
         layer = self.profile.groups[each.group][0]
         task = self.tasks.emit(kind, lane, layer, (key, seconds / each.count), after)
         if each.count > 1:
-            name = f"{self.tasks.tasks[task].name} {each.index + 1}/{each.count}"
-            self.tasks.set(task, name=name, subgroup=each.index, num_subgroups=each.count)
+            name = f"{self.tasks[task].name} {each.index + 1}/{each.count}"
+            self.tasks[task].name = name
+            self.tasks[task].subgroup = each.index
+            self.tasks[task].num_subgroups = each.count
         if self._place is not None:
             self.late[task] = self._place
         return task
@@ -341,7 +346,7 @@ class LateUpdates:
     def _before_program(self, index: int, task: Task, left_bytes: Sequence[int]) -> None:
         """Lists the updates that run before a program of the next step."""
         if task.kind is Kind.FORWARD:
-            left = self.streams.left_groups
+            left = [*self.streams.left_groups]
             sizes = [self.gradient_bytes.get(group, 0) for group in left]
             while left and sum(sizes) > left_bytes[task.segment]:
                 self.streams.finish_group(left.pop(0))

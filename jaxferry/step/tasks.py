@@ -53,9 +53,9 @@ class Kind(enum.StrEnum):
     """What a lane loses in a step to the others that use host memory; in simulations only."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Task:
-    """One piece of work on one lane.
+    """One piece of work on one lane. It changes until its list is complete, then no more: a search makes many of them.
 
     Attributes:
       name: kind and layer, for display.
@@ -110,12 +110,32 @@ class Task:
         """For an update: the smaller, the sooner a forward needs its parameters."""
         return self.step, self.segment
 
-
-def changed(task: Task, **values: Any) -> Task:
-    """Like `dataclasses.replace`, which takes far longer: a search makes hundreds of thousands of tasks."""
-    found = object.__new__(Task)
-    found.__dict__.update(task.__dict__, **values)
-    return found
+    def placed(
+        self, after: tuple[int, ...], after_previous: tuple[int, ...], before: int | None, copy: int | None
+    ) -> Task:
+        """The same task in another list; `dataclasses.replace` takes ten times as long."""
+        return Task(
+            self.name,
+            self.segment,
+            self.kind,
+            self.lane,
+            self.duration_key,
+            self.duration_s,
+            after,
+            after_previous,
+            before,
+            self.start_bytes,
+            self.end_bytes,
+            self.workspace_bytes,
+            self.host_start_bytes,
+            self.host_end_bytes,
+            copy,
+            self.read_s,
+            self.write_s,
+            self.subgroup,
+            self.num_subgroups,
+            self.step,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,17 +179,12 @@ def repeat(step: Schedule, steps: int) -> Schedule:
     tasks = list(step.tasks)
     for number in range(1, steps):
         offset = number * size
-        tasks += [
-            changed(
-                task,
-                after=tuple(index + offset for index in task.after)
-                + tuple(index + offset - size for index in task.after_previous),
-                before=None if task.before is None else task.before + offset,
-                copy=None if task.copy is None else task.copy + offset,
-                step=number,
-            )
-            for task in step.tasks
-        ]
+        for task in step.tasks:
+            after = [index + offset for index in task.after] + [index + offset - size for index in task.after_previous]
+            before = None if task.before is None else task.before + offset
+            copy = None if task.copy is None else task.copy + offset
+            tasks.append(task.placed(tuple(after), task.after_previous, before, copy))
+            tasks[-1].step = number
     return dataclasses.replace(step, tasks=tuple(tasks), steps=steps)
 
 
@@ -223,7 +238,7 @@ def in_one_period(step: Schedule) -> Schedule:
         place[index] = number
         task = step.tasks[index]
         copy = None if task.copy is None else place[task.copy]
-        tasks.append(changed(task, after=after, after_previous=earlier, before=None, copy=copy))
+        tasks.append(task.placed(after, earlier, None, copy))
     return dataclasses.replace(step, tasks=tuple(tasks))
 
 
@@ -244,7 +259,6 @@ def leading_loads(step: Schedule) -> tuple[int, ...]:
     return tuple(leading)
 
 
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Task)}
 _NAMES = {kind: kind.value for kind in Kind}
 
 
@@ -262,39 +276,20 @@ class StepTasks:
         self.layers, self.tasks = profile.layers, list[Task]()
         self.ends_s, self.free_s = list[float](), dict.fromkeys(Lane, 0.0)
 
+    def __getitem__(self, task: int) -> Task:
+        return self.tasks[task]
+
     def emit(self, kind: Kind, lane: Lane, layer: int, duration: tuple[str, float], after: tuple[int, ...] = ()) -> int:
         """Appends a task and returns its index."""
         key, seconds = duration
-        # As `changed`: a frozen dataclass takes far longer to make.
-        task, start_s = object.__new__(Task), self.free_s[lane]
-        task.__dict__.update(
-            _DEFAULTS,
-            name=f"{_NAMES[kind]} {self.layers[layer].name}",
-            segment=layer,
-            kind=kind,
-            lane=lane,
-            duration_key=key,
-            duration_s=seconds,
-            after=after,
-        )
-        self.tasks.append(task)
+        self.tasks.append(Task(f"{_NAMES[kind]} {self.layers[layer].name}", layer, kind, lane, key, seconds, after))
+        start_s = self.free_s[lane]
         for other in after:
             if self.ends_s[other] > start_s:
                 start_s = self.ends_s[other]
         self.free_s[lane] = start_s + seconds
         self.ends_s.append(self.free_s[lane])
         return len(self.tasks) - 1
-
-    def add_bytes(self, task: int, **more: int) -> None:
-        """Adds to attributes of a task."""
-        known = self.tasks[task].__dict__
-        for key, amount in more.items():
-            known[key] += amount
-
-    def set(self, task: int, **values: Any) -> None:
-        """Replaces attributes of a task."""
-        # In place: until the list is complete nobody else has its tasks, and new ones took a sixth of all planning.
-        self.tasks[task].__dict__.update(values)
 
 
 _LIMITS = {

@@ -17,7 +17,6 @@ from jaxferry.step import (
     LayerPlan,
     Plan,
     Updates,
-    changed,
     device_bytes,
     needed_bytes,
     repeat,
@@ -139,7 +138,7 @@ def test_a_subgroup_goes_up_again_once_it_is_down_and_a_slot_is_free_however_lon
     profile, plan = case
     step, random = schedule_step(profile, plan), np.random.default_rng(seed)
     factors = np.exp(random.normal(size=len(step.tasks)))
-    tasks = tuple(changed(x, duration_s=x.duration_s * y) for x, y in zip(step.tasks, factors, strict=True))
+    tasks = tuple(dataclasses.replace(x, duration_s=x.duration_s * y) for x, y in zip(step.tasks, factors, strict=True))
     ran = run(repeat(dataclasses.replace(step, tasks=tasks), 3))
     assert max(held for _, held in device_bytes(ran)) <= max(needed_bytes(profile, plan), plan.memory_bytes or 0)
     spans = {kind: [] for kind in (Kind.STATE_UP, Kind.STATE_DOWN)}
