@@ -11,6 +11,7 @@ plan, and does not count for moves from it.
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import itertools
@@ -100,7 +101,7 @@ class Rows:
         if profile.contention:
             self._shares = np.stack([profile.contention.lost_s(one) for one in np.eye(len(SHARING))], axis=1)
         self.rows = np.stack([self._of_lane(lane) for lane in Lane])
-        self._known: set[bytes] = set()
+        self._order: list[bytes] = []
         self.places: dict[tuple[bool, int], None] = {}
         self._bytes = _Bytes(profile, self.columns.all)
         spread = np.unique(np.linspace(0, shape[0] - 1, _MOST_PLACES).astype(int)).tolist()
@@ -111,7 +112,7 @@ class Rows:
     def copied(self) -> Rows:
         """Rows to add others to."""
         found = copy.copy(self)
-        found._known, found.places = self._known.copy(), self.places.copy()
+        found._order, found.places = self._order.copy(), self.places.copy()
         return found
 
     def _own(self, lane: Lane) -> np.ndarray:
@@ -127,7 +128,7 @@ class Rows:
         return self._own(lane) + (self._lost(lane) if lane.value in SHARING else 0.0)
 
     def add(self, critical: Counts) -> None:
-        """Adds the row of a critical cycle."""
+        """Adds the row of a critical cycle as the latest one; the oldest one goes if there are too many."""
         row = np.zeros(self.rows.shape[1:])
         for (kind, lane), count in critical.items():
             if kind is Kind.CONTENTION:
@@ -135,12 +136,12 @@ class Rows:
             elif (kind, lane) in self._costs:
                 row += self._costs[kind, lane] * count[:, None]
         content = np.round(row, 9).tobytes()
-        if content in self._known:
-            return
-        self._known.add(content)
+        if content in self._order or len(self._order) + len(Lane) == _MOST_ROWS:
+            oldest = self._order.index(content) if content in self._order else 0
+            del self._order[oldest]
+            self.rows = np.delete(self.rows, len(Lane) + oldest, axis=0)
+        self._order.append(content)
         self.rows = np.concatenate([self.rows, row[None]])
-        if len(self.rows) > _MOST_ROWS:
-            self.rows = np.concatenate([self.rows[: len(Lane)], self.rows[len(Lane) + 1 :]])
 
     def add_place(self, needs: Demand) -> None:
         """Adds the program that needs the most memory in a plan, from its needs."""
@@ -266,29 +267,30 @@ class Ranking:
         seconds = _smooth(now_s[:, None] + more_s, scale_s)
         self._add_slots(moves, codes)
         num_bytes = (now_bytes[:, None] + moves.num_bytes).max(axis=0)
-        faster, others = self._to_pair(seconds * scale_s - now_s.max(), num_bytes - now_bytes.max(), now_bytes.max())
-        both_s = now_s[:, None, None] + more_s[:, faster, None] + more_s[:, None, others]
-        both_s = _smooth(both_s, scale_s)
-        both_bytes = moves.num_bytes[:, faster, None] + moves.num_bytes[:, None, others]
-        both_bytes = (now_bytes[:, None, None] + both_bytes).max(axis=0)
         # Next come those that shorten what holds the plan up, even if another row says that they are slower.
         holding = now_s >= objective_s * (1 - _GAIN)
         held_s = (now_s[holding, None] + more_s[holding]).max(axis=0, initial=0.0) / scale_s
-        ranks = np.where(seconds < below_s, seconds, _LATER + held_s)
-        single = np.flatnonzero((seconds < below_s * _SINGLE) & (num_bytes <= most_bytes)).tolist()
-        one, other = np.nonzero((both_s < below_s) & (both_bytes <= most_bytes))
-        ranked: list[tuple[float, float, tuple[int, ...]]] = [
-            (float(ranks[move]), float(num_bytes[move]), (move,)) for move in single
-        ]
-        for row, column in zip(one.tolist(), other.tolist(), strict=True):
-            pair = (int(faster[row]), int(others[column]))
-            ranked.append((float(both_s[row, column]), float(both_bytes[row, column]), pair))
-        for _, _, chosen in sorted(ranked, key=lambda each: each[:2]):
-            if len(chosen) > 1 and not set(moves.layers(chosen[0])).isdisjoint(moves.layers(chosen[1])):
+        single = np.flatnonzero((seconds < below_s * _SINGLE) & (num_bytes <= most_bytes))
+        ranks = np.where(seconds < below_s, seconds, _LATER + held_s)[single]
+        faster, others = self._to_pair(seconds * scale_s - now_s.max(), num_bytes - now_bytes.max(), now_bytes.max())
+        pairs = np.concatenate(
+            [[np.repeat(faster, len(others)), np.tile(others, len(faster))], self._swaps(moves, codes)], axis=1
+        )
+        both_s = _smooth(now_s[:, None] + more_s[:, pairs[0]] + more_s[:, pairs[1]], scale_s)
+        pairs, both_s = pairs[:, both_s < below_s], both_s[both_s < below_s]
+        both_bytes = (now_bytes[:, None] + moves.num_bytes[:, pairs[0]] + moves.num_bytes[:, pairs[1]]).max(axis=0)
+        fits = both_bytes <= most_bytes
+        every = np.concatenate([[single, np.full_like(single, -1)], pairs[:, fits]], axis=1)
+        every_bytes = np.concatenate([num_bytes[single], both_bytes[fits]])
+        order = np.lexsort((every_bytes, np.concatenate([ranks, both_s[fits]])))
+        for one, other in every[:, order].T.tolist():
+            if other < 0:
+                made, chosen = moves.taken(self._columns, codes, one), (one,)
+            elif set(moves.layers(one)).isdisjoint(moves.layers(other)):
+                made, chosen = moves.taken(self._columns, codes, one), (one, other)
+                made = None if made is None else moves.taken(self._columns, made, other)
+            else:
                 continue
-            made: np.ndarray | None = codes
-            for move in chosen:
-                made = None if made is None else moves.taken(self._columns, made, move)
             if made is not None:
                 yield tuple(moves.kind(self._columns, move) for move in chosen), made
 
@@ -303,6 +305,22 @@ class Ranking:
         cheapest = saves[np.argsort(-more_s[saves] / more_bytes[saves], kind="stable")]
         at_all = saves[np.argsort(more_s[saves], kind="stable")]
         return faster, np.unique([*cheapest[:_PAIRED], *at_all[: _PAIRED // 2], *faster]).astype(int)
+
+    def _swaps(self, moves: Moves, codes: np.ndarray) -> np.ndarray:
+        """Pairs of moves by which layers of a class exchange their columns with as many others of it, (2, pairs)."""
+        class_of = self._columns.class_of
+        firsts = [
+            (class_of[part[0]], len(part), int(codes[part[0]])) if (codes[part] == codes[part[0]]).all() else None
+            for part in moves.parts
+        ]
+        found = collections.defaultdict[tuple[int, ...], list[int]](list)
+        for move, (part, after) in enumerate(zip(moves.part.tolist(), moves.column.tolist(), strict=True)):
+            key = firsts[part]
+            if key is not None:
+                found[*key, after].append(move)
+        both = ((there, found.get((*key[:2], key[3], key[2]), ())) for key, there in found.items() if key[2] < key[3])
+        pairs = [pair for there, back in both for pair in itertools.product(there, back)]
+        return np.array(pairs, dtype=int).reshape(-1, 2).T
 
     def _add_slots(self, moves: Moves, codes: np.ndarray) -> None:
         """Adds the memory of slots that layers share: of updates that stream, and two for the copies of RELOAD."""

@@ -102,6 +102,8 @@ def solve(
       columns: the plans; None for all.
       objective: what the bound is on.
     """
+    if objective is Objective.STEP:
+        profile = _without_last_backwards(profile)
     places = () if budget_bytes is None else _places(profile)
     budgets = np.array([_left_bytes(profile, place, budget_bytes or 0) for place in places])
     found = group_options(profile, places, columns)
@@ -115,6 +117,16 @@ def solve(
         if chosen is not None:
             least_s = _Program(chosen, profile, budgets, most_s, idle, program.prices).bound_s(least_s)
     return Solution(least_s, program.solution(profile))
+
+
+def _without_last_backwards(profile: Profile) -> Profile:
+    """The profile without the backwards after that of the first trained layer: a step ends with its last update."""
+    trained = (
+        first for layer, (first, _) in zip(profile.layers, profile.program_ends, strict=True) if layer.has_gradient
+    )
+    first = next(trained, 0)
+    ended = (dataclasses.replace(layer, has_backward=False) for layer in profile.layers[:first])
+    return dataclasses.replace(profile, layers=(*ended, *profile.layers[first:])) if first else profile
 
 
 def _idle_lanes(profile: Profile) -> list[tuple[str, ...]]:

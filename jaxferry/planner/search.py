@@ -37,7 +37,7 @@ from jaxferry.planner.preference import longest_equal_s, preferred
 from jaxferry.planner.starts import of_two_columns, rounded
 from jaxferry.step import Plan, UpdateOrder, slots_bytes
 
-MOST_EFFORT = 60_000
+MOST_EFFORT = 90_000
 """The tasks of the plans that a search for one budget lowers or simulates; half of it again where that is few plans."""
 
 UNLIMITED_BYTES = 2**53
@@ -47,7 +47,7 @@ MOST_ENUMERATED = 729
 """The most plans that are all simulated."""
 
 _LEAST_PLANS = 24
-_PLANS_A_LAYER = 8
+_PLANS_A_LAYER = 12
 _PROVEN = 1 + 1e-4
 _GAIN = 1e-6
 
@@ -271,11 +271,15 @@ class _BudgetSearch:
         self._num_plans += 1
         if judged is not None:
             self._keep(judged)
-            # With updates by need a plan is faster than the cycle of the other order says.
-            in_order = judged.plan.update_order is UpdateOrder.BACKWARD
-            if judged.objective_s > 0 and in_order and not self.is_complete:
-                self.rows.add(judged.critical)
+            self._learn_from(judged)
         return judged
+
+    def _learn_from(self, judged: Judged) -> None:
+        """Makes a plan's critical cycle the latest row."""
+        # With updates by need a plan is faster than the cycle of the other order says.
+        in_order = judged.plan.update_order is UpdateOrder.BACKWARD
+        if judged.objective_s > 0 and in_order and not self.is_complete:
+            self.rows.add(judged.critical)
 
     def _keep(self, judged: Judged) -> None:
         key = judged.codes.tobytes()
@@ -384,6 +388,7 @@ class _BudgetSearch:
 
         Moves like others that failed are not tried again.
         """
+        self._learn_from(current)
         num_left, too_large = _CHECKED, set[Kinds]()
         tried = collections.Counter(tuple(kind[1:] for kind in kinds) for kinds in failed)
         for kinds, made in self._ranking.of(current.codes, current.needs, current.objective_s):
