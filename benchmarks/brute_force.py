@@ -19,12 +19,12 @@ import statistics
 
 import benchmark_paths  # noqa: F401 - makes the others importable
 import measure
-from every_plan import every_plan
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from benchmarks.machine import facts
+from every_plan import every_plan
 from jaxferry.costs import SHARING, Contention, LayerProfile, Profile
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.planner import AutoSearch, Request, search
