@@ -10,7 +10,7 @@ from hypothesis import given
 
 from jaxferry.costs import Contention, LayerProfile, Profile
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.planner import AutoSearch, Request, any_plan_lower_bound_s, make_plan, policies
+from jaxferry.planner import AutoSearch, Objective, Request, any_plan_lower_bound_s, make_plan, policies, solve
 from jaxferry.step import UpdateOrder, needed_bytes, simulate
 from profiles import UNLIMITED_BYTES, examples, planned, profiles, recomputing, transformer, with_modes
 
@@ -39,6 +39,72 @@ def test_a_backward_that_writes_its_gradient_may_be_the_faster_one_as_measured_t
     profile = Profile({}, layers)
     fastest = AutoSearch(profile, Request()).fastest(None)
     assert any_plan_lower_bound_s(profile) <= fastest.objective_s < 3 * (1.0 + 2.0)
+
+
+def even(**changed):
+    """Four equal layers; every way of doing something takes an eighth of a second, but for what is changed."""
+    keys = ("load", "offload", "update", "forward", "forward_dha", "backward", "backward_dha", "backward_go")
+    costs = {f"{key}_s": 0.125 for key in keys} | {"param_bytes": 8, "grad_bytes": 8, "activation_bytes": 8} | changed
+    return Profile({}, tuple(LayerProfile(name=name, **costs) for name in "abcd"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "least_s"),
+    [
+        (
+            {"forward_s": 9.0, "forward_dha_s": 9.0, "backward_s": 2.0, "backward_dha_s": 2.0, "backward_go_s": 2.0},
+            44.0,
+        ),
+        ({"load_s": 9.0, "forward_dha_s": 400.0}, 36.0),
+        ({"offload_s": 9.0, "backward_go_s": 400.0}, 36.0),
+        ({"update_s": 9.0}, 36.0),
+    ],
+    ids=["GPU", "H2D", "D2H", "host"],
+)
+def test_the_bound_is_at_least_the_work_of_each_lane_that_no_plan_avoids(changed, least_s):
+    profile = even(**changed)
+    step_s = make_plan(profile, "auto").predicted.steady_step_s
+    assert 0.95 * least_s <= any_plan_lower_bound_s(profile) <= step_s <= 1.25 * least_s
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        {"offload_s": 9.0},
+        {"load_s": 9.0},
+        {"forward_dha_s": 9.0, "backward_dha_s": 9.0},
+        {"update_s": 9.0, "update_gpu_s": 0.125, "state_bytes": 8},
+        {"update_s": 9.0, "update_gpu_s": 0.125, "state_bytes": 8, "state_up_s": 9.0, "state_down_s": 9.0},
+    ],
+    ids=["offload", "load", "DHA", "host's update", "stream"],
+)
+def test_the_bound_counts_no_work_that_a_plan_avoids(slow):
+    profile = even(**slow)
+    step_s = make_plan(profile, "auto").predicted.steady_step_s
+    assert any_plan_lower_bound_s(profile) <= step_s < 4.0
+
+
+def test_the_bound_counts_kept_activations():
+    """Two of four layers may keep theirs, or the last one none; the others run their forward again."""
+    profile = even(activation_bytes=1000, recompute_s=9.0, recompute_activation_bytes=0)
+    assert any_plan_lower_bound_s(profile, 2100) >= 9.0 > any_plan_lower_bound_s(profile, 4100)
+
+
+def test_the_bound_counts_no_bytes_that_a_plan_does_not_need():
+    """Parameters may be read in host memory, and activations recomputed."""
+    profile = even(forward_dha_s=0.5, backward_dha_s=0.5, recompute_s=0.5, recompute_activation_bytes=1)
+    search = AutoSearch(profile, Request())
+    for budget in range(search.smallest_bytes, search.fastest(None).needed_bytes + 8, 4):
+        assert any_plan_lower_bound_s(profile, budget) <= search.fastest(budget).objective_s * (1 + 1e-12)
+
+
+def test_a_step_alone_ends_with_its_last_update_before_backwards_of_layers_that_are_not_trained():
+    first, *others = even().layers
+    first = dataclasses.replace(first, has_gradient=False, backward_s=9.0, backward_dha_s=9.0)
+    profile = Profile({}, (first, *others))
+    plan = make_plan(profile, "exact", objective="step")
+    assert solve(profile, None, None, Objective.STEP).bound_s <= plan.predicted.step_s < 9.0
+    assert plan.predicted.steady_step_s > 9.0
 
 
 def test_lanes_without_tasks_lose_nothing():

@@ -54,6 +54,18 @@ def test_with_all_on_the_device_a_step_is_plain_training(updates):
     assert {task.lane for task in schedule_step(profile, plan).tasks} == {Lane.GPU}
 
 
+def test_the_search_updates_layers_that_share_parameters_in_one_place():
+    profile = with_state(transformer(12, tied=True))
+    search = AutoSearch(profile, Request())
+    budgets = np.linspace(search.smallest_bytes, 1.2 * search.fastest(None).needed_bytes, 6).astype(int).tolist()
+    places = [
+        {layer.update for layer in (search.plan(budget).layers[0], search.plan(budget).layers[-1])}
+        for budget in budgets
+    ]
+    assert all(len(each) == 1 for each in places)
+    assert {*places[0], *places[-1]} == {UpdatePlace.HOST, UpdatePlace.RESIDENT}
+
+
 @deterministic
 @given(st.data())
 def test_nothing_of_such_a_group_moves_and_its_update_follows_its_last_backward(data):
