@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxferry.costs import Profile
+from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import BudgetError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.planner import (
@@ -98,6 +98,20 @@ def test_few_layers_are_optimal_and_say_so(objective, profile):
         assert least * (1 - 1e-12) <= objective_of(plan, objective) <= least * (1 + EQUAL_WITHIN)
         assert plan.details["gap"] <= EQUAL_WITHIN
         assert plan.details["lower_bound_s"] == pytest.approx(least, rel=1e-12)
+
+
+def test_a_faster_plan_whose_dfgb_load_ends_after_the_first_gradient_leaves_is_not_taken():
+    """MemFerry's window: the first layer's load takes far longer than the second one computes."""
+    times = {"load_s": 10.0, "forward_s": 0.125, "forward_dha_s": 0.125, "backward_s": 0.125, "backward_dha_s": 90.0}
+    times |= {"backward_go_s": 0.125, "offload_s": 0.125, "update_s": 0.125}
+    first = LayerProfile(name="first", param_bytes=1, grad_bytes=1, **times)
+    others = times | {"load_s": 0.125, "forward_s": 2.0, "backward_s": 2.0}
+    second = LayerProfile(name="second", param_bytes=1, grad_bytes=1, **others)
+    profile = Profile({}, (first, second))
+    breaks = simulate(profile, with_modes(profile, [Mode.DFGB, Mode.GFGB])).steady_step_s
+    plan = make_plan(profile, "exact", reserve_factor=1.0)
+    assert Mode.DFGB not in plan.modes
+    assert breaks * (1 + EQUAL_WITHIN) < plan.predicted.steady_step_s
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5, 1.0])
