@@ -17,7 +17,7 @@ from jaxferry.costs import MACHINES, Profile, estimate_profile, partition_costs
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK, FASTER, MODULE, Mode
 from jaxferry.partition import partition
-from jaxferry.planner import Request, coarser, finer, plan_finest, plan_for, step_s
+from jaxferry.planner import Request, coarser, finer, longest_equal_s, plan_finest, plan_for, step_s
 from jaxferry.step import LayerPlan, Plan
 from profiles import transformer, unit_layer
 
@@ -265,7 +265,7 @@ def test_blocks_of_unread_parameters_keep_their_names_and_those_in_several_parts
 
 @pytest.mark.slow
 def test_all_commands_plan_a_profile_of_modules_alike(tmp_path, capsys):
-    """So many modules that the search of their own plans misses one of their blocks' plans."""
+    """So many modules that their own search may miss one of their blocks' plans; launches count as well."""
     modules = profile_of(MODULE, MACHINES["v100-pcie3"], depth=24)
     path, budget = tmp_path / "profile.json", sum(layer.param_bytes for layer in modules.layers)
     modules.save(path)
@@ -282,8 +282,7 @@ def test_all_commands_plan_a_profile_of_modules_alike(tmp_path, capsys):
     request = Request(1.0, budget)
     profile, plan = plan_finest(modules, "auto", request, MODULE)
     assert plan.predicted is not None and plan.predicted.steady_step_s == planned
-    # Launches count as well.
-    assert step_s(profile, plan) < step_s(modules, plan_for(modules, "auto", request))
+    assert step_s(profile, plan) <= longest_equal_s(step_s(modules, plan_for(modules, "auto", request)))
 
 
 def test_tune_sweeps_a_profile_of_modules_at_any_granularity(modules, tmp_path, capsys):
