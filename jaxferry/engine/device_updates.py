@@ -47,8 +47,7 @@ class DeviceUpdates:
       folds: by group and whether there is an earlier sum, adds up its gradients.
       norms: by group, the squared norm of the sum of its gradients.
       streamed: the updates whose masters and state come to the device for the update only.
-      device_bytes: device memory for masters, optimizer state, sums of micro-batches, and what one update needs
-        besides.
+      device_bytes: masters, optimizer state, sums of micro-batches, and what one update needs besides.
       in_turn: see `Placement.in_turn`.
     """
 
@@ -69,32 +68,23 @@ class DeviceUpdates:
         loss: jax.Array,
         extra: Sequence[Any],
     ) -> tuple[list[jax.Array], list[jax.Array], list[list[jax.Array]]]:
-        """Updates a unit.
+        """Updates a unit; returns its masters, state and copies, in the memory of the former ones.
 
         Args:
           unit: the unit; its masters and state are on the device and are donated.
-          copies: for each of its layers the trained parameters in the compute dtype, on the device; donated.
+          copies: for each of its layers the trained parameters in the compute dtype; donated.
           gradients: for each of its layers its uses; none for a layer that no segment reads.
           norm: the global norm of the gradients after the division by `scale`; read only if the optimizer clips.
           scale: divides the gradients.
-          loss: nothing changes unless it is finite, a scalar on the device.
+          loss: a scalar on the device; nothing changes unless it is finite.
           extra: what `HostOptimizer.extra` describes.
-
-        Returns:
-          Masters, state and copies.
         """
         update = self.updates[unit.layers]
         made: Any = update(unit.masters, unit.state, copies, gradients, norm, scale, loss, *extra)
         return made
 
     def fold(self, group: int, earlier: Sequence[list[jax.Array]], uses: Uses) -> list[jax.Array]:
-        """Adds up the uses of a group and an earlier sum: one dense gradient in fp32, joined by `Layer.join_small`.
-
-        Args:
-          group: the group.
-          earlier: the sum of earlier micro-batches, which is donated; empty with the first one.
-          uses: the gradients of this micro-batch.
-        """
+        """Adds the uses of a group to an earlier sum, which is donated: a dense fp32 gradient, joined as programs do."""
         folded: list[jax.Array] = self.in_turn(self.folds[group, bool(earlier)](earlier, uses))
         return folded
 
@@ -114,15 +104,7 @@ class _Wanted(NamedTuple):
 
 
 class DeviceUpdateCompiler:
-    """Compiles updates on the device; equal ones are compiled once.
-
-    Args:
-      optimizer: knows the units and their updates.
-      layers: the parameter groups.
-      placement: where arrays live.
-      transport: moves the layers; another one like it moves masters and state.
-      accumulates: whether gradients of several micro-batches are summed.
-    """
+    """Compiles updates on the device, equal ones once. Another transport like `transport` moves masters and state."""
 
     def __init__(
         self,
@@ -143,12 +125,7 @@ class DeviceUpdateCompiler:
         self._transports: dict[tuple[Layer, ...], Transport] = {}
 
     def compile(self, program: StepProgram, programs: Programs) -> DeviceUpdates:
-        """Returns the compiled updates of a step.
-
-        Args:
-          program: the step.
-          programs: its programs, compiled; they state the shapes of the gradients.
-        """
+        """Returns the compiled updates of a step; the compiled `programs` state the shapes of the gradients."""
         units = [unit for unit in self._units if program.stays_on_device.issuperset(unit.layers)]
         uses = _uses(program, programs)
         folds, sums = {}, {}
@@ -176,22 +153,18 @@ class DeviceUpdateCompiler:
         return -(-4 * self._layers[group].num_parameters // self._placement.num_devices)
 
     def alone(self, unit: UpdateGroup, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The update of a unit of one layer that stays on the device: the program, not compiled, and its arguments.
+        """Returns the update of a unit of one layer that stays on the device, lowered, and its arguments' shapes.
 
-        Args:
-          unit: one of `HostOptimizer.units_of`; masters and state may be shapes.
-          gradients: the shapes of the layer's gradients, as one segment's program returns them.
-
-        Returns:
-          A `jax.stages.Lowered`, and shapes of masters, state, copies, gradients, norm, scale, loss and `extra`.
+        These are masters, state, copies, gradients, norm, scale, loss and `extra`. `gradients` are shapes as one
+        segment's program returns them.
         """
         wanted = self._update(unit, [[list(gradients)]], jax.ShapeDtypeStruct((), jnp.float32))
         return wanted.lower(), wanted.arguments
 
     def alone_streamed(self, unit: UpdateGroup, gradients: Sequence[Any], count: int) -> tuple[Any, list[Any]]:
-        """Likewise the update of the first of `count` subgroups of a unit that streams, which has some elements.
+        """Returns the same for the first of `count` subgroups of a unit that streams; it has some elements.
 
-        Arguments are shapes of masters and state that move, state that stays, no copies, and the others.
+        The arguments are masters and state that move, state that stays, no copies, and the others.
         """
         [group], loss = unit.layers, jax.ShapeDtypeStruct((), jnp.float32)
         subgroup = next(each for each in self._subgroups(group, count) if each.unit.leaves)
@@ -344,16 +317,11 @@ class DeviceUpdateCompiler:
         given: Sequence[Layer],
         spans: Mapping[int, Span] | None = None,
     ) -> Callable[..., Any]:
-        """The update of a unit, for a jitted function.
+        """The update of a unit, for a jitted function; nothing changes unless the loss is finite.
 
-        It maps `(masters, state, gradients, norm, scale, loss, *extra)` to masters, state and the parameters in the
-        compute dtype by index of the leaf. Nothing changes unless the loss is finite.
-
-        Args:
-          unit: the unit.
-          layers: its parameters.
-          given: the layers that `gradients` hold the uses of; they may have further parameters.
-          spans: by index of the leaf, the elements that the unit holds where these are not all.
+        It maps `(masters, state, gradients, norm, scale, loss, *extra)` to masters, state and compute parameters by
+        index of the leaf. `given` are the layers of `gradients`; `spans` the elements of leaves that the unit holds in
+        part.
         """
         spans = {} if spans is None else spans
         own = {leaf.index for layer in layers for leaf in layer.leaves}

@@ -64,12 +64,7 @@ def fit_stream(
 ) -> tuple[Stream, Peak]:
     """Returns the stream that waits least among those that fit, and its peak device memory.
 
-    Args:
-      partition: the segments.
-      budget_bytes: device memory; None for no limit.
-      temporary_bytes_of: compiles programs; returns the bytes that each needs beside arguments and results.
-      other_bytes: device memory that is always in use.
-      allocator: the device's allocator, which hands out more than programs ask for; None for one that does not.
+    `temporary_bytes_of` compiles programs. `other_bytes` are always in use.
 
     Raises:
       BudgetError: if none fits; it states the smallest possible budget.
@@ -196,15 +191,7 @@ def last_readers(partition: ForwardPartition) -> dict[int, int]:
 class Evaluator:
     """Evaluates the function of one partition without derivatives.
 
-    Args:
-      partition: the segments.
-      placement: where arrays live.
-      transport: loads the layers; the training step's own if it has the same layers.
-      native: whether programs read host memory by native operations.
-      budget_bytes: device memory; None for no limit.
-
     Attributes:
-      partition, transport: as given.
       stream: how segments receive their parameters.
       peak: the peak device memory of a run, without what the state keeps there.
 
@@ -232,12 +219,9 @@ class Evaluator:
         self._last_reader = last_readers(partition)
 
     def run(self, state: TrainState, batch: Sequence[Any], other_bytes: int = 0) -> Any:
-        """Runs the function; returns its results as a tree of arrays on the device.
+        """Runs the function on the leaves of a batch; returns its results as a tree of arrays on the device.
 
-        Args:
-          state: arranged in the partition's layers.
-          batch: the leaves of the function's further arguments.
-          other_bytes: other device memory that the training step holds.
+        `other_bytes` is other device memory that the training step holds.
 
         Raises:
           BudgetError: if the state holds too much device memory.

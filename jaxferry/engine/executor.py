@@ -109,7 +109,7 @@ def offload(step: StepContext, call: Instruction) -> None:
 
 
 def update(step: StepContext, call: Instruction) -> None:
-    """Updates the unit of a group. The last update task also updates the units that no segment reads.
+    """Updates the unit of a group, the last update task also the units that no segment reads.
 
     Before the last micro-batch it adds up what has arrived.
     """

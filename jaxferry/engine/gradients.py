@@ -32,11 +32,7 @@ _widened = jax.jit(lambda gradients: [gradient.astype(wide_dtype(gradient.dtype)
 
 
 class OffloadsInFlight:
-    """The offloads whose gradients the device still holds, in their order.
-
-    Args:
-      transport: has begun them.
-    """
+    """The offloads whose gradients the device still holds, in the order of issue."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -47,11 +43,7 @@ class OffloadsInFlight:
         self._copies.append((index, copy))
 
     def hold_for(self, offload: int) -> None:
-        """Makes the device wait for an offload and those before it, and frees their gradients for its next program.
-
-        Raises:
-          LateFailure: if one has failed.
-        """
+        """Makes the device wait for an offload and those before it, and frees their gradients; raises `LateFailure`."""
         place = next((place for place, (index, _) in enumerate(self._copies) if index == offload), -1)
         self._hold_first(place + 1)
 
@@ -69,14 +61,6 @@ class OffloadsInFlight:
 
 class StepGradients:
     """The gradients of one micro-batch, and the sums of those before it.
-
-    Args:
-      program: the instructions of the step.
-      transport: offloads them.
-      norms: computes their norms.
-      accumulated: the sums of earlier micro-batches.
-      is_last: whether the update follows this micro-batch.
-      updates: the updates on the device.
 
     Attributes:
       sums: by group, the gradients summed on the device.
@@ -111,9 +95,9 @@ class StepGradients:
         self.has_added = False
 
     def key(self, call: Instruction, commit: Callable[[], bool]) -> ProgramKey | None:
-        """The program to run. It adds to host memory if an earlier program has written there.
+        """Returns the program to run; it adds to host memory if an earlier one has written there.
 
-        Returns None if the step was stopped before any sum changed.
+        None if stopped before.
         """
         key = call.key
         assert key is not None
@@ -150,10 +134,7 @@ class StepGradients:
         norms: Sequence[jax.Array | None],
         commit: Callable[[], bool],
     ) -> None:
-        """Stores the gradients that a program has returned, by group.
-
-        With `call.stores` they are vectors and what goes there.
-        """
+        """Stores the gradients that a program has returned; with `call.stores`, vectors and what goes there."""
         for use, own, norm in zip(call.uses, gradients, norms, strict=True):
             if use.is_trained:
                 self._receive(call, use, key.writes[use.place], own, norm, commit)
@@ -218,14 +199,7 @@ class StepGradients:
         return [self.kept.pop(group, []) for group in unit.layers]
 
     def offload(self, call: Instruction, mark: Any, commit: Callable[[], bool], waits: bool) -> None:
-        """Offloads a gradient, or keeps it in the sums on the device.
-
-        Args:
-          call: the offload.
-          mark: records when the copy starts and ends; None records nothing.
-          commit: asks permission for an irreversible change.
-          waits: whether to wait for the copy.
-        """
+        """Offloads a gradient, or keeps it in the sums on the device; `commit` permits an irreversible change."""
         group = call.group
         # A sum begun on the host, under another batch's plan, stays there. The bits are the same either way.
         if group in self._program.summed and not self._is_last and group not in self.on_host:
@@ -297,10 +271,7 @@ class StepGradients:
         jax.block_until_ready([self.gather(group) for group in self.on_host])
 
     def recycle(self, unit: UpdateGroup) -> None:
-        """Returns the vectors of used gradients to the transport.
-
-        A norm may still be reading them. The next step, which writes there, begins once all norms are known.
-        """
+        """Returns the vectors of used gradients to the transport; the next step begins once all norms are known."""
         for group in unit.layers:
             if (used := self.on_host.pop(group, None)) is not None:
                 self._transport.recycle(group, used)

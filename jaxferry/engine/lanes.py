@@ -73,11 +73,7 @@ def _do_all(of: StepRun, next_task: Callable[[], int | None]) -> None:
 
 
 class Lanes:
-    """The threads that run task lists.
-
-    Args:
-      threads: the lanes that each thread runs, in order of priority.
-    """
+    """The threads that run task lists, each with the lanes that it runs in order of priority."""
 
     def __init__(self, threads: Sequence[Sequence[Lane]] = ONE_EACH) -> None:
         self._lanes = [tuple(lanes) for lanes in threads]
@@ -90,11 +86,8 @@ class Lanes:
     ) -> StepRun:
         """Prepares a run of a list of tasks; `submit` starts it.
 
-        Args:
-          tasks: the list.
-          action: does one task.
-          previous: the run that `after_previous` refers to; None if it has ended.
-          arrival: waits for what a task of the host's lane reads; None if that is there once the task may start.
+        `previous` is the run that `after_previous` refers to, None if it has ended. `arrival` waits for what a task of
+        the host's lane reads; None if that is there once the task may start.
         """
         with self._monitor.lock:
             return StepRun(tasks, action, previous, self._monitor, self._run_late, arrival)
@@ -102,14 +95,8 @@ class Lanes:
     def begin_ahead(self, tasks: TaskList, action: Action, previous: StepRun, loads: Sequence[int]) -> StepRun:
         """Prepares a run and starts its first loads, each after the tasks of the previous run that it waits for.
 
-        Args:
-          tasks: the list.
-          action: does one of these loads.
-          previous: the previous run, already submitted.
-          loads: the first tasks of the link up, which wait for no other tasks of their own list.
-
-        Returns:
-          The run. The caller either opens and submits it, or stops it.
+        `loads` are the first tasks of the link up, which wait for no other tasks of their own list. The caller either
+        opens and submits the run, or stops it.
         """
         with self._monitor.lock:
             run = StepRun(tasks, action, previous, self._monitor, self._run_late)
@@ -150,12 +137,9 @@ class Lanes:
 
 
 def make_lanes(is_cpu: bool) -> Lanes:
-    """The threads of a training step.
+    """Returns the threads of a training step.
 
     On a CPU each thread does the work of its lane. An accelerator works in the order of issue, so one thread issues for
     all lanes except the host's. It issues copies a few layers ahead of programs: see `ready_tasks._AHEAD`.
-
-    Args:
-      is_cpu: whether the device is a CPU.
     """
     return Lanes() if is_cpu else Lanes([(Lane.H2D, Lane.D2H, Lane.GPU), (Lane.HOST,)])

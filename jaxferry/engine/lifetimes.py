@@ -29,24 +29,14 @@ def unsplit_by_step(
 ) -> int:
     """Returns the memory to leave for what XLA's allocator hands out beyond the buffers of a step; see `unsplit_bytes`.
 
-    Args:
-      program: the instructions of a step.
-      temporary_bytes: as for `memory.footprints`.
-      ahead: likewise.
-      joins_vectors: whether copies cross the link as whole vectors, which exist beside the arrays that they hold.
-      kind: as for `unsplit_bytes`.
+    Arguments as for `memory.footprints`; `joins_vectors`: copies cross the link as whole vectors beside their arrays.
     """
     found = Lifetimes(program, temporary_bytes, ahead, joins_vectors)
     return unsplit_bytes(found.buffers, found.end, kind)
 
 
 class Lifetimes:
-    """The buffers of one step.
-
-    Attributes:
-      buffers: those that programs and transfers request.
-      end: the time when the step ends.
-    """
+    """The buffers that programs and transfers of one step request; the step ends at the time `end`."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ def lower(
       partition: the segments.
       derivatives: by program number.
       plan: modes and gradient places of the uses, in order.
-      profile: the expected durations, with the facts of the programs (`facts.with_program_facts`).
+      profile: the expected durations, with the facts of the programs (`with_program_facts`).
       offload_activations: whether values wait in host memory for their backward.
       joins: the work of the transport that is part of other programs.
     """
@@ -176,9 +176,9 @@ class _Lowering:
         return found
 
     def _places_of_tasks(self) -> dict[int, int]:
-        """The place of each task that runs a program: the last one of its segment's forward, or backward.
+        """The place of each task that runs a program, the last of its segment's.
 
-        The last segment's one program belongs to its forward. Also finds which task runs the program of any other.
+        Also finds what runs all others' programs.
         """
         runs: dict[tuple[Kind, int], list[int]] = {}
         for index, task in enumerate(self._tasks):
@@ -267,7 +267,7 @@ class _Lowering:
         return vacated
 
     def _taken_over(self) -> set[tuple[int, Any]]:
-        """The programs at whose end a later load starts, each with the layout of that load, which reuses the buffers.
+        """The programs at whose end a later load starts, each with that load's layout, which reuses the buffers.
 
         All other buffers are freed at once, since programs may need their memory before such a load starts.
         """
@@ -294,15 +294,10 @@ class _Lowering:
 def summed_groups(
     partition: Partition, derivatives: Mapping[int, Derivative], accumulate: int, plan: Plan | None = None
 ) -> list[int]:
-    """Groups whose gradients can be summed on the device before they leave: one program computes them.
+    """Returns the groups whose gradients can be summed on the device before they leave: one program computes them.
 
     Gradients of a group with several uses are summed on the host under every plan, so all plans give the same bits.
-
-    Args:
-      partition: the segments.
-      derivatives: by program number.
-      accumulate: the number of micro-batches; there are no sums of one.
-      plan: decides whose gradients leave the device; None for all.
+    `plan` decides whose gradients leave the device; None for all.
     """
     if accumulate == 1:
         return []
@@ -318,17 +313,12 @@ def summed_groups(
 
 
 def widened_groups(partition: Partition, derivatives: Mapping[int, Derivative], accumulate: int = 1) -> dict[int, int]:
-    """Returns the groups whose gradients the host sums in more bits than they have.
+    """Returns the groups whose gradients the host sums in more bits than they have, with the dense gradients of each.
 
     A sum in 16 bits would be rounded after each addition. With several micro-batches, the host widens the sums of all
     groups. With one, it widens the sums of groups with several uses, except where exactly one use is dense and the
     others look rows up, such as a tied table. The host rounds each lookup's rows once into the dense gradient: a wider
     sum would slow down the update of the table, which reads all of it.
-
-    Args:
-      partition: the segments.
-      derivatives: by program number.
-      accumulate: the number of micro-batches.
 
     Returns:
       By group, the number of dense gradients that arrive in each micro-batch, at least 1.

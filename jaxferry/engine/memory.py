@@ -114,13 +114,10 @@ def footprints(
     other_bytes: int = 0,
     ahead: Sequence[int] = (),
 ) -> list[Footprint]:
-    """Adds up the most memory in use while each program runs, by place.
+    """Returns the most memory in use while each program runs, by place.
 
-    Args:
-      program: the instructions of a step.
-      temporary_bytes: device memory that each program needs besides its arguments and results; missing means 0.
-      other_bytes: device memory that is always in use, besides RESIDENT copies.
-      ahead: loads that may run in the previous step.
+    `temporary_bytes` without a program means 0. `other_bytes` are always in use, besides RESIDENT copies. `ahead` are
+    loads that may run in the previous step.
     """
     resident, transfers = _resident_bytes(program), Transfers(program, ahead)
     values, found = LiveValues(program.partition, program.derivatives), []
@@ -152,12 +149,7 @@ def _key(instruction: Instruction) -> ProgramKey:
 
 
 class LiveValues:
-    """The live values between segments, residuals, cotangents and scalars while a step's programs run in order.
-
-    Args:
-      partition: the segments.
-      derivatives: by program number.
-    """
+    """The live values between segments, residuals, cotangents and scalars while a step's programs run in order."""
 
     def __init__(self, partition: Partition, derivatives: Mapping[int, Derivative]) -> None:
         self._partition, self._derivatives = partition, derivatives
@@ -193,10 +185,7 @@ class LiveValues:
             self._cotangents = {v: n for v, n in self._cotangents.items() if v not in segment.outputs}
 
     def _reused_bytes(self, segment: Segment) -> int:
-        """The bytes of a backward's cotangents and rows that XLA writes into donated residuals and cotangents.
-
-        JAX gives each result the memory of a donated argument of the same shape and dtype, as long as there is one.
-        """
+        """The bytes of a backward's results that XLA writes into donated arguments of the same shape and dtype."""
         if segment.program not in self._reused:
             avals, derivative = self._partition.graph.avals, self._derivatives[segment.program]
             donated = _by_shape((*derivative.saved, *(avals[value] for value in segment.outputs)))
@@ -228,8 +217,7 @@ class Transfers:
 
     Attributes:
       copies_of: for each group, the bytes of its copies if none stays between micro-batches, by place.
-      copies: bytes of the step's own copies of parameters, by place.
-      gradients: bytes of gradients, by place.
+      copies, gradients: bytes of the step's own copies of parameters, and of gradients, by place.
       copies_ahead: bytes of the next step's copies, by place.
       more_ahead: by place, the memory that these take beyond that of the gradients which left before them.
       offloaded: bytes of values that are certainly only in host memory, by place.

@@ -1,15 +1,11 @@
 """Arithmetic on gradients: norms, sums over uses on the device, loss scaling.
 
-Gradients of a parameter group that is updated on the device: the sum over its uses, within jitted functions.
+    one device:       arrays of the parameters' shapes
+    several devices:  shares of them, flat, where the update is element-wise; gathered otherwise
 
-one device:       arrays of the parameters' shapes
-several devices:  shares of them, flat, where the update is element-wise; gathered otherwise
-
-Loss scaling: a factor that prevents underflow of small 16-bit gradients.
-
-The factor multiplies the loss before the backward and divides the gradients in the update, in fp32. If it is too large,
-gradients become infinite: the update is then skipped, exactly, and the factor halved (Micikevicius et al., Mixed
-Precision Training, 2018, section 3.2).
+Loss scaling prevents underflow of small 16-bit gradients. The factor multiplies the loss before the backward and
+divides the gradients in the update, in fp32. If it is too large, gradients become infinite: the update is then
+skipped, exactly, and the factor halved (Micikevicius et al., Mixed Precision Training, 2018, section 3.2).
 """
 
 from __future__ import annotations
@@ -41,10 +37,8 @@ _together = jax.jit(jnp.stack)
 class Norms:
     """Computes squared norms of gradients.
 
-    Args:
-      placement: where arrays live.
-      on_host: whether every norm is computed from the vectors in host memory. This gives every plan the same bits, as
-        needed if the norm changes the update. Else a program's own norm is used if it covers the whole gradient.
+    With `on_host`, every norm is computed from the vectors in host memory. This gives every plan the same bits, as
+    needed if the norm changes the update. Else a program's own norm is used if it covers the whole gradient.
     """
 
     def __init__(self, placement: Placement, on_host: bool) -> None:
@@ -54,32 +48,23 @@ class Norms:
         """The argument of an update that needs no norm."""
 
     def compile(self, num_uses: Collection[int]) -> None:
-        """Compiles what collects the norms that programs return, so that the first step need not.
-
-        Args:
-          num_uses: how often a step uses each group that has a gradient.
-        """
+        """Compiles what collects the norms that programs return, so that the first step need not."""
         place, num = self._placement, sum(uses == 1 for uses in num_uses)
         if num > 1 and not (self._on_host or place.is_cpu or place.num_devices > 1):
             # The step collects them under this thread's settings, which are not those of a trace.
             self._thread.submit(_compile_together, num, place.device).result()
 
     def of(self, gather: Callable[[], Vectors], known: jax.Array | None) -> SquaredNorm:
-        """The squared norm of a whole gradient. The caller does not wait for the device.
-
-        Args:
-          gather: returns the gradient in host memory; may wait.
-          known: the norm computed by the gradient's program; None if it does not cover the whole gradient.
-        """
+        """Returns the squared norm of a whole gradient: `known` by its program, or of what `gather` returns."""
         if known is None or self._on_host:
             # The next step may write into the gradient's memory once the norm is known.
             return self._thread.submit(lambda: jax.block_until_ready(_norm_of_vectors(gather())))
         return known
 
     def values(self, squared: Mapping[int, SquaredNorm], layers: Sequence[Layer]) -> dict[int, Any]:
-        """The squared norms of whole gradients, by group; waits for them.
+        """Returns the squared norms of whole gradients by group.
 
-        Several processes add up those of what each owns, so each must call this.
+        Several processes add up theirs, so each must call this.
         """
         found = {group: norm.result() if isinstance(norm, Future) else norm for group, norm in squared.items()}
         place = self._placement
@@ -95,24 +80,14 @@ class Norms:
         return found
 
     def total(self, squared: Sequence[Any], scale: np.floating) -> jax.Array:
-        """The global norm of the mean gradient, an fp32 scalar in host memory.
-
-        Args:
-          squared: the squared norms of all groups, as `values` has found them.
-          scale: the divisor of the gradients.
-        """
+        """Returns the global norm of the mean gradient, an fp32 scalar in host memory."""
         with np.errstate(all="ignore"):  # as XLA computes it: what is not finite stays so
             norm = np.sqrt(sum(jax.device_get(list(squared)), start=np.float32(0))) / np.float32(scale)
         return jax.device_put(np.float32(norm), self._placement.host_compute)
 
 
 class GradientNorms:
-    """The squared norms of one step's gradients, by parameter group.
-
-    Args:
-      norms: computes them.
-      layers: the groups.
-    """
+    """The squared norms of one step's gradients, by parameter group."""
 
     def __init__(self, norms: Norms, layers: Sequence[Layer]) -> None:
         self._norms, self._layers = norms, layers
@@ -129,13 +104,7 @@ class GradientNorms:
         return self._of_programs[group]
 
     def begin(self, group: int, gather: Callable[[], Vectors], is_whole: bool) -> None:
-        """Starts computing the norm of a group's gradient.
-
-        Args:
-          group: the group.
-          gather: returns the gradient in host memory; may wait.
-          is_whole: whether the program's own norm is that of the whole gradient.
-        """
+        """Starts computing the norm of a group's gradient; with `is_whole`, the program's own norm covers it."""
         self._taken[group] = self._norms.of(gather, self._of_programs[group] if is_whole else None)
 
     def take(self, group: int, norm: SquaredNorm) -> None:
@@ -171,8 +140,8 @@ def have_rows(uses: Sequence[Sequence[Any]]) -> bool:
 def total_of(layer: Layer, uses: Uses, adds_rows: bool = False) -> list[jax.Array]:
     """The sum over all uses, in the master dtypes, one array for each leaf; zeros without any.
 
-    Of a layer that devices share, they are flat, as of `SharedLayer.filled_up`. Rows of the first use are added in the
-    master dtypes as well if `adds_rows`, as the host does over micro-batches.
+    Of a layer that devices share, they are flat, as of `SharedLayer.filled_up`. With `adds_rows`, rows of the first use
+    are added in the master dtypes as well, as the host does over micro-batches.
     """
     zeros = [jnp.zeros(leaf.shape, leaf.master_dtype) for leaf in layer.leaves]
     total = None
@@ -214,12 +183,9 @@ GROWTH_STEPS = 2000
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """The factor and its history. Dynamic factors are powers of two, so scaling is exact.
+    """The factor, and the number of updates since its last change.
 
-    Attributes:
-      value: the factor.
-      is_dynamic: whether it adapts.
-      num_finite: updates since its last change.
+    Dynamic factors are powers of two, so scaling is exact.
     """
 
     value: float = 2.0**16

@@ -21,13 +21,7 @@ from jaxferry.transport import DeviceLayer, Placement, StepMarks, TaskMark, Tran
 class DeviceCopies:
     """The device copies that one step loads.
 
-    Args:
-      program: the instructions of the step.
-      transport: does the loads.
-      placement: where arrays live.
-      vectors: the compute copy of the parameters, by group.
-      marks: records when loads start and end; None records nothing.
-      kept: by group, copies that an earlier micro-batch has left; loads take them, and drops leave them.
+    Loads take copies that an earlier micro-batch has left in `kept`, by group; drops leave them there.
 
     Attributes:
       is_last: whether the update follows, so that no copy is left.
@@ -123,12 +117,7 @@ def wait_for_copy(held: DeviceLayer, placement: Placement) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Prefetch:
-    """A step that has not been called yet, with some groups already on the device or in flight.
-
-    Attributes:
-      work: its tasks, of which the first loads are running or done.
-      copies: the loaded copies.
-    """
+    """A step that has not been called yet, with some groups already on the device or in flight."""
 
     work: StepRun
     copies: DeviceCopies
@@ -186,11 +175,7 @@ class PrefetchSlot:
         self._known = prefetch
 
     def take(self, prefetch: Prefetch | None) -> None:
-        """Forgets the remembered prefetch, and frees it unless it is the given one.
-
-        Args:
-          prefetch: the prefetch that its step is about to use or free; None frees everything.
-        """
+        """Forgets the remembered prefetch, and frees it unless it is the given one, which its caller uses or frees."""
         known, self._known = self._known, None
         if known is not None and known is not prefetch:
             known.discard()

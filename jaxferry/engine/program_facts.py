@@ -1,10 +1,6 @@
 """What the programs of a partition add to a profile, and the variants whose segments recompute.
 
-Fills in the optional keys of a profile's layers: facts of the engine's programs beyond their times.
-
-With them, lowering a plan for a profile gives the tasks that the engine runs: the plan shown is the plan that runs.
-
-Variants of a partition whose segments may recompute their forward, and the derivatives of all their programs.
+With these facts, lowering a plan for a profile gives the tasks that the engine runs.
 
     remat (none, full, policy, auto) --base--> only segments that the argument names recompute
                                      --of(flags)--> these segments recompute as well
@@ -33,16 +29,10 @@ def with_program_facts(
     offload_activations: bool = False,
     staging_bytes: int = 0,
 ) -> Profile:
-    """The profile with the facts of its layers' programs that are known before compilation.
+    """Returns the profile with the facts of its layers' programs that are known before compilation.
 
-    Temporaries depend on the compiler: a measured profile has them, beside its times.
-
-    Args:
-      profile: times and sizes of the uses.
-      partition: the segments.
-      derivatives: by program number.
-      offload_activations: whether values wait in host memory for their backward.
-      staging_bytes: device memory that transfers need besides the moved bytes.
+    Temporaries depend on the compiler: a measured profile has them, beside its times. `staging_bytes` is device memory
+    that transfers need besides the moved bytes.
     """
     facts = [_flags(partition, derivatives, number) for number in range(len(partition.uses))]
     if offload_activations:
@@ -53,7 +43,7 @@ def with_program_facts(
 
 
 def with_sum_bytes(profile: Profile, partition: Partition, groups: Collection[int]) -> Profile:
-    """The profile for a step in which sums over micro-batches of these groups leave the device, and no other sums.
+    """Returns the profile for a step in which only sums over micro-batches of these groups leave the device.
 
     A sum that is wider than the gradient takes as much longer.
     """
@@ -135,12 +125,8 @@ def _add_workspace(
 class RematVariants:
     """The variants of a partition that differ in recomputation.
 
-    Args:
-      partition: the segments without recomputation.
-      remat: the checked argument of `train_step`.
-
     Attributes:
-      base: the variant in which only segments that the argument names recompute.
+      base: the variant in which only segments that `train_step`'s argument names recompute.
       derivatives: by program number, for all variants made so far.
       may_recompute: for each use, whether the plan may choose recomputation of its segment there, which is at the
         segment's first use, and this frees memory. The last segment's forward and backward are one program, which holds
@@ -166,11 +152,7 @@ class RematVariants:
         return sorted(numbers, key=lambda number: (-held[number], number))
 
     def of(self, recomputes: Sequence[bool]) -> Partition:
-        """Returns the variant in which some segments recompute, besides those that the argument names.
-
-        Args:
-          recomputes: for each use, whether its segment does; the first use of each segment counts.
-        """
+        """Returns the variant in which some uses' segments recompute as well; the first use of each segment counts."""
         firsts = [recomputes[uses[0]] for uses in self._partition.uses_of]
         chosen = ["full" if again else choice for again, choice in zip(firsts, self._choices, strict=True)]
         made = with_remat(self._partition, chosen)

@@ -44,10 +44,7 @@ def is_finite(values: Sequence[jax.Array]) -> jax.Array:
 
 
 def squared_norm(gradients: Sequence[Gradient]) -> jax.Array | None:
-    """Returns the sum of squares in fp32; None if any gradient consists of rows, since rows may repeat.
-
-    Where a program also makes the gradients, they come from `as_stored`.
-    """
+    """Returns the sum of squares in fp32; None if any gradient consists of rows, since rows may repeat."""
     total = jnp.float32(0)
     for gradient in gradients:
         if isinstance(gradient, RowGradient):
@@ -68,15 +65,7 @@ def has_rows(gradients: Sequence[Gradient]) -> bool:
 
 
 class ProgramTracer:
-    """Traces the functions of a partition's programs.
-
-    Args:
-      partition: the segments.
-      derivatives: by program number; empty for evaluations.
-      placement: where arguments and results live.
-      native: whether programs read and write host memory by native operations.
-      is_scaled: whether the loss is scaled before its backward.
-    """
+    """Traces the functions of a partition's programs; `derivatives` is empty for evaluations."""
 
     def __init__(
         self,
@@ -191,10 +180,7 @@ class ProgramTracer:
         return reading, [*weights[:place], self._placement.readable(layer), *weights[place + 1 :]]
 
     def _targeted(self, key: ProgramKey, segment: Segment, function: Function, arguments: list[Any]) -> Any:
-        """Traces a function `-> gradients, rest` that writes the gradients of each group to the key's target.
-
-        A backward donates its residuals and cotangents, since nothing else reads them.
-        """
+        """Traces a function `-> gradients, rest` that writes gradients to the key's target."""
         device, pinned, layers = self._placement.device, self._placement.pinned, self._layers(segment)
         donated: tuple[int, ...] = (4, 5) if key.kind is ProgramKind.BACKWARD else ()
         if key.stores:
@@ -383,11 +369,7 @@ class ProgramTracer:
         return [_struct(aval, self._placement.device, aval.weak_type) for aval in avals]
 
     def _placed(self, avals: Sequence[Any]) -> list[Any]:
-        """Structs of values, which devices may share.
-
-        Raises:
-          InputError: if this version of JAX passes no arrays of their dtype to compiled programs.
-        """
+        """Structs of values, which devices may share; raises `InputError` if JAX passes no such dtype to programs."""
         for aval in avals:
             check_passes(aval, self._placement)
         return [_struct(aval, self._placement.of(self._partition.graph, aval), aval.weak_type) for aval in avals]

@@ -25,13 +25,9 @@ _NONE = -1
 class TaskList:
     """The tasks of one step with their dependencies; made once, run often.
 
-    Args:
-      schedule: the tasks.
-      trivial: those without work of their own. No thread takes them: each ends once those that it waits for have ended,
-        and on the GPU's lane the one before it.
-
-    Attributes:
-      late: by lane, the tasks that run between those of the next step, each with its place there.
+    No thread takes `trivial` tasks, which have no work of their own: each ends once those that it waits for have
+    ended, and on the GPU's lane the one before it. `late` has, by lane, the tasks that run between those of the next
+    step, each with its place there.
     """
 
     def __init__(self, schedule: Schedule, trivial: Collection[int] = ()) -> None:
@@ -85,18 +81,11 @@ class TaskList:
 
 
 class ReadyTasks:
-    """The progress of one run of a task list.
+    """The progress of one run of a task list; `starts_s` and `ends_s` are by task.
 
-    Args:
-      tasks: the list.
-      previous: the progress of the run that `after_previous` refers to; None if it has ended.
-      begin_arrival: calls `arrive` for a task of the host's lane, all of whose dependencies have ended, once what the
-        task reads is there; None calls it at once.
-
-    Attributes:
-      num_over: rises when the last task of a lane ends, and with each one that outlasts its step afterwards.
-      starts_s: when each task started.
-      ends_s: when each task ended.
+    `begin_arrival` calls `arrive` for a task of the host's lane, all of whose dependencies have ended, once what the
+    task reads is there. `num_over` rises when the last task of a lane ends, and with each one that outlasts its step
+    afterwards.
     """
 
     def __init__(

@@ -12,13 +12,10 @@ from jaxferry.transport import StepMarks
 
 
 class Recorder:
-    """Keeps the records of the last steps.
+    """Keeps the records of the last `num_steps` steps.
 
     If a thread does its lane's work itself, a task's start and end are two readings of the host's clock. If a thread
     only issues work to a device, they are the device's times (`marks.py`), on the same clock (`on_the_device`).
-
-    Args:
-      num_steps: the number of steps to keep; 0 keeps none.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -26,21 +23,13 @@ class Recorder:
         self._steps: collections.deque[tuple[StepRun, StepMarks | None]] = collections.deque(maxlen=num_steps)
 
     def add(self, work: StepRun, marks: StepMarks | None = None) -> None:
-        """Adds a step; drops earlier steps of another task list.
-
-        Args:
-          work: its tasks.
-          marks: their times on the device; None if the threads' own readings apply.
-        """
+        """Adds a step, with its times on the device if those apply; drops earlier steps of another task list."""
         if self._steps and self._steps[-1][0].list is not work.list:
             self._steps.clear()
         self._steps.append((work, marks))
 
     def run(self) -> Run | None:
-        """Returns the steps as one chain, in seconds from the start of the first; None without steps.
-
-        Leaves out steps in flight. Waits for the device to finish the others.
-        """
+        """Returns the steps that have ended as one chain, in seconds from the start of the first; None without any."""
         steps = [step for step in self._steps if _has_ended(step[0])]
         if not steps:
             return None

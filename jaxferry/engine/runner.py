@@ -30,14 +30,10 @@ DEVICE_LANES = (Lane.GPU, Lane.D2H)
 
 
 class StepRunner:
-    """Runs steps of one prepared structure.
+    """Runs steps of one prepared structure: `first`, then `runnable`.
 
     The first step updates after all gradients have arrived. So running out of device memory, the likeliest failure of a
     new structure, is always rolled back.
-
-    Args:
-      first: the step that runs first.
-      runnable: all later ones.
     """
 
     def __init__(self, first: RunnableStep, runnable: RunnableStep) -> None:
@@ -133,10 +129,7 @@ class StepRunner:
         return are_placed and stay and state.resident.keys() == program.resident and runnable.tasks.is_like(work.list)
 
     def _arrange_copies(self, state: TrainState, runnable: RunnableStep) -> None:
-        """Loads the RESIDENT copies that this program reads, and moves optimizer state to where it updates.
-
-        Sums of micro-batches move to where it adds to them.
-        """
+        """Loads the RESIDENT copies that this program reads; moves state and sums to where it updates them."""
         program, transport, host = runnable.program, self._resources.transport, state.host
         for unit in host.units:
             leaves_device = unit.is_on_device and not program.stays_on_device.issuperset(unit.layers)
@@ -253,14 +246,7 @@ class StepRunner:
     def _fail(self, step: StepContext, before: Counts, error: BaseException | None = None) -> str:
         """Ends a step that has not returned: rolls it back, or marks the state as damaged; returns which, in words.
 
-        Args:
-          step: the step.
-          before: the state's counts before the step.
-          error: what has failed, if it is no task.
-
-        Raises:
-          TaskError: if a task of this step or of the previous one has failed.
-          StateError: if the state is damaged.
+        Raises the error of a failed task of this step or of the previous one, or `StateError` if the state is damaged.
         """
         state, work = step.state, step.work
         self._discard_prefetch(state)

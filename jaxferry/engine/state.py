@@ -244,11 +244,7 @@ class TrainState:
         raise TypeError("a TrainState cannot be pickled: step.save(state, path) keeps it on disk")
 
     def copies(self, what: str) -> tuple[dict[int, Stored], dict[str, Stored]]:
-        """Returns copies of masters and optimizer state as they are stored; what they are for is named in errors.
-
-        Raises:
-          HostMemoryError: if host memory cannot hold them; nothing is allocated then.
-        """
+        """Returns copies of masters and optimizer state as they are stored; what they are for is named in errors."""
         self.settle()
         host_memory.check(self.host.copy_bytes, what, _FREE_FIRST, self.held_bytes)
         return self.host.copies()
@@ -271,10 +267,7 @@ class TrainState:
     ) -> dict[Any, Stored]:
         """Whole arrays of the user as they are stored: copies, unless the process keeps only some elements of them.
 
-        Args:
-          leaves: the arrays, by name.
-          avals: shapes and dtypes in which they are stored.
-          shown: those in which the user sees parameters, by number; None for the optimizer's state.
+        `avals` are as stored; `shown` as the user sees parameters, by number, and None for the optimizer's state.
         """
 
         def stored(name: Any) -> Any:
@@ -324,14 +317,7 @@ class TrainState:
             raise StateError(self.damage)
 
     def end_failed(self, step: EndingStep, work: StepRun, before: Counts, error: BaseException | None = None) -> str:
-        """Rolls back a failed step, or marks the state as damaged; returns the outcome in words.
-
-        Args:
-          step: the failed step; it must have no work in flight.
-          work: the run of its tasks.
-          before: the state's counts before the step.
-          error: what has failed, if it is no task.
-        """
+        """Rolls back a failed step without work in flight, or marks the state as damaged; returns which, in words."""
         if step.is_updating:
             remedy = "restore a checkpoint" if self.checkpoint is None else f"restore {self.checkpoint}"
             outcome = f"the state lies between two steps: {remedy}"
@@ -381,12 +367,7 @@ class TrainState:
     def stored(self, copied: bool = False) -> tuple[list[Any], dict[str, Any]]:
         """Returns the master parameters and the leaves of the optimizer's state, in the form of `masters`.
 
-        Args:
-          copied: whether all are copies; else those of layers that are updated on the device are, and later updates
-            change the others.
-
-        Raises:
-          HostMemoryError: if host memory cannot hold the copies; nothing is allocated then.
+        With `copied` all are copies; else those of layers that are updated on the device are.
         """
         self.settle()
         if copied:

@@ -89,25 +89,13 @@ class Rules:
 
     @property
     def need_all_gradients(self) -> bool:
-        """Whether no update may start before all gradients are in host memory.
-
-        Accumulation is irreversible: without this, a failure after the first update could not be rolled back.
-        """
+        """Whether no update may start before all gradients are on the host; accumulation is irreversible."""
         return self.clips or self.skip_nonfinite or self.checks_gradients or self.accumulate > 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Resources:
-    """What all steps of a training step share.
-
-    Attributes:
-      placement: where arrays live.
-      transport: moves parameters and gradients.
-      lanes: the threads that run the tasks.
-      optimizer: the host optimizer.
-      prefetch: holds the prefetched copies.
-      recorder: records when tasks start and end; None records nothing.
-    """
+    """What all steps of a training step share."""
 
     placement: Placement
     transport: Transport
@@ -122,13 +110,6 @@ class RunnableStep:
     """A step program with everything needed to run it.
 
     Attributes:
-      program: the instructions.
-      tasks: their dependencies.
-      programs: the compiled programs.
-      resources: what all steps share.
-      rules: when updates may run.
-      norms: computes norms of gradients.
-      device_updates: the updates that run on the device.
       constants: the model's constants, on the device.
       loads_ahead: the first loads that may run before the step is called.
       is_first: whether no update starts before every gradient is on the host: see `StepRunner`.
@@ -156,22 +137,13 @@ class StepContext:
     """The data of one step in progress.
 
     Attributes:
-      runnable: the step program with everything needed to run it.
-      program: its instructions.
-      state: the state that the step updates.
       work: the run of its tasks.
-      instructions: those of the program.
-      compiled: their compiled programs.
       does_what_it_issues: whether each lane's thread does the work itself; on an accelerator, a thread only issues it.
-      copies: its device copies.
       values: the values between programs, by number.
       offloaded: values that wait in pinned host memory for their backward.
       fetched: the arrays there of values that are back on the device, or on their way.
       saved: residuals, by segment.
       cotangents: by number of the value.
-      gradients: the gradients of the step.
-      streaming: the updates that stream through the GPU.
-      is_last: whether this is the last micro-batch before an update.
       seed: the factor on the loss, on the device; empty without loss scaling.
       finite: for each segment, whether its outputs are finite.
       num_programs: number of programs issued.
@@ -260,10 +232,7 @@ class StepContext:
         return jnp.zeros(aval.shape, aval.dtype, device=placement.of(graph, aval))
 
     def make_room(self, call: Instruction) -> None:
-        """Ensures that the offloads whose memory this program reuses have finished when the device runs it.
-
-        On an accelerator an offload counts as ended once issued, so the device waits.
-        """
+        """Makes the device wait for the offloads whose memory this program reuses: they count as ended once issued."""
         for offload in call.offloads_awaited:
             self.gradients.in_flight.hold_for(offload)
 
@@ -289,11 +258,7 @@ class StepContext:
         return np.float32(self._loss_scale * self.weight)
 
     def extra(self, on_device: bool) -> list[Any]:
-        """What `HostOptimizer.extra` describes: the mean loss of the micro-batches, and the user's own arguments.
-
-        Args:
-          on_device: whether the loss of a single batch may be on the device, so that nothing waits for it.
-        """
+        """What `HostOptimizer.extra` describes; with `on_device`, nothing waits for the loss of a single batch."""
         optimizer, loss = self.runnable.resources.optimizer, self.program.partition.loss
         if not optimizer.extra:
             return []

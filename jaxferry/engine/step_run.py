@@ -24,12 +24,7 @@ _POLL_S = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A task that failed.
-
-    Attributes:
-      index: the task; None for what runs before all tasks, or between them.
-      error: the exception that its action raised.
-    """
+    """The error of a failed task; `index` is None for what runs before all tasks, or between them."""
 
     index: int | None
     error: BaseException
@@ -38,13 +33,8 @@ class Failure:
 class Monitor:
     """One lock and the threads that wait under it. The end of a task wakes only threads that may continue.
 
-    Attributes:
-      outside: wakes callers that wait for a run.
-      later: the thread that waits for tasks that an action has only begun.
-      arrivals: the thread that waits for what updates read.
-
-    Args:
-      threads: the lanes that each thread runs.
+    `outside` wakes callers that wait for a run; `later` waits for tasks that an action has only begun, `arrivals` for
+    what updates read.
     """
 
     def __init__(self, threads: Sequence[Sequence[Lane]]) -> None:
@@ -80,12 +70,10 @@ class StepRun:
     """One run of a task list; made by `Lanes.make`.
 
     Attributes:
-      list: the tasks.
       failure: the first failure, or None.
       is_stopped: whether no further task starts.
       begin_s: when it was made.
-      starts_s: when each task started, by `time.perf_counter`. If a thread only issues for a device, the time of issue.
-      ends_s: when each task ended, likewise.
+      starts_s, ends_s: by task, of `time.perf_counter`. If a thread only issues for a device, the time of issue.
       is_committed: whether an irreversible change was made, so the run must be completed.
     """
 
@@ -122,9 +110,7 @@ class StepRun:
     def wait(self, lanes: Sequence[Lane] = ALL_LANES, should_stop: Callable[[], bool] | None = None) -> None:
         """Returns when all tasks of these lanes have ended or the run has broken off.
 
-        Args:
-          lanes: the lanes.
-          should_stop: polled while waiting; once true, no further task starts unless the run is committed.
+        `should_stop` is polled while waiting; once true, no further task starts unless the run is committed.
         """
         if len(lanes) == len(ALL_LANES):
             self._run_late(self)

@@ -50,14 +50,7 @@ class StreamedUpdates:
 
 
 class StreamingStep:
-    """The updates of one step that stream.
-
-    Args:
-      updates: the compiled updates.
-      host: the state's arrays.
-      resident: device copies of RESIDENT groups.
-      placement: where they live.
-    """
+    """The updates of one step that stream; `resident` are device copies of RESIDENT groups."""
 
     def __init__(
         self,
