@@ -84,7 +84,7 @@ class DeviceUpdates:
         return made
 
     def fold(self, group: int, earlier: Sequence[list[jax.Array]], uses: Uses) -> list[jax.Array]:
-        """Adds the uses of a group to an earlier sum, which is donated: a dense fp32 gradient, joined as programs do."""
+        """Adds the uses of a group to an earlier sum, which is donated: a dense fp32 gradient, joined."""
         folded: list[jax.Array] = self.in_turn(self.folds[group, bool(earlier)](earlier, uses))
         return folded
 

@@ -23,12 +23,7 @@ from jaxferry.transport import ORPHANED_COPIES, Placement, Vectors, from_shares,
 class HostArrays:
     """Masters, optimizer state and compute copy.
 
-    Args:
-      optimizer: the host optimizer.
-      placement: where arrays live.
-      layers: the parameter groups.
-      masters: by index in the flattened tree; emptied.
-      state: the leaves of the optimizer's state by path, emptied; None makes the initial state.
+    Masters, by index in the flattened tree, and state, by path, are emptied; without state, it is the initial one.
 
     Attributes:
       layers: the parameter groups in which the arrays are arranged.
@@ -219,7 +214,7 @@ class HostArrays:
     def arrange(self, layers: Sequence[Layer]) -> None:
         """Arranges the arrays in these parameter groups; `vectors` is empty afterwards.
 
-        If that fails (host memory is short), the arrays stay in the groups that they were in.
+        If that fails, nothing has changed.
         """
         self._end_filling(at_once=True)
         masters, state = Pieces(self.masters(), self._placement), Pieces(self.optimizer_state(), self._placement)
@@ -236,11 +231,7 @@ class HostArrays:
             raise
 
     def replace_masters(self, masters: dict[int, Stored]) -> None:
-        """Replaces all parameters; `vectors` is empty afterwards.
-
-        Args:
-          masters: by index in the flattened tree; emptied.
-        """
+        """Replaces all parameters, by index in the flattened tree; `vectors` is empty afterwards."""
         self._end_filling(at_once=True)
         for unit in self.units:
             self.to_host(unit)

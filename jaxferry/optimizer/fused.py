@@ -42,10 +42,7 @@ def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:
 
 
 def factors_program(rule: HostRule, state: Any, clip_norm: float | None) -> tuple[Callable[..., jax.Array], int]:
-    """Returns a function, for a jitted one, of a state's counts, the norm and the scale to the factors of a step.
-
-    The second result is the number of counts.
-    """
+    """Returns a function, for a jitted one, of counts, norm and scale to a step's factors; and the number of counts."""
     leaves, structure = jax.tree.flatten(state)
     _, places = _moments_and_counts(rule, structure)
 
@@ -73,12 +70,7 @@ def _moments_and_counts(rule: HostRule, structure: Any) -> tuple[list[list[int]]
 
 
 class Factors:
-    """The factors of a step, computed once for all units that have taken as many steps.
-
-    Attributes:
-      shared: the factors.
-      norm, scale: the numbers that they were computed with.
-    """
+    """The `shared` factors of a step with `norm` and `scale`, computed once for units with as many steps."""
 
     def __init__(self, program: Callable[..., Any], num_counts: int) -> None:
         self._program, self.shared = program, StepFactors(num_counts)
@@ -86,13 +78,7 @@ class Factors:
         self.scale: Any = None
 
     def compute(self, counts: Sequence[np.ndarray], norm: Any, scale: Any) -> None:
-        """Computes them.
-
-        Args:
-          counts: int32 scalars, see `factors_program`.
-          norm: fp32 scalar, the global norm of all gradients after the division by `scale`; one object for a step.
-          scale: fp32 scalar, the divisor of gradients; likewise.
-        """
+        """Computes them from int32 counts and fp32 scalars; `norm` and `scale` are one object each for a step."""
         self.norm = self.scale = None
         taken = [np.int32(count) for count in counts]
         self.shared.values[:] = np.asarray(self._program(taken, norm, scale))
@@ -103,15 +89,8 @@ class Factors:
 class FusedUpdate:
     """Updates units of one layout by the native library.
 
-    Args:
-      rule: the optimizer's rule.
-      factors: computes the factors of a step.
-      layers: the layers of such a unit; this process's elements of their trained parameters.
-      state: shapes of its Optax state.
-      decays: for each master whether it decays.
-      gradient_dtypes: of the vectors of gradients, for all layers together.
-      placement: where arrays live.
-      writes_in_place: whether the compute copy is overwritten where it is.
+    `layers` have this process's elements of the trained parameters; `decays` is for each master; `gradient_dtypes` are
+    of the vectors of all layers. With `writes_in_place`, the compute copy is overwritten where it is.
     """
 
     def __init__(

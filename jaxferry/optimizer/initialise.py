@@ -89,11 +89,7 @@ def _read_blocks(stored: Any, made: np.ndarray, span: Span | None) -> None:
 
 
 def initial_shapes(init_fn: Callable[[Any], Any], rng: Any) -> Any:
-    """Returns the shapes of the parameters that `init_fn(rng)` makes.
-
-    Raises:
-      InputError: if this is no function, or something is no array.
-    """
+    """Returns the shapes of the parameters that `init_fn(rng)` makes; raises `InputError` if it makes no arrays."""
     if not callable(init_fn):
         raise InputError(f"init_fn must be a function of a PRNG key, got {init_fn!r}")
     if found := no_arrays(rng):
@@ -113,10 +109,8 @@ def masters_layer_by_layer(
 ) -> dict[int, Stored]:
     """Runs `init_fn(rng)` on the CPU backend, one layer at a time, each with only the equations that it needs.
 
-    Each parameter is copied as soon as it is computed: one exists beside the masters at a time, with what computes it.
-
-    The results equal those of `init_fn` on that backend without `jit`. Of several processes each computes all layers
-    and keeps what it owns.
+    One parameter exists beside the masters at a time, with what computes it. The results equal those of `init_fn` on
+    that backend without `jit`. Of several processes each computes all layers and keeps what it owns.
     """
     # A jitted sampler differs in the last bits when its operations run one by one.
     graph = trace(init_fn, rng, (), {}, keep_single=True)

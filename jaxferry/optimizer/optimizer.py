@@ -102,11 +102,9 @@ def given_leaves(what: str, given: Any, expected: Any) -> list[Any]:
 
 
 def taken_extra_args(kwargs: dict[str, Any], known: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The optimizer's extra arguments of a step, as NumPy arrays that the caller cannot change.
+    """Removes `extra_args` from a step's keyword arguments; returns them as NumPy arrays that the caller cannot change.
 
-    Args:
-      kwargs: the step's keyword arguments, of which `extra_args` is removed.
-      known: what steps take that give none; None if the optimizer was declared to have none.
+    `known` is what steps take that give none; None if the optimizer was declared to have none.
 
     Raises:
       InputError: as for `given_leaves`.
@@ -191,7 +189,6 @@ class HostOptimizer:
       extra_args: the user's own arguments of its update, by name; arrays.
 
     Attributes:
-      avals: shapes and master dtypes of the parameters.
       frozen: leaves without update and gradient: the hidden ones, and those that the transformation itself freezes.
       whole: of several processes, the leaves that each holds whole, since their update is not element-wise.
       is_joint: whether all layers form one unit, because the optimizer is not separable.
@@ -272,9 +269,7 @@ class HostOptimizer:
     def part_of(self, unit: UpdateGroup, held: Sequence[tuple[Leaf, Span | None]]) -> UpdateGroup:
         """Returns the update of some parameters of a unit alone, with shapes instead of arrays.
 
-        Args:
-          unit: the unit.
-          held: these parameters, each with its elements if they are not all; only where `is_elementwise`.
+        Some parameters may be spans of their elements, where `is_elementwise`.
         """
         if not held:
             return UpdateGroup(unit.layers, [], [], [], [])

@@ -38,11 +38,8 @@ _MOMENTS = {
 class HostRule:
     """The arithmetic of an Optax chain of update rule, weight decay and learning rate.
 
-    Attributes:
-      step: the rule's arithmetic.
-      learning_rate: a number, or a function of the number of steps taken.
-      weight_decay: likewise; None if the chain has no weight decay.
-      mask: which parameters decay, in Optax's format; None for all.
+    `learning_rate` and `weight_decay` (None without) are numbers, or functions of the number of steps taken. `mask`
+    says which parameters decay, in Optax's format; None for all.
     """
 
     step: StepRule
@@ -99,11 +96,7 @@ def _bias(decay: float, count: jax.Array) -> jax.Array:
 
 
 class FusedTransformation(optax.GradientTransformationExtraArgs):
-    """An Optax transformation that describes its arithmetic.
-
-    Attributes:
-      rule: the description; None if the library does not support the arguments.
-    """
+    """An Optax transformation that describes its arithmetic in `rule`; None if the library does not support it."""
 
     rule: HostRule | None = None  # the default also covers copies made by `_replace`
 

@@ -4,11 +4,9 @@
 
 Optax sees the tree, the shapes and the paths that the user knows, so masks, labels and schedules mean what they say.
 The update of a group of whole parameters runs the equations that its outputs depend on, so it equals the whole update
-by construction. If no output of one parameter depends on another, each layer has an update of its own. Clipping by
-global norm is an example of an optimizer that needs all parameters.
-
-Parts of a parameter are updated alone if the equations are element-wise: the same equations run on the part. Otherwise
-(factored moments, norms of a parameter) the parts are updated together.
+by construction. If an output of one parameter depends on another, as with clipping by global norm, all layers have one
+update. Parts of a parameter are updated alone if the equations are element-wise: the same equations run on the part.
+Otherwise (factored moments, norms of a parameter) the parts are updated together.
 """
 
 from __future__ import annotations
@@ -49,14 +47,7 @@ _SAME_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "co
 
 
 class TreeUpdate:
-    """An Optax transformation, traced on a tree of parameters.
-
-    Args:
-      optimizer: the transformation.
-      tree: the structure of the parameters.
-      avals: their shapes and master dtypes.
-      hidden: leaves that the transformation does not see, by index.
-      extra_args: the user's own arguments of its update, by name; arrays.
+    """An Optax transformation, traced on a tree of parameters; it does not see `hidden` leaves.
 
     Attributes:
       optimizer: the transformation, as of `transformations.Traced`.
@@ -220,13 +211,9 @@ class _ObstacleError(Exception):
 
 @dataclasses.dataclass
 class _Recipe:
-    """How to compute the outputs of a stacked leaf for one part.
+    """How to compute the outputs of a stacked leaf for one part: element-wise equations and broadcasts, in order.
 
-    Attributes:
-      outputs: numbers and values of the outputs.
-      equations: element-wise equations and broadcasts of scalars, in order.
-      scalars: scalars that these equations read, the same for all parts.
-      is_of_scalar: whether the leaf is a scalar.
+    `outputs` are numbers and values; `scalars` are read by the equations and the same for all parts.
     """
 
     outputs: list[tuple[int, Atom]]
@@ -236,13 +223,9 @@ class _Recipe:
 
 
 class _Replay:
-    """A traced function of all parameters, run on some of them or on parts of them.
+    """A traced function of all parameters (`graphs_of`), run on some of them or on parts of them.
 
-    Args:
-      graphs: see `graphs_of`.
-      inputs: the leaf that each input belongs to, or `SHARED`.
-      outputs: likewise for each output.
-      shapes: of the leaves.
+    `inputs` and `outputs` name the leaf that each belongs to, or `SHARED`; `shapes` are of the leaves.
     """
 
     def __init__(

@@ -93,13 +93,10 @@ def _check_update(made: Any, gradients: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A transformation, traced.
+    """A traced transformation, with a state whose structure no update changes: if need be, a `Settled` one.
 
-    Attributes:
-      optimizer: the transformation, with a state whose structure no update changes: if need be, a `Settled` one.
-      state: shapes of its state.
-      init: `init(params)`; graphs as of `graphs_of`.
-      update: `update_of(optimizer)`, whose results are the updates, then the new state.
+    `state` has shapes. `init` has the graphs of `init(params)`, `update` of `update_of(optimizer)`, whose results are
+    the updates, then the new state.
     """
 
     optimizer: Any
@@ -109,11 +106,7 @@ class Traced:
 
 
 def traced(optimizer: Any, params: Any, extra_args: Mapping[str, Any]) -> Traced:
-    """Traces a transformation.
-
-    Raises:
-      InputError: if the update needs others, or changes the structure of the state each time.
-    """
+    """Traces a transformation; raises `InputError` if its update needs other arguments, or never settles."""
     init = graphs_of(init_of(optimizer), params)
     state = _result(init)
     update = graphs_of(update_of(optimizer), params, params, state, extra_args)
@@ -131,12 +124,10 @@ def traced(optimizer: Any, params: Any, extra_args: Mapping[str, Any]) -> Traced
 
 
 class SettlingState(NamedTuple):
-    """The state of a `Settled` transformation.
+    """The state of a `Settled` transformation; `is_settled` is 0 before the first update, then 1.
 
-    Attributes:
-      is_settled: 0 before the first update, then 1.
-      state: the state as an update leaves it; before, zeros in place of what the initial state does not have.
-      initial: by path, the leaves that only the initial state has.
+    `state` is as an update leaves it; before, zeros replace what the initial state does not have. `initial` are, by
+    path, the leaves that only the initial state has.
     """
 
     is_settled: Any

@@ -28,7 +28,6 @@ class UpdateGroup:
     """What one update covers: a layer, or all layers if the optimizer is not separable.
 
     Attributes:
-      layers: indices of the layers.
       keys: indices of their parameters in the model's own tree, each with its part, or some elements, if not all.
       masters: master parameters in the order of `keys`.
       state: leaves of the Optax state.
@@ -154,10 +153,7 @@ def updated_together(layers: Sequence[Layer], not_by_part: Collection[int]) -> l
 
 
 def by_master(unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[[Mapping[int, jax.Array]], list[jax.Array]]:
-    """Returns a function, for a jitted one, of arrays by index of the layers' leaves to a list as of a unit's masters.
-
-    It joins stored parts that are updated together.
-    """
+    """Returns a function, for a jitted one, of arrays by the leaves' index to a list in the order of a unit's masters."""
     leaves, is_by_part = unit.leaves, unit.is_by_part
 
     def in_order(arrays: Mapping[int, jax.Array]) -> list[jax.Array]:

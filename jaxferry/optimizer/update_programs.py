@@ -65,14 +65,11 @@ class Update(Protocol):
 
 
 class CompiledUpdate:
-    """An update that XLA has compiled.
+    """An update that XLA has compiled, for units with these trained parameters.
 
-    Args:
-      program: maps `(masters, state, vectors, gradients, norm, scale, extra)` to `(masters, state, vectors)`, with
-        vectors of trained parameters alone. Masters and state are donated; if the device is a CPU, so are vectors, else
-        there are none.
-      placement: where arrays live.
-      layers: of such a unit, the trained parameters.
+    `program` maps `(masters, state, vectors, gradients, norm, scale, extra)` to `(masters, state, vectors)`, with
+    vectors of trained parameters alone. Masters and state are donated; if the device is a CPU, so are vectors, else
+    there are none.
     """
 
     def __init__(self, program: Any, placement: Placement, layers: Sequence[Layer]) -> None:
@@ -96,13 +93,7 @@ class CompiledUpdate:
 
 
 class _InitialState:
-    """Makes initial states: zeros, the most of them, are written by all threads, and a program makes others, if any.
-
-    Args:
-      init: returns the leaves of the state of masters.
-      masters: some that it takes.
-      placement: where arrays live.
-    """
+    """Makes initial states: all threads write zeros, most of the state, and a program makes what else there is."""
 
     def __init__(
         self, init: Callable[[Any], list[jax.Array]], masters: Sequence[jax.Array], placement: Placement
@@ -126,13 +117,7 @@ class _InitialState:
 
 
 class UpdatePrograms:
-    """Compiles updates; equal units share one.
-
-    Args:
-      tree: the transformation on the model's tree.
-      placement: where arrays live.
-      clip_norm: global norm to clip gradients to, or None.
-    """
+    """Compiles updates of the transformation on the model's tree; equal units share one."""
 
     def __init__(self, tree: TreeUpdate, placement: Placement, clip_norm: float | None) -> None:
         self._tree, self._placement, self._clip_norm = tree, placement, clip_norm
@@ -155,13 +140,7 @@ class UpdatePrograms:
         return state
 
     def compile(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> None:
-        """Stores the `Update` of every unit in `unit.programs`; equal units share it.
-
-        Args:
-          units: the units.
-          layers: the parameter groups.
-          arrivals: for each layer, how its gradient arrives.
-        """
+        """Stores every unit's `Update` in `unit.programs` for how its gradients arrive; equal units share it."""
         wanted, missing, rules = self._begin(units, layers, arrivals)
         settings = traced_settings()
         begun = {key: self._begun.pop((key, settings), None) for key in missing}
@@ -177,13 +156,7 @@ class UpdatePrograms:
             unit.programs[how] = self._updates[key]
 
     def begin(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> None:
-        """Lets threads compile what `compile` will return; that call raises what fails here.
-
-        Args:
-          units: as for `compile`; masters and state may be shapes.
-          layers: likewise.
-          arrivals: likewise.
-        """
+        """Lets threads compile what `compile` will return, for shapes or arrays; that call raises what fails here."""
         with contextlib.suppress(Exception):
             self._begin(units, layers, arrivals)
 
@@ -197,9 +170,8 @@ class UpdatePrograms:
     ) -> tuple[list[tuple[UpdateGroup, Any, Any]], dict[Any, Any], dict[Any, HostRule]]:
         """Begins to compile what is missing.
 
-        Returns:
-          The units without an update, each with how its gradients arrive and its key; by key, one such unit of those
-          whose update is not compiled; and the rules of those that the native library updates.
+        Returns the units without an update, each with arrivals and key; by key, one such unit of those that are not
+        compiled; and the rules of those that the native library updates.
         """
         missing: dict[Any, Any] = {}
         wanted = []
@@ -231,11 +203,7 @@ class UpdatePrograms:
         """The update of a unit by Optax, for a jitted function on any device.
 
         It maps `(masters, state, gradients, norm, extra)` to `(masters, state)`. `gradients` are in the master dtypes,
-        by index of the leaf.
-
-        Args:
-          unit: the unit.
-          layers: its layers' trained parameters.
+        by index of the leaf; `layers` are the unit's trained parameters.
         """
         held, in_order = unit.keys, by_master(unit, layers)  # not the unit, which holds arrays
 

@@ -39,15 +39,11 @@ _SPARE_BYTES = 2**16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffer:
-    """A request for device memory within one step.
+    """A request for `num_bytes` of device memory within one step.
 
     Times are integers that order the events of a step; those below 0 lie in the step before, and those from the step's
-    length on in the next one. At equal times, memory is freed before any is requested.
-
-    Attributes:
-      num_bytes: its size.
-      start: the earliest and the latest time of the request.
-      end: the earliest and the latest time when the buffer is freed.
+    length on in the next one. At equal times, memory is freed before any is requested. `start` and `end` are the
+    earliest and the latest times of the request and of its end.
     """
 
     num_bytes: int
@@ -58,12 +54,9 @@ class Buffer:
 class BestFit:
     """XLA's allocator.
 
-    Args:
-      kind: whether memory is taken from the device in regions that grow; else it is one region, which has no end here.
+    It takes memory from the device in regions that grow (`kind`), or has one region without end here.
 
-    Attributes:
-      in_use: bytes of all chunks that are handed out.
-      requested: bytes that these were requested for.
+    `in_use` are the bytes of all chunks that are handed out, `requested` those that were asked for.
     """
 
     def __init__(self, kind: Allocator = Allocator.PREALLOCATED) -> None:
@@ -132,11 +125,6 @@ def unsplit_bytes(buffers: Sequence[Buffer], step_length: int, kind: Allocator) 
 
     This is a multiple of the most that runs of the model show: on a device, orders vary more than in these. Where
     memory grows, a whole region that earlier programs have left may be the chunk of a request.
-
-    Args:
-      buffers: the requests of a step.
-      step_length: the time from the start of a step to that of the next one.
-      kind: how the device's memory is taken.
     """
     found = _SAFETY[kind] * max(_run(buffers, step_length, kind, run) for run in range(_NUM_RUNS))
     if kind is Allocator.GROWING:

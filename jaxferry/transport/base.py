@@ -34,13 +34,8 @@ _OF_LOADS = frozenset({"unpack", "load", "load onto", "load vacant", "load unuse
 class Transport(abc.ABC):
     """Moves layers and their gradients; the base class of all transports.
 
-    Gradients have the dtypes of `Layer.trained`. Sums may have those of its `wide`: the host adds what arrives in fewer
-    bits.
-
-    Args:
-      placement: the memories between which they move.
-      layers: the layers; loads move all their parameters, gradients cover the trained ones.
-      accumulates: whether gradients are summed over micro-batches, which the device may do.
+    Loads move all parameters of a layer. Gradients have the dtypes of `Layer.trained`. Sums may have those of its
+    `wide`: the host adds what arrives in fewer bits.
 
     Attributes:
       library: the native library, if the transport uses it.
@@ -69,13 +64,7 @@ class Transport(abc.ABC):
         self.staging_bytes = 0
 
     def load(self, layer: int, vectors: Vectors, mark: TaskMark | None = None) -> DeviceLayer:
-        """Starts the copy of a layer's parameters from pinned memory into device buffers.
-
-        Args:
-          layer: the layer.
-          vectors: its parameters.
-          mark: records when the copy starts and ends; None for no record.
-        """
+        """Starts the copy of a layer's parameters from pinned memory to the device; `mark` records start and end."""
         size = self._layers[layer].num_bytes
         self.held.add(size)
         try:
@@ -99,11 +88,9 @@ class Transport(abc.ABC):
     def drop(self, held: DeviceLayer, is_reused: bool = True, is_reserved: bool = False) -> None:
         """Frees a device copy once the programs that read it have run; does nothing if it is freed already.
 
-        Args:
-          held: the copy.
-          is_reused: whether its buffers may be kept for another load.
-          is_reserved: whether its buffers stay allocated for the next load of the layer, or until `release`. That load
-            must not be issued before the last reader of the copy is known to have ended.
+        With `is_reused`, its buffers may be kept for another load. With `is_reserved`, they stay allocated for the
+        next load of the layer, or until `release`; that load is issued once the last reader of the copy is known to
+        have ended.
         """
         if held.is_dropped:
             return
@@ -159,7 +146,7 @@ class Transport(abc.ABC):
           gradients: those of its trained parameters, on the device: joined as by `Layer.join_small`, or one for each
             parameter if some are rows of lookups.
           onto: the stored gradient of an earlier use of the layer, to which these are added; it is consumed.
-          mark: records when the copy starts and ends; None for no record.
+          mark: records when the copy starts and ends.
           is_sum: whether they are sums over micro-batches, joined arrays in the dtypes of `wide`.
           widens: whether the host sums them in these dtypes, and they have others unless `is_sum`.
           into: vectors in pinned memory to overwrite, which are donated; None for the transport's own. The result's
@@ -203,12 +190,9 @@ class Transport(abc.ABC):
         return HostGradient(tuple(jax.device_put(np.empty(v.shape, v.dtype), place.host) for v in shapes), True)
 
     def destinations(self, layer: int, onto: HostGradient | None = None, is_sum: bool = False) -> Vectors:
-        """Returns vectors in pinned memory for a program that writes a layer's gradient there, or adds it.
+        """Returns vectors in pinned memory for a program that writes a layer's gradient there, or adds it to `onto`.
 
-        Args:
-          layer: the layer.
-          onto: the gradient to add to, which is not summed on the host; None for one to write.
-          is_sum: whether a sum in the dtypes of `wide` is written.
+        `onto` is not summed on the host. With `is_sum`, a sum in the dtypes of `wide` is written.
         """
         if onto is None:
             kind = layer, is_sum and self._sums[layer] is not self._gradients[layer]
@@ -302,10 +286,7 @@ class Transport(abc.ABC):
             return gradient.vectors
 
     def recycle(self, layer: int, gradient: HostGradient) -> None:
-        """Reuses the vectors of a gradient once the optimizer has read it.
-
-        Earlier reuse would be unsafe: if the program that wrote them fails late, so does all that uses them.
-        """
+        """Reuses the vectors of a gradient once the optimizer has read it; earlier, its program may still fail."""
         if gradient.is_gathered and gradient.is_reusable:
             vectors, is_pinned = gradient.written or gradient.vectors, bool(gradient.written) or self._placement.is_cpu
             spare = self._spares(layer, vectors, is_pinned)
@@ -314,10 +295,7 @@ class Transport(abc.ABC):
                 spare.append(vectors)
 
     def _spares(self, layer: int, like: Sequence[Any], is_pinned: bool) -> list[Vectors]:
-        """A layer's vectors of these shapes to write again: in pinned memory, or where the host adds gradients.
-
-        Each layer has its own: the norm of a gradient may be read when its vectors come back, and until the step ends.
-        """
+        """A layer's own vectors of these shapes to write again: a norm may be read when they come back."""
         shapes = tuple((vector.shape, vector.dtype) for vector in like)
         return self._spare.setdefault((layer, is_pinned or self._placement.is_cpu, shapes), [])
 

@@ -51,18 +51,11 @@ Waiter = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 
 
 class StoredCopy(CopyInFlight):
-    """One gradient on its way to host memory.
+    """One gradient on its way to host memory: copies by `native` of `sources` into `arrays`.
 
-    Args:
-      native: the library that copies.
-      vectors: where it goes, as returned by the program that has queued the copies.
-      sources: the arrays that are copied.
-      landed: a program that makes the device wait for copies of arrays, which it is donated, and returns them.
-      in_flight: the transport's copies that have not ended; this one is among them until it has.
-
-    Attributes:
-      arrays: the vectors.
-      gradient: returns the gradient that the copy is for, or None once nobody has it any more.
+    `landed` makes the device wait for copies of arrays, which it is donated, and returns them. The copy is among
+    `in_flight` until it has ended. `gradient` returns the gradient that it is for, or None once nobody has it any
+    more.
     """
 
     def __init__(
@@ -111,11 +104,9 @@ class StoredCopy(CopyInFlight):
 def hold_together(copies: Sequence[StoredCopy], landed: Waiter, keeps_freed: bool) -> None:
     """Makes the device wait for copies before its next program, and frees their sources for that program.
 
-    Args:
-      copies: the copies, in their order, in which they end.
-      landed: as in `StoredCopy`.
-      keeps_freed: whether freed memory stays as it is until the device has run what was issued before. Then the device
-        waits for the last copy alone. A CPU's memory does not, so what a copy still reads goes to a program that waits.
+    The copies end in their order. With `keeps_freed`, freed memory stays as it is until the device has run what was
+    issued before: then the device waits for the last copy alone. A CPU's memory does not, so what a copy still reads
+    goes to a program that waits.
     """
     taken = [copy.take_sources() for copy in copies]
     for sources in taken[-1:] if keeps_freed else _joined(taken):

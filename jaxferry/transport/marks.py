@@ -38,13 +38,10 @@ _MOST_COPIES = 64
 
 
 class Marks:
-    """The marks of one list of tasks.
+    """The marks of one list of tasks, kept for the last `num_steps` steps.
 
-    Args:
-      placement: the device.
-      num_steps: number of last steps whose marks are kept.
-      library: the native library that moves layers; None if threads wait for results.
-      clock: the clock of those threads, in seconds.
+    With the `library` that moves layers, events are on the device's queues; without, threads wait for results and read
+    `clock`, in seconds.
     """
 
     def __init__(
@@ -152,10 +149,7 @@ class StepMarks:
         self._seen[index] = self.marks.when(arrays)
 
     def times(self) -> dict[int, tuple[float, float]]:
-        """Returns start and end of each marked task, in seconds of the host's clock; NaN if unknown.
-
-        Waits for tasks in flight.
-        """
+        """Waits for tasks in flight; returns each marked task's start and end by the host's clock, NaN if unknown."""
         concurrent.futures.wait(self._seen.values())
         seen = {index: (math.nan, future.result()) for index, future in self._seen.items()}
         return seen | self.marks.read(self._numbers)

@@ -58,10 +58,7 @@ class Placement:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the device is itself a CPU, so that the optimizer can access its pinned memory directly.
-
-        Several CPU devices are driven as accelerators are.
-        """
+        """Whether the device is one CPU, whose pinned memory the optimizer can access directly."""
         return self.platform == "cpu" and self.num_devices == 1
 
     @property
@@ -104,8 +101,8 @@ class Placement:
     def readable(self, layer: Layer) -> list[jax.ShapeDtypeStruct]:
         """The vectors in host memory from which programs read a layer's parameters without a load, with their places.
 
-        If several processes share the layer's vectors, each has all of these: a row for each process's shares. See
-        `host.whole_copies`.
+        If several processes share the layer's vectors, each has all of these, a row for each process's shares
+        (`WholeCopies`).
         """
         vectors, where = self.ownership.shared(layer).vectors, self.pinned_of(layer)
         if not self.exchanges(layer):
@@ -165,8 +162,8 @@ class Placement:
     def in_turn(self, made: Any) -> Any:
         """Waits for the results of a program that may exchange values, if the devices are several CPU devices.
 
-        These run programs in a common pool of threads. Two such programs at a time could take all threads, each waiting
-        for a part of itself that gets none.
+        These run programs in a common pool of threads. Two such programs at a time could take all threads, each
+        waiting for a part of itself that gets none.
         """
         return jax.block_until_ready(made) if self.takes_turns else made
 
@@ -178,7 +175,8 @@ class Placement:
     def put(self, graph: Graph, number: int, array: Any) -> Any:
         """Moves the batch or a constant, a value of this number, to the accelerators.
 
-        Of an array that is smaller than the value, each process has its own rows; others are the same in all processes.
+        Of an array that is smaller than the value, each process has its own rows; others are the same in all
+        processes.
         """
         aval = graph.avals[number]
         where = self.of(graph, aval)
@@ -227,11 +225,7 @@ class Placement:
 
 
 def check_passes(aval: Any, placement: Placement) -> None:
-    """Checks that compiled programs take values of a dtype.
-
-    Raises:
-      InputError: if they do not. JAX 0.10 compares layouts of fewer than 8 bits an element wrongly on CPUs.
-    """
+    """Raises `InputError` for a dtype that compiled programs do not take: JAX 0.10 on CPUs for less than 8 bits."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or bits_of(aval.dtype) >= 8:
         return
     if not _passes(np.dtype(aval.dtype), placement):
