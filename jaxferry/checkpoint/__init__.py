@@ -116,11 +116,7 @@ def _save(checkpoint: Checkpoint, path: Path, keep: Keep | None, messages: Messa
 
 
 def check_target(path: Path, step: int = 0, keep: Keep | None = None) -> None:
-    """Checks that a step's checkpoint can be written to a path, and creates its parent folders.
-
-    Raises:
-      CheckpointError: if the path is not a local one, exists and is not a checkpoint, or cannot be written.
-    """
+    """Creates the parent folders of a step's checkpoint; raises `CheckpointError` if it cannot be written there."""
     target = _target(path, step, keep)
     with _errors_about(target):
         check_writable(target)

@@ -59,8 +59,6 @@ class Leaf:
 
     Attributes:
       path: its path in its tree.
-      shape: shape of the whole.
-      dtype: name of its dtype.
       axis: the axis along which it is stored in parts; None for a leaf stored whole.
       digest: digest of its elements; None in format 1, and of leaves in pieces.
       pieces: what each process has stored; empty if the first process has stored all.
@@ -131,11 +129,7 @@ def _digest(document: Mapping[str, Any]) -> str:
 
 
 def read_format(save: pathlib.Path) -> str | None:
-    """Returns the format of a save; None if it is not one of this package's formats.
-
-    Raises:
-      InputError: if the file exists but cannot be read.
-    """
+    """Returns the format of a save; None if it is not this package's. Raises `InputError` for an unreadable file."""
     if not os.path.lexists(save / FILE):
         return None
     found = read_json(save / FILE)
@@ -144,11 +138,7 @@ def read_format(save: pathlib.Path) -> str | None:
 
 
 def read_about(save: pathlib.Path) -> About:
-    """Reads and checks the file of a save.
-
-    Raises:
-      InputError: if it is missing or damaged; the message names the field.
-    """
+    """Reads and checks the file of a save; raises `InputError` with the field if it is missing or damaged."""
     document = read_json(save / FILE)
     if not isinstance(document, Mapping):
         raise InputError(f"{FILE} must be a JSON object")

@@ -54,10 +54,7 @@ def _in_numpy(leaf: Any) -> Stored:
 
 
 def write_arrays(leaves: Leaves, save: pathlib.Path, messages: Messages | None = None) -> dict[str, dict[str, Leaf]]:
-    """Writes the arrays of a save, and lets the other processes write theirs.
-
-    Returns:
-      A `Leaf` for each array.
+    """Writes the arrays of a save, and lets the other processes write theirs; returns a `Leaf` for each.
 
     Raises:
       CheckpointError: if another process has failed.
@@ -273,12 +270,9 @@ def chunk_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def indices(shape: Sequence[int], chunk: Sequence[int], num_elements: int = 1) -> Iterator[tuple[slice, ...]]:
-    """Yields indices that together cover an array, in C order, cut at the bounds of chunks.
+    """Yields indices that together cover an array, in C order, cut at the bounds of chunks of any shape.
 
-    Args:
-      shape: shape of the array.
-      chunk: shape of its chunks; older checkpoints have chunks of any shape, such as a whole array.
-      num_elements: how many elements an index shall cover, unless the chunks force more.
+    An index covers `num_elements`, unless the chunks force more.
     """
     if not shape:
         yield ()

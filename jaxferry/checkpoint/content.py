@@ -52,11 +52,7 @@ class Checkpoint:
         return dataclasses.replace(self, **{field: arrays[field] for field in self.arrays})  # type: ignore[arg-type]
 
     def dictionary(self) -> Any:
-        """Returns shapes and dtypes of the model's parameters as nested dictionaries.
-
-        Raises:
-          CheckpointError: if the tree has other containers.
-        """
+        """Returns the parameters' shapes and dtypes in nested dictionaries; `CheckpointError` for other trees."""
         if self.dictionary_paths is None:
             raise CheckpointError(
                 "the parameters of this checkpoint are not a tree of dictionaries: pass restore(path, params=...) a "
@@ -98,11 +94,7 @@ def is_numeric(dtype: Any) -> bool:
 
 
 def check_extra(extra: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the user's arrays as NumPy arrays.
-
-    Raises:
-      InputError: if `extra` is not a mapping from names to arrays of numbers.
-    """
+    """Returns the user's arrays as NumPy arrays; raises `InputError` unless names map to arrays of numbers."""
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) and name for name in extra):
         raise InputError(f"extra must be a mapping from names to arrays, got {type(extra).__name__}")
     arrays = {name: np.asarray(array) for name, array in extra.items()}
@@ -114,11 +106,7 @@ def check_extra(extra: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, Any], check_dtypes: bool = False) -> None:
-    """Checks names and shapes of saved leaves, and with `check_dtypes` their dtypes.
-
-    Raises:
-      CheckpointError: if they differ; it names the first difference.
-    """
+    """Raises `CheckpointError` with the first difference in names, shapes or (optionally) dtypes of leaves."""
     differs = f"the checkpoint does not match the {what}: "
     for name in [*expected, *saved]:
         if name not in saved:
@@ -139,11 +127,7 @@ def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, An
 def check_coded(
     saved: Mapping[str, Any], dtypes: Sequence[str], expected: Mapping[str, Any], masters: Sequence[Any]
 ) -> None:
-    """Checks that the same parameters are stored as bytes in the checkpoint and here, with the same dtypes.
-
-    Raises:
-      CheckpointError: if one differs.
-    """
+    """Raises `CheckpointError` unless the same parameters are stored as bytes here, with the same dtypes."""
     there = {
         name: dtype
         for (name, stored), dtype in zip(saved.items(), dtypes, strict=True)

@@ -44,11 +44,7 @@ _QUIET_S = 1.0
 
 
 def local_path(path: str | bytes | os.PathLike[str]) -> pathlib.Path:
-    """Returns the absolute path of a local folder, with symbolic links followed.
-
-    Raises:
-      CheckpointError: if it is a URL, a broken link, or no path at all.
-    """
+    """Returns the absolute path of a local folder, symbolic links followed; raises `CheckpointError` for others."""
     try:
         shown = os.fsdecode(path)
     except TypeError as error:
@@ -198,10 +194,7 @@ def _sync(path: str | pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _scratch_beside(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Creates a hidden folder beside a checkpoint, and the folders above it; removes it at the end.
-
-    Folders above it that did not exist are removed as well if the block raises.
-    """
+    """Creates a hidden folder beside a checkpoint, and those above; removes it, after an error also new ones above."""
     missing = [parent for parent in target.parents if not parent.exists()]
     has_failed = True
     try:
@@ -308,12 +301,7 @@ class SavedCheckpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """Which checkpoints of a folder to keep.
-
-    Attributes:
-      last: the number of last saves to keep; at least 1.
-      best: the number of checkpoints with the lowest metrics to keep as well.
-    """
+    """Which checkpoints of a folder to keep: the last saves, at least 1, and those with the lowest metrics."""
 
     last: int
     best: int = 0
@@ -338,8 +326,8 @@ def path_in(folder: pathlib.Path, step: int) -> pathlib.Path:
 def list_in(folder: pathlib.Path, warns: bool = True) -> list[SavedCheckpoint]:
     """Returns the checkpoints of a folder by the time of their save, oldest first.
 
-    After a return to an older checkpoint, the newest is thus the last save of the run that continues. A checkpoint that
-    is not named by its step is the user's own, and is left out.
+    After a return to an older checkpoint, the newest is thus the last save of the run that continues. A checkpoint
+    that is not named by its step is the user's own, and is left out.
 
     Warns:
       UserWarning: if one cannot be read; it is left out.
@@ -366,11 +354,7 @@ def next_time_s(folder: pathlib.Path) -> float:
 
 
 def newest_in(folder: pathlib.Path) -> pathlib.Path | None:
-    """Returns the newest checkpoint of a folder; None if the folder has none.
-
-    Raises:
-      CheckpointError: if there are only damaged ones.
-    """
+    """Returns the newest checkpoint of a folder, None if it has none; raises `CheckpointError` if all are damaged."""
     if not _paths(folder):
         return None
     checkpoints = list_in(folder)

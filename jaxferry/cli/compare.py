@@ -38,7 +38,6 @@ class PolicyRun:
     """The results of training under a policy.
 
     Attributes:
-      policy: the policy's name.
       step_s: seconds of each step, from the end of the previous step's last program to the end of its own.
       predicted_s: the simulated steady step of the same tasks, with the profile's times.
       own_bound_s: the work of the busiest lane under this plan.
@@ -115,7 +114,6 @@ class PolicyForecast:
     """The step that a policy would run.
 
     Attributes:
-      policy: the policy's name.
       plan: the plan that would run, with its prediction, or None if no plan fits into the memory budget.
       own_bound_s: the work of the busiest lane under this plan.
       peak_device_bytes: device memory that a step needs, with the temporaries of its compiled programs.
@@ -161,12 +159,7 @@ class PolicyForecast:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Policies side by side, all trained or all predicted.
-
-    Attributes:
-      work_s: seconds of compute, upload, download and host update per step, independent of the plan.
-      rows: a `PolicyRun` or a `PolicyForecast` for each policy.
-    """
+    """Policies side by side, all trained or all predicted; `work_s` is each lane's work a step, whatever the plan."""
 
     work_s: Mapping[str, float]
     rows: tuple[Any, ...]
@@ -272,7 +265,10 @@ def compare_policies(
     record: Record | None = None,
     report: Report = lambda part, done, total: None,
 ) -> Comparison:
-    """Trains under each policy.
+    """Trains under each policy, in rounds of at least 4 steps of which the first is not timed.
+
+    Policies take turns, so that other work on the machine affects all alike; host memory holds a state for each. With
+    `one_at_a_time` each finishes all its rounds and frees its state before the next one starts.
 
     Args:
       policies: the policies' names.
@@ -280,11 +276,9 @@ def compare_policies(
       make_step: makes a policy's training step, which plans with the profile and records at least `num_steps` steps.
       new_state: makes the step's initial state.
       batch: the batch of every step.
-      num_steps: steps per round, of which the first is not timed; at least 4.
+      num_steps: steps per round.
       num_rounds: timed rounds, after one warm-up round.
-      one_at_a_time: whether each policy finishes all its rounds and frees its state before the next one starts.
-        Otherwise policies take turns, so that other work on the machine affects all alike; host memory then holds a
-        state for each.
+      one_at_a_time: see above.
       record: makes the recording of a step's last steps; None makes none.
       report: called before each round.
 

@@ -79,12 +79,7 @@ def build_native(
 
 
 def examine(link_bytes: int) -> dict[str, Any]:
-    """Returns what the command prints, as JSON.
-
-    Raises:
-      InputError: if JAX has no device, for example because JAX_PLATFORMS names a platform that the machine lacks; if
-        the environment's limit of pinned memory is not a number.
-    """
+    """Returns what the command prints, as JSON; raises `InputError` if JAX has no device, or a limit is no number."""
     pinned, (locked, _) = host_memory.pinned_limit(), resource.getrlimit(resource.RLIMIT_MEMLOCK)
     try:
         devices = jax.devices()

@@ -73,11 +73,7 @@ def plot_format(path: str | os.PathLike[str]) -> str:
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a figure in the format that the file's name implies.
-
-    Raises:
-      InputError: if the format is not supported, or the file cannot be written.
-    """
+    """Writes a figure in the format of the file's name; raises `InputError` if that or the file is refused."""
     try:
         figure.savefig(path, dpi=120, format=plot_format(path))
     except OSError as error:
@@ -169,10 +165,7 @@ def plot_sweep(points: list[SweepPoint], best: SweepPoint | None, path: str | os
 
 
 def sweep_figure(points: list[SweepPoint], best: SweepPoint | None) -> Any:
-    """Draws step time against device memory: all points, their Pareto front, and the knee.
-
-    The front is a staircase: the fastest step within each size of device memory. The legend stands beside the axes.
-    """
+    """Draws step time against device memory: all points, the staircase of their Pareto front, and the knee."""
     figure = new_figure(9, 4.5)
     axes, colours = figure.add_subplot(), importlib.import_module("matplotlib").colormaps["viridis"]
     factors = sorted({point.reserve_factor for point in points})

@@ -117,8 +117,8 @@ def fit(
 class _Sizes:
     """The workload for batches of any size.
 
-    A function with a parameter `batch_size` is called with it. Otherwise arrays of the batch change their leading axis,
-    if it has the most frequent length.
+    A function with a parameter `batch_size` is called with it. Otherwise arrays of the batch change their leading
+    axis, if it has the most frequent length.
     """
 
     def __init__(self, name: str, batch_size: int | None, length: int | None) -> None:

@@ -50,15 +50,11 @@ class BatchForecast:
     """Training with batches of one size, as predicted.
 
     Attributes:
-      batch_size: samples a batch.
       step_s: seconds a step in the steady state.
-      samples_per_s: samples a second.
-      tokens_per_s: integers of the batch's largest integer array a second; None without an integer array of 2 or more
-        axes.
+      tokens_per_s: integers of the batch's largest integer array a second; None without one of 2 axes.
       device_bytes: device memory by kind at the step's peak.
       busy_share: the share of a step in which each lane works: `gpu`, `h2d`, `d2h`, `host`.
-      limit: what limits the speed: `GPU`, `link`, `host` or `device memory`.
-      reason: the same in a sentence.
+      limit: what limits the speed: `GPU`, `link`, `host` or `device memory`; `reason` says it in a sentence.
       plan: the plan, with its prediction.
     """
 
@@ -83,8 +79,6 @@ class Fit:
     """Whether and how a model trains on a machine, as predicted.
 
     Attributes:
-      model: the model's name.
-      machine: the machine's name.
       budget_bytes: device memory that training may take.
       host_bytes: host memory that training keeps, by what it is for.
       host_memory_bytes: host memory that training may take; None if it is not known.

@@ -194,11 +194,7 @@ def tune(
 
 
 def read_range(text: str, read: Callable[[str], Number]) -> list[Number]:
-    """Reads "start:stop:step", both ends included, or a single value.
-
-    Raises:
-      InputError: if it is neither, if the step is not positive, or if the range has too many values.
-    """
+    """Reads "start:stop:step", both ends included, or a single value; raises `InputError` for anything else."""
     parts = text.split(":")
     if len(parts) == 1:
         return [read(text)]

@@ -83,7 +83,6 @@ class RecordedTask:
 
     Attributes:
       name: kind and layer, for display.
-      kind, lane: as of `jaxferry.step.schedule.Task`.
       layer: the name of the segment; for updates and refreshes, the name of the parameter group's first segment.
       step: the number of the training step.
       micro_batch: the step's number among the steps that share an update, counted from 0.
@@ -133,9 +132,7 @@ class Recording:
     """Recorded training steps.
 
     Attributes:
-      model: the model's name.
       machine: facts about the machine, JSON values by name.
-      accumulate: number of micro-batches whose gradients one update applies.
       memory_budget_bytes: device memory that the step may take; None for no limit.
       plan: the plan that ran.
       profile: the profile that the plan was made from; without times if the policy needs none.
@@ -276,10 +273,8 @@ def _moved_bytes(prepared: Prepared, task: Task, batch: int, is_last: bool) -> i
 class Window:
     """The tasks that run during one step, including tasks of the neighbouring steps.
 
-    Attributes:
-      begin_s: the end of the last program of the step before; the first task's start if no step surrounds it.
-      end_s: the end of the step's own last program; the last task's end if no step follows.
-      tasks: the tasks that run meanwhile.
+    It lasts from the end of the last program of the step before to that of its own; without such steps, from the first
+    task's start, to the last one's end.
     """
 
     begin_s: float
@@ -387,10 +382,7 @@ def bytes_by_link(recording: Recording) -> dict[tuple[Lane, str], float]:
 
 
 def bytes_over_time(recording: Recording, lane: Lane, num_bins: int) -> list[float]:
-    """Returns the bytes that a lane moves in each of `num_bins` equal parts of the recorded time.
-
-    A task moves its bytes evenly over its time.
-    """
+    """Returns the bytes that a lane moves in each of `num_bins` equal parts of the time, evenly over each task."""
     end = max(task.end_s for task in recording.tasks)
     width = end / num_bins or 1.0
     moved = [0.0] * num_bins

@@ -315,11 +315,7 @@ def save_options(folder: Path, options: Mapping[str, Any]) -> None:
 
 
 def resumed_options(folder: Path, known: Collection[str], given: Collection[str]) -> dict[str, Any]:
-    """Returns the saved run's options that this command line does not give.
-
-    Raises:
-      InputError: if the file is damaged.
-    """
+    """Returns the saved run's options that this command line does not give; raises `InputError` for a damaged file."""
     # One of several saved states, named by its step, and a numbered save of it have their options above them.
     while not (file := folder / _FILE).is_file():
         if not folder.name.removeprefix("save_").isdigit():

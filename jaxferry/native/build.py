@@ -19,16 +19,7 @@ from jaxferry.native.paths import DIRECTORY_VARIABLE, FILE_NAMES, PACKAGE_DIRECT
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """A library that was built, and the tools that built it.
-
-    Attributes:
-      platform: XLA's name of the platform, "cpu" or "CUDA".
-      path: the library's file.
-      compiler: the C++ compiler.
-      nvcc: the CUDA compiler; None for the CPU library.
-      headers: the folder of XLA's FFI headers.
-      jaxlib: the version of the jaxlib that provides the headers.
-    """
+    """A library that was built, and the tools that built it; `headers` are XLA's, in the installed jaxlib."""
 
     platform: str
     path: pathlib.Path

@@ -28,14 +28,10 @@ _BRIEF_PARAMETERS = 1 << 15
 
 @dataclasses.dataclass(frozen=True)
 class StepRule:
-    """The arithmetic of a step.
+    """The arithmetic of a step, one of `KINDS`.
 
-    Attributes:
-      kind: one of `KINDS`.
-      b1: decay of the first moment or the momentum.
-      b2: decay of the second moment; for Lion, of the stored moment.
-      eps: added to Adam's denominator.
-      eps_root: added under the denominator's root.
+    `b1` is the decay of the first moment or the momentum, `b2` of the second moment, for Lion of the stored one. `eps`
+    is added to Adam's denominator, `eps_root` under its root.
     """
 
     kind: str
@@ -47,13 +43,7 @@ class StepRule:
 
 @dataclasses.dataclass(frozen=True)
 class StepPart:
-    """A parameter's location in the vectors of gradients and of the compute copy.
-
-    Attributes:
-      vector: index of the vector.
-      offset: its first element in the vector.
-      decays: whether weight decay applies.
-    """
+    """Where a parameter begins in the vectors of gradients and of the compute copy, and whether it decays."""
 
     vector: int
     offset: int
@@ -61,12 +51,7 @@ class StepPart:
 
 
 class StepFactors:
-    """The factors that several steps read, and the counts of steps that they belong to.
-
-    Attributes:
-      values: fp32 `[7]`, see `FACTORS`.
-      counts: int32 `[num_counts]`, before the step.
-    """
+    """The factors that several steps read: fp32 `[7]` (`FACTORS`); and int32 `counts` of steps, before the step."""
 
     def __init__(self, num_counts: int) -> None:
         self.values, self.counts = np.zeros(len(FACTORS), np.float32), np.full(num_counts, -1, np.int32)
@@ -75,8 +60,8 @@ class StepFactors:
 class HostStep:
     """Updates parameters in host memory in place: all that the library is told is prepared once.
 
-    A step of a small layer finds the code of a hundred calls of Python's in memory, not in a cache: each takes some ten
-    microseconds then.
+    A step of a small layer finds the code of a hundred calls of Python's in memory, not in a cache: each takes some
+    ten microseconds then.
 
     Args:
       rule: the arithmetic.
@@ -89,8 +74,7 @@ class HostStep:
       factors: those of the next step.
 
     Attributes:
-      gradients: the address of each vector of gradients, to be set before a step.
-      copies: likewise of the compute copy, which is overwritten.
+      gradients, copies: the address of each vector of gradients, and of the compute copy, to be set before a step.
 
     Raises:
       NativeError: if the CPU library cannot be used.

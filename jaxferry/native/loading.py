@@ -49,7 +49,6 @@ class LibraryStatus:
     Attributes:
       platform: XLA's name of the platform, "cpu" or "CUDA".
       path: the library's file, or None if there is none.
-      is_available: whether it can be used.
       message: one line: how it was built, or why it cannot be used and what to do.
       build_info: the library's own description; empty if it has none.
     """
@@ -106,13 +105,8 @@ class NativeLibrary:
     def plan_product(self, ordinal: int, is_gradient: bool, sizes: Sequence[int]) -> int:
         """Finds the algorithms of a GPU's product (`targets.PRODUCTS`), which the first product would otherwise do.
 
-        Args:
-          ordinal: the GPU's number in this process.
-          is_gradient: whether it is the gradient of a weight.
-          sizes: see `xla_ffi/cuda/matmul_handlers.cc`.
-
-        Returns:
-          How many algorithms are known there; -1 if the library finds none ahead.
+        `sizes` are as in `xla_ffi/cuda/matmul_handlers.cc`. Returns how many algorithms are known there; -1 if the
+        library finds none ahead.
         """
         plan = getattr(self._functions, "jaxferry_plan_product", None)  # an older library of this version has none
         if plan is None:
@@ -138,14 +132,9 @@ class NativeLibrary:
         self._functions.jaxferry_marks_close(ctypes.c_void_p(token))
 
     def read_marks(self, tokens: Sequence[int], numbers: Sequence[int]) -> list[tuple[float, float]]:
-        """Reads the start and end times of marks, in seconds of `time.perf_counter`.
+        """Returns start and end of each mark in seconds of `time.perf_counter`; NaN if it has not ended or is unknown.
 
-        Args:
-          tokens: the address of each mark's token.
-          numbers: each mark's number among the marks of its token, counted from 0.
-
-        Returns:
-          Start and end of each mark; NaN if it has not ended, is no longer kept, or is unknown.
+        A mark is the address of its token, and its number among the marks of that token, counted from 0.
         """
         count = len(tokens)
         addresses, places = np.asarray(tokens, np.uintp), np.asarray(numbers, np.int64)
@@ -155,12 +144,10 @@ class NativeLibrary:
         return list(zip(starts_s.tolist(), ends_s.tolist(), strict=True))
 
     def set_bandwidth(self, direction: str, bytes_per_s: float) -> None:
-        """Sets the speed of the emulated link or of the host's own memory.
+        """Sets the speed of the emulated link or of the host's own memory; 0 for no limit.
 
-        Args:
-          direction: "load" or "store" for copies and for operations that read or write host memory; "host" for host
-            steps (gradients, reads and writes of masters and moments, compute copies).
-          bytes_per_s: the speed; 0 for no limit.
+        `direction` is "load" or "store" for copies and for operations that read or write host memory, "host" for host
+        steps (gradients, reads and writes of masters and moments, compute copies).
 
         Raises:
           InputError: for another direction or a negative speed.
@@ -201,9 +188,7 @@ class NativeLibrary:
     def set_host_threads(self, count: int) -> int:
         """Sets the number of threads that share a host step, including its caller; returns the actual number.
 
-        Args:
-          count: the number; 0 for the value of `JAXFERRY_HOST_THREADS`, by default one for each CPU that the process
-            may use (`cpus.num_cpus`).
+        With 0 it is the value of `JAXFERRY_HOST_THREADS`, by default one for each CPU that the process may use.
 
         Raises:
           InputError: if the number is negative, or `JAXFERRY_HOST_THREADS` is no number of threads.
@@ -221,12 +206,9 @@ class NativeLibrary:
         self._of_cpu("clear").jaxferry_host_clear(_data(target), ctypes.c_int64(target.nbytes))
 
     def add(self, target: np.ndarray, source: np.ndarray, adds: bool = True) -> None:
-        """Adds an array to another one, in fp32, or casts it there; on the threads of host steps.
+        """Adds an array to another one in place, in fp32, or casts it there; on the threads of host steps.
 
-        Args:
-          target: contiguous, of a dtype of `targets.DTYPE_NUMBERS`; changed in place.
-          source: likewise, of as many elements.
-          adds: whether to add.
+        Both are contiguous, of as many elements, of dtypes of `targets.DTYPE_NUMBERS`.
         """
         numbers = [ctypes.c_int(DTYPE_NUMBERS[array.dtype]) for array in (source, target)]
         size = ctypes.c_int64(target.size)
@@ -236,11 +218,7 @@ class NativeLibrary:
     def add_rows(self, target: np.ndarray, rows: np.ndarray, indices: np.ndarray, start: int = 0) -> None:
         """Adds rows to a table, one after another, in fp32, and rounds once; on the threads of host steps.
 
-        Args:
-          target: consecutive elements of the table, contiguous, of a dtype as for `add`; changed in place.
-          rows: [number, columns], contiguous, likewise.
-          indices: [number], int32: the rows of the table; what is not in `target` is ignored.
-          start: the first of these elements.
+        As `host_sums.add_rows`; dtypes as for `add`, `indices` int32.
         """
         number, columns = rows.shape
         numbers = [ctypes.c_int(DTYPE_NUMBERS[array.dtype]) for array in (rows, target)]
@@ -267,8 +245,7 @@ class NativeLibrary:
     def set_host_simd(self, simd: str) -> str:
         """Sets the best instruction set that host steps may use; returns the one in use. All give the same bits.
 
-        Args:
-          simd: "portable", "avx2", "avx512" or "avx512-bf16"; a machine without it uses its own best.
+        It is "portable", "avx2", "avx512" or "avx512-bf16"; a machine without it uses its own best.
 
         Raises:
           InputError: for another instruction set.
@@ -356,11 +333,7 @@ def inspect_library(path: pathlib.Path, platform: str) -> LibraryStatus:
 
 
 def ffi_version() -> tuple[int, int]:
-    """Returns the major and minor version of XLA's FFI in the installed jaxlib.
-
-    Raises:
-      NativeError: if this jaxlib has no FFI headers.
-    """
+    """Returns the version of XLA's FFI in the installed jaxlib; raises `NativeError` if that has no headers."""
     header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     try:
         text = header.read_text()
@@ -373,11 +346,7 @@ def ffi_version() -> tuple[int, int]:
 
 
 def canonical_platform(platform: str) -> str:
-    """Returns XLA's name, "cpu" or "CUDA", of a platform that JAX calls "cpu", "gpu" or "cuda".
-
-    Raises:
-      InputError: for another platform.
-    """
+    """Returns XLA's name, "cpu" or "CUDA", of a platform of JAX's; raises `InputError` for an unknown one."""
     if platform.lower() not in _PLATFORMS:
         raise InputError(f'platform must be "cpu", "gpu" or "cuda", got {platform!r}')
     return _PLATFORMS[platform.lower()]

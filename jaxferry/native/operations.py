@@ -52,12 +52,10 @@ DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 
 def is_native(*dtypes: Any, native: bool | None = None) -> bool:
-    """Whether the native library runs an operation on these dtypes.
+    """Whether the native library runs an operation on these dtypes, those of all its arrays.
 
-    Args:
-      *dtypes: the dtypes of all its arrays.
-      native: True or False to force the library or the twin; None uses the library if JAX's default platform has it
-        and it passes its self-test there.
+    `native` forces the library or the twin. None uses the library if JAX's default platform has it and it passes its
+    self-test there.
     """
     if native is None:
         native = is_usable(jax.local_devices()[0])
@@ -268,12 +266,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def sum_repeated(indices: jax.Array, rows: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Sums rows with equal indices, on the device.
-
-    Args:
-      indices: `[m]`; those outside `[0, num_rows)` are ignored.
-      rows: `[m, columns]`.
-      num_rows: rows of the table.
+    """Sums rows `[m, columns]` with equal indices `[m]` on the device; ignores indices outside `[0, num_rows)`.
 
     Returns:
       Distinct indices `[m]`, padded with `num_rows`, and the sums `[m, columns]` in the dtype of `rows` (summed in

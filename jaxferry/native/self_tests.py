@@ -47,12 +47,10 @@ _CLOCK_ERROR_S = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One check, with its programs and arrays.
+    """One check, with its programs and arrays; `num_bytes` cross the link in one run, 0 if that says nothing.
 
-    Attributes:
-      num_bytes: the bytes that cross the link in one run; 0 if that says nothing.
-      run: runs the native programs until their results are ready, and returns these.
-      compare: compares the first run's results with plain JAX; returns None, or how they differ.
+    `run` runs the native programs until their results are ready, and returns these. `compare` compares the first run's
+    results with plain JAX; returns None, or how they differ.
     """
 
     num_bytes: int
@@ -303,12 +301,9 @@ _warned: set[jax.Device] = set()
 
 @dataclasses.dataclass(frozen=True)
 class CheckResult:
-    """The result of one check.
+    """The result of a check of `CHECKS`, with the rate at which bytes crossed the link, if measured.
 
-    Attributes:
-      name: one of `CHECKS`.
-      message: None if the check passed; else one line: how the library differs from plain JAX, or why it failed.
-      bytes_per_s: the rate at which bytes crossed the link; None if not measured.
+    `message` is None if the check passed; else one line: how the library differs from plain JAX, or why it failed.
     """
 
     name: str
@@ -356,7 +351,7 @@ def unusable_reason(device: jax.Device) -> str | None:
 def run_self_test(
     device: jax.Device, *, num_bytes: int = NUM_BYTES, measures: bool = False, limit_s: float = LIMIT_S
 ) -> tuple[CheckResult, ...]:
-    """Compares the native library with plain JAX on a device.
+    """Compares the native library with plain JAX on a device; returns the results in the order of `CHECKS`.
 
     The checks run in a thread of their own: the caller may be tracing a function or have changed JAX's settings.
 
@@ -366,9 +361,6 @@ def run_self_test(
       measures: whether to measure the rates.
       limit_s: seconds after which the running check has failed and the later ones are left out. A device that hangs
         stays so; the rest of the process may wait for it forever.
-
-    Returns:
-      The results, in the order of `CHECKS`.
 
     Raises:
       InputError: for an unknown platform.

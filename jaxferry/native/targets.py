@@ -26,14 +26,7 @@ class GatherShape:
 
 @dataclasses.dataclass(frozen=True)
 class ProductShape:
-    """A weight within a host array: `[k, n]`, or `[n, k]` if `transpose`, row-major, starting at element `offset`.
-
-    Attributes:
-      k: length of the contracted dimension.
-      n: length of the other dimension.
-      transpose: whether the rows of the stored matrix have length k.
-      offset: its first element.
-    """
+    """A weight within a host array: `[k, n]`, or `[n, k]` if `transpose`, row-major, starting at element `offset`."""
 
     k: int
     n: int

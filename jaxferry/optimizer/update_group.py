@@ -153,7 +153,7 @@ def updated_together(layers: Sequence[Layer], not_by_part: Collection[int]) -> l
 
 
 def by_master(unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[[Mapping[int, jax.Array]], list[jax.Array]]:
-    """Returns a function, for a jitted one, of arrays by the leaves' index to a list in the order of a unit's masters."""
+    """Returns a function, for a jitted one, of arrays by the leaves' index to a list in the order of the masters."""
     leaves, is_by_part = unit.leaves, unit.is_by_part
 
     def in_order(arrays: Mapping[int, jax.Array]) -> list[jax.Array]:
