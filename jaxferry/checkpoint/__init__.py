@@ -123,7 +123,6 @@ def check_target(path: Path, step: int = 0, keep: Keep | None = None) -> None:
 
 
 def _target(path: Path, step: int, keep: Keep | None) -> pathlib.Path:
-    """Returns the absolute path of a step's checkpoint."""
     target = local_path(path)
     if keep is None:
         return target
@@ -200,7 +199,6 @@ def load(path: Path, use: Callable[[Checkpoint], Any] | None = None) -> Any:
 
 
 def _current(target: pathlib.Path) -> pathlib.Path:
-    """Returns the folder to read for a path."""
     return newest_save(target) or newest_save(newest_in(target) or target) or target
 
 
@@ -229,7 +227,6 @@ def _content(folder: pathlib.Path, path: Path) -> Checkpoint:
 
 
 def _read(content: Checkpoint) -> Checkpoint:
-    """Returns the content with all arrays in host memory."""
     return content.with_arrays(
         {part: {name: leaf.read() for name, leaf in own.items()} for part, own in content.arrays.items()}
     )

@@ -35,9 +35,7 @@ from jaxferry.units import MAX_BYTES
 FORMAT = "jaxferry.checkpoint/2"
 IN_PIECES = "jaxferry.checkpoint/3"
 WITHOUT_DIGESTS = "jaxferry.checkpoint/1"
-FILE = "about/metadata"
-"""The file, relative to the save; the name is that of Orbax's `JsonSave`, which can read it."""
-
+FILE = "about/metadata"  # the file, relative to the save; the name is that of Orbax's `JsonSave`, which can read it
 _OF_FIRST = ("format", "step", "params", "dtypes", "dictionary_paths", "optimizer", "loss_scale", "optimizer_keys")
 _OF_SECOND = (*_OF_FIRST, "extra", "metric", "saved_at_s", "digest")
 _MAX_DIMENSIONS = 32

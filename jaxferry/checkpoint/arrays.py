@@ -29,17 +29,12 @@ from jaxferry.errors import CheckpointError
 from jaxferry.optimizer import Stored, stored_whole
 from jaxferry.processes import Messages, is_key
 
-FOLDER = "arrays"
-"""The folder of the first process, relative to the save."""
-
-CHUNK_BYTES = 4 * 2**20
-"""The most bytes of a new chunk; each is encoded by one thread."""
-
+FOLDER = "arrays"  # the folder of the first process, relative to the save
+CHUNK_BYTES = 4 * 2**20  # the most bytes of a new chunk; each is encoded by one thread
 _FILE_BYTES = 32 * 2**20
 """The most bytes that are encoded in memory at a time, and lie in a file; by default all arrays are, and 2 GiB."""
 
-Leaves = dict[str, dict[str, Stored]]
-"""Arrays in NumPy memory by part ("params", ...) and path."""
+Leaves = dict[str, dict[str, Stored]]  # arrays in NumPy memory by part ("params", ...) and path
 
 
 def arrays_of(checkpoint: Checkpoint) -> Leaves:
@@ -225,7 +220,6 @@ class _Writes:
         return started
 
     def finish(self) -> None:
-        """Waits until all chunks are written."""
         while self._chunks:
             self._end_one()
 

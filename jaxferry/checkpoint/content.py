@@ -174,7 +174,6 @@ def check_transformations(saved: Collection[str], expected: Collection[str], par
 
 
 def _fields(names: Collection[str], params: Collection[str]) -> dict[str, frozenset[str]]:
-    """Returns the names of each state's fields, by the state's path."""
     ends, found = sorted(params, key=len, reverse=True), dict[str, set[str]]()
     for name in names:
         end = next((end for end in ends if end and name.endswith(end)), "")

@@ -25,8 +25,7 @@ from jaxferry.partition import Span
 PIECE_BYTES = 16 * 2**20
 """The bytes that are read at a time, where a chunk does not force more; they are in memory encoded as well."""
 
-_PLACED = 1 << 18
-"""Elements whose places are computed at a time."""
+_PLACED = 1 << 18  # elements whose places are computed at a time
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,8 +26,7 @@ from jaxferry.partition import leaf_paths
 from jaxferry.processes import is_key
 
 INDEX_FILE = "model.safetensors.index.json"
-MAX_FILE_BYTES = 5_000_000_000
-"""Maximum bytes of the tensors in one file that `save_safetensors` writes, by default."""
+MAX_FILE_BYTES = 5_000_000_000  # maximum bytes of the tensors in one file that `save_safetensors` writes, by default
 
 _DTYPES = {
     "F64": np.dtype(np.float64),

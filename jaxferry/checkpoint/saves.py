@@ -30,8 +30,7 @@ from jaxferry.checkpoint.about import FILE, read_about, read_format
 from jaxferry.checkpoint.arrays import FOLDER, folder_of, reason
 from jaxferry.errors import CheckpointError, InputError
 
-_MARK = ".jaxferry-save-"
-"""Between the names of a checkpoint and of the folder of a save in progress."""
+_MARK = ".jaxferry-save-"  # between the names of a checkpoint and of the folder of a save in progress
 _SAVE = re.compile(r"save_(\d+)")
 _STEP = re.compile(rf"\.?(\d{{8,}})(?:{re.escape(_MARK)}\w+)?")
 # `pathlib` shortens "gs://bucket" to "gs:/bucket".
@@ -78,7 +77,6 @@ def newest_save(target: pathlib.Path) -> pathlib.Path | None:
 
 
 def _numbers(target: pathlib.Path) -> list[int]:
-    """Returns the numbers of all saves in a folder, in ascending order."""
     try:
         return sorted(int(match[1]) for entry in os.listdir(target) if (match := _SAVE.fullmatch(entry)))
     except OSError:
@@ -166,7 +164,6 @@ def _take_older(target: pathlib.Path, number: int, scratch: pathlib.Path) -> Non
 
 
 def _own_arrays(save: pathlib.Path) -> list[str]:
-    """Returns the names of the folders with a save's arrays."""
     try:
         return [folder_of(process) for process in range(read_about(save).num_processes)]
     except InputError:
@@ -180,7 +177,6 @@ def _foreign(target: pathlib.Path) -> list[str]:
 
 
 def _sync(path: str | pathlib.Path) -> None:
-    """Writes a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 BENCH_FORMAT = "jaxferry.bench/1"
 _SHOWN_STEPS = 2
 
-Bars = Mapping[Lane, Sequence[tuple[float, float]]]
-"""Start and end of each lane's tasks, in seconds."""
-
+Bars = Mapping[Lane, Sequence[tuple[float, float]]]  # start and end of each lane's tasks, in seconds
 Record = Callable[["TrainStep", "TrainState", "Prepared"], Recording]
 
 
@@ -335,7 +333,6 @@ class _Trained:
         self.step_s += [after - before for before, after in itertools.pairwise(ends)]
 
     def row(self, record: Record | None) -> PolicyRun:
-        """Returns the results."""
         assert self._run is not None
         schedule = self._prepared.schedule
         return PolicyRun(

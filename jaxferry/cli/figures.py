@@ -40,23 +40,14 @@ _COLOURS_OF_LANES = {
     Lane.HOST: COLOURS["update"],
 }
 _FORMATS = ("png", "pdf", "svg")
-_MOST_NAMED = 6
-"""Reserve factors in the legend of a sweep."""
-
-_LEAST_WIDTH = 4e-4
-"""The width of the thinnest bar, as a share of its axes."""
-
-_LEGEND_WIDTH = 125
-"""Letters in a row of a legend."""
-
-_TITLE = "title: "
-"""What the ids of artists with a title start with."""
-
+_MOST_NAMED = 6  # reserve factors in the legend of a sweep
+_LEAST_WIDTH = 4e-4  # the width of the thinnest bar, as a share of its axes
+_LEGEND_WIDTH = 125  # letters in a row of a legend
+_TITLE = "title: "  # what the ids of artists with a title start with
 Span = tuple[float, float, str, str]
 """Start and end of a bar in seconds, its colour, and the text that a browser shows under the pointer."""
 
-Changes = Sequence[tuple[float, float]]
-"""Times in seconds in ascending order, and the value from each time on."""
+Changes = Sequence[tuple[float, float]]  # times in seconds in ascending order, and the value from each time on
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -161,7 +161,6 @@ def _batch_shapes(user: UserModel) -> Any:
 
 
 def _lines(fit: Fit) -> list[str]:
-    """Returns the answer, and the host and device memory that training needs."""
     most = "at least" if fit.largest_batch_size == MOST_SAMPLES else "up to"
     answer = f"fits, with batches of {most} {fit.largest_batch_size}" if fit.fits else f"does not fit: {fit.problem}"
     kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in fit.host_bytes.items())
@@ -177,7 +176,6 @@ def _lines(fit: Fit) -> list[str]:
 
 
 def _table(fit: Fit) -> Table:
-    """Returns speed and device memory, one column for each batch size."""
     sizes = [f"{row.batch_size}{' (largest)' * (row.batch_size == fit.largest_batch_size)}" for row in fit.rows]
     table = make_table("batch size", *sizes, title="predicted")
     columns = [_cells(row) for row in fit.rows]

@@ -38,11 +38,8 @@ FORMAT = "jaxferry.fit/1"
 MOST_TRACES = 30
 """Traces of a search; memory that is linear in the batch size needs three, nearly linear memory a few more."""
 
-_MOST_GUESSES = 6
-"""Traces at sizes where a line meets the budget; the search then halves."""
-
-MOST_SAMPLES = (1 << 24) - 1
-"""Larger batches are not tried."""
+_MOST_GUESSES = 6  # traces at sizes where a line meets the budget; the search then halves
+MOST_SAMPLES = (1 << 24) - 1  # larger batches are not tried
 
 
 @dataclasses.dataclass(frozen=True)

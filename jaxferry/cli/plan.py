@@ -49,9 +49,7 @@ from jaxferry.step import simulate as simulate_plan
 from jaxferry.units import format_bytes, format_seconds, parse_bytes
 
 _MAX_POINTS = 1000
-_MOST_OF_PATH = 12
-"""Tasks of the critical path that are printed."""
-
+_MOST_OF_PATH = 12  # tasks of the critical path that are printed
 Number = TypeVar("Number", int, decimal.Decimal)
 
 
@@ -289,7 +287,6 @@ def _updates_on_gpu(plan: Plan | None) -> list[str]:
 
 
 def _sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
-    """Returns step time against device memory, with the knee marked."""
     table = make_table("reserve factor", "budget", "steady step", "step", "peak device", "", title="sweep")
     for point in points:
         budget = "-" if point.memory_budget_bytes is None else format_bytes(point.memory_budget_bytes)
@@ -303,7 +300,6 @@ def _sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
 
 
 def _lane_table(simulation: Simulation) -> Table:
-    """Returns the use of the lanes in one step."""
     table = make_table("lane", "busy", "idle", "used", title="lanes, one step")
     for lane, use in simulation.lanes.items():
         total_s = use.busy_s + use.idle_s
@@ -313,7 +309,6 @@ def _lane_table(simulation: Simulation) -> Table:
 
 
 def _simulation_lines(simulation: Simulation) -> list[str]:
-    """Returns times, memory and the critical path."""
     path, half = list(simulation.critical_path), _MOST_OF_PATH // 2
     if len(path) > _MOST_OF_PATH:
         path = [*path[:half], f"... {len(path) - _MOST_OF_PATH} more ...", *path[-half:]]

@@ -216,8 +216,7 @@ def profile(
     ] = None,
     compute_dtype: ComputeDtype = None,
     remat: Annotated[
-        str,
-        typer.Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}; {AUTO} leaves it to plans."),
+        str, typer.Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}; {AUTO} leaves it to plans.")
     ] = AUTO,
     optimizer: Annotated[
         str, typer.Option(help=f"The measured optimizer: {', '.join(OPTIMIZERS)}. Estimates assume adamw.")

@@ -73,8 +73,7 @@ STAGE_OF = {kind: stage for stage, kinds in STAGES.items() for kind in kinds}
 _AFTER_UPDATES = (Kind.REFRESH, Kind.STATE_UP, Kind.STATE_DOWN)
 _PREDICTED_STEPS = 4
 
-Changes = tuple[tuple[float, int], ...]
-"""Seconds, and bytes from then on."""
+Changes = tuple[tuple[float, int], ...]  # seconds, and bytes from then on
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,8 +87,7 @@ _MOST_LAYERS = 64
 So are plans that stream updates.
 """
 
-_SAME = 5e-3
-"""Step times that differ by less count as the same."""
+_SAME = 5e-3  # step times that differ by less count as the same
 
 
 def report(
@@ -205,7 +204,6 @@ def _fact(name: str, value: object) -> str:
 
 
 def _batches(recording: Recording) -> dict[int, str]:
-    """Returns the micro-batches with their names."""
     last = recording.accumulate - 1 if recording.accumulate > 1 else None
     batches = sorted({task.micro_batch for task in recording.tasks})
     return {batch: f"micro-batch {batch}{' (gradient boundary)' * (batch == last)}" for batch in batches}
@@ -411,7 +409,6 @@ def _with(profile: Profile, plan: Plan, number: int, other: LayerPlan) -> Plan:
 
 
 def _evaluate(profile: Profile, plan: Plan) -> _Outcome:
-    """Simulates a plan."""
     steps = StepSchedules(profile, plan)
     by_need = plan.update_order is UpdateOrder.NEED
     return _Outcome(steps.steady(plan.memory_bytes).seconds(by_need), steps.needs.natural)

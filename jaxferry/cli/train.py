@@ -243,15 +243,12 @@ class _Run:
         self._peak = int(metrics["device_param_bytes_peak"])
 
     def _batch(self, step: int) -> Any:
-        """Returns this process's rows of a step's batch."""
         return own_rows(self._user.batch_of(step))
 
     def _prepared(self) -> Prepared:
-        """Returns the last step as it was compiled."""
         return self._step.prepare(self._batch(self.state.step - 1))
 
     def save_at_end(self) -> None:
-        """Saves the state if there is a folder for it."""
         if self._saves.path is not None:
             with self._warning():
                 self._step.wait_for_saves()
@@ -286,7 +283,6 @@ class _Run:
             make_recording(self._step, self.state, self._prepared(), model=self._user.name).save(record)
 
     def report(self, as_json: bool) -> None:
-        """Prints the results."""
         document = {"model": self._user.name, "steps": self.state.step, "losses": self._losses, "step_s": self._step_s}
         if not self._losses:
             print_result(as_json, document, f"nothing to do: the state is already at step {self.state.step}")

@@ -16,8 +16,7 @@ from jaxferry.step import predict
 from jaxferry.units import format_bytes, format_seconds
 from jaxferry.weights import POLICIES, Instance, Outcome, check_policy, export_plan, instance_from_profile, solve
 
-_MAX_ROWS = 60
-"""The table of a schedule shows at most this many events; `--json` prints longer schedules."""
+_MAX_ROWS = 60  # the table of a schedule shows at most this many events; `--json` prints longer schedules
 
 
 def weights(

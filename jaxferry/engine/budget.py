@@ -164,10 +164,7 @@ def loads_ahead(
 
 
 def groups_to_reserve(
-    program: StepProgram,
-    ahead: Sequence[int],
-    peak_of: Callable[[StepProgram], Peak],
-    budget_bytes: int | None = None,
+    program: StepProgram, ahead: Sequence[int], peak_of: Callable[[StepProgram], Peak], budget_bytes: int | None = None
 ) -> frozenset[int]:
     """Returns the groups whose device buffers may stay allocated until their load for the next step.
 

@@ -149,7 +149,6 @@ class DeviceUpdateCompiler:
         return DeviceUpdates(updates, folds, norms, streamed, held, self._placement.in_turn)
 
     def _sum_bytes(self, group: int) -> int:
-        """The bytes of a sum over micro-batches on each device."""
         return -(-4 * self._layers[group].num_parameters // self._placement.num_devices)
 
     def alone(self, unit: UpdateGroup, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -201,7 +200,6 @@ class DeviceUpdateCompiler:
         return self._cut[group, count]
 
     def _all(self, wanted: Mapping[Any, _Wanted]) -> dict[Any, Any]:
-        """Compiles what is missing."""
         missing = {each.own: each for each in wanted.values() if each.own not in self._compiled}
         contents = {own: each.shared for own, each in missing.items()}
         self._compiled |= compile_shared(contents, lambda own: missing[own].lower())

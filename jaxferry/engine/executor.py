@@ -250,7 +250,6 @@ def _parameters(step: StepContext, use: ProgramUse) -> Sequence[jax.Array]:
 
 
 def _values_read(step: StepContext, call: Instruction) -> list[list[jax.Array]]:
-    """The values that a program is given, one list for each argument."""
     value = step.values.__getitem__
     return [list(map(value, numbers)) for numbers in call.reads]
 
@@ -262,7 +261,6 @@ def _keep_outputs(step: StepContext, call: Instruction, outputs: Any, nondiff_ou
 
 
 def _keep_cotangents(step: StepContext, call: Instruction, cotangents: Any) -> None:
-    """Adds cotangents to those of later segments."""
     for value, cotangent in zip(call.inputs, cotangents, strict=True):
         known = step.cotangents.get(value)
         step.cotangents[value] = cotangent if known is None else _add(known, cotangent)
@@ -298,11 +296,7 @@ def _end_offloads(step: StepContext) -> None:
 
 
 def _move(
-    step: StepContext,
-    call: Instruction,
-    source: dict[int, Any],
-    target: dict[int, Any],
-    memory_kind: str,
+    step: StepContext, call: Instruction, source: dict[int, Any], target: dict[int, Any], memory_kind: str
 ) -> list[jax.Array]:
     found = [source[value] for value in call.values]
     where = [array.sharding.with_memory_kind(memory_kind) for array in found]
@@ -348,8 +342,6 @@ def _update_on_device(step: StepContext, call: Instruction, norm: np.floating) -
 
 
 def _update_subgroup(step: StepContext, call: Instruction, unit: UpdateGroup, norm: np.floating) -> None:
-    """Issues the update of a subgroup that has been loaded."""
-
     def take_uses() -> Any:
         return step.gradients.take_kept(unit)[0]
 

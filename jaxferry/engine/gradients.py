@@ -148,7 +148,6 @@ class StepGradients:
         norm: jax.Array | None,
         commit: Callable[[], bool],
     ) -> None:
-        """Stores the gradient of a group."""
         group = use.group
         self.norms.note(group, norm)
         if call.stores:
@@ -172,7 +171,6 @@ class StepGradients:
         self._pending[use.number] = gradients
 
     def _note_offload(self, index: int, group: int, stored: HostGradient) -> None:
-        """Notes an offload that has been issued."""
         if stored.latest is not None:
             self.in_flight.add(index, stored.latest)
         self.note_arrival(group)

@@ -28,7 +28,6 @@ ONE_EACH = [(lane,) for lane in Lane]
 
 
 def _do_tasks(of: StepRun, lanes: Sequence[Lane]) -> None:
-    """Does the tasks of these lanes."""
     run, ended, lock = of, None, of._monitor.lock
     while True:
         # The end of one task and the choice of the next take the lock once.
@@ -50,7 +49,6 @@ def _do_tasks(of: StepRun, lanes: Sequence[Lane]) -> None:
 
 
 def _do_ahead(of: StepRun) -> None:
-    """Does the first loads of a run before it is submitted."""
     _do_all(of, of._next_ahead)
 
 
@@ -60,7 +58,6 @@ def _do_late(of: StepRun, lanes: Sequence[Lane]) -> None:
 
 
 def _do_all(of: StepRun, next_task: Callable[[], int | None]) -> None:
-    """Does tasks of one run until none is left."""
     ended, lock = None, of._monitor.lock
     while True:
         with lock:

@@ -39,11 +39,7 @@ class Lifetimes:
     """The buffers that programs and transfers of one step request; the step ends at the time `end`."""
 
     def __init__(
-        self,
-        program: StepProgram,
-        temporary_bytes: Mapping[ProgramKey, int],
-        ahead: Sequence[int],
-        joins_vectors: bool,
+        self, program: StepProgram, temporary_bytes: Mapping[ProgramKey, int], ahead: Sequence[int], joins_vectors: bool
     ) -> None:
         self._program, self._parts, self._graph = program, program.partition, program.partition.graph
         self._transfers, self._joins_vectors = Transfers(program, ahead), joins_vectors
@@ -113,7 +109,6 @@ class Lifetimes:
                 self._add(leaf.size * leaf.dtype.itemsize, start, _TIMES * last + _FREED)
 
     def _add_program(self, instruction: Instruction, temporary_bytes: Mapping[ProgramKey, int]) -> None:
-        """Adds what a program makes, and its temporaries."""
         key, place, segment = instruction.key, instruction.place, self._parts.segments[instruction.segment]
         assert key is not None
         start, end = _TIMES * place + _RESULTS, _TIMES * place + _FREED

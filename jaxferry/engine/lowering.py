@@ -42,8 +42,7 @@ from jaxferry.step import (
     schedule_step,
 )
 
-MIN_OFFLOADED_BYTES = 1024
-"""Smaller values stay on the device: the latency of a transfer outweighs their memory."""
+MIN_OFFLOADED_BYTES = 1024  # smaller values stay on the device: the latency of a transfer outweighs their memory
 
 _OPERATIONS = {
     Kind.LOAD: Operation.LOAD,
@@ -87,8 +86,6 @@ def lower(
 
 
 class _Lowering:
-    """Makes the instructions of one schedule."""
-
     def __init__(
         self,
         partition: Partition,
@@ -208,7 +205,6 @@ class _Lowering:
         return tuple(copies)
 
     def _uses_of(self, made: Instruction, key: ProgramKey) -> tuple[ProgramUse, ...]:
-        """What a program does with each group of its segment."""
         parts, copies = self._partition, self._copies_of(made)
         read = [True] * len(copies)
         if key.kind is ProgramKind.BACKWARD:
@@ -242,7 +238,6 @@ class _Lowering:
         return order.index((ProgramKind.BACKWARD, segment))
 
     def _drops_of_tasks(self) -> dict[int, list[Drop]]:
-        """The copies to drop after each program."""
         last_use: dict[int, int] = {}
         for index, task in enumerate(self._tasks):
             if task.copy is not None:
@@ -381,7 +376,6 @@ def backward_reads(segment: Segment, derivative: Derivative) -> tuple[tuple[int,
 
 
 def _freeable_reads(partition: Partition, derivatives: Mapping[int, Derivative]) -> list[list[int]]:
-    """The freeable values that each program touches."""
     kept = {partition.loss, *(atom for atom in partition.aux if isinstance(atom, int))}
     made = {v for s in partition.segments for v in (*s.outputs, *s.nondiff_outputs)} | set(partition.prelude_outputs)
     table = []

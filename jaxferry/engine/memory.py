@@ -23,8 +23,7 @@ from jaxferry.step import Instruction, Lane, Operation, ProgramKey, ProgramKind,
 _SCALAR_BYTES = {ProgramKind.FORWARD: 1, ProgramKind.LOSS: 5, ProgramKind.BACKWARD: 4}
 """Until the step ends, programs keep a flag for finite outputs and the norm of their gradient."""
 
-PRELUDE_BYTES = 1
-"""Likewise the flag of what runs before the first layer."""
+PRELUDE_BYTES = 1  # likewise the flag of what runs before the first layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +108,7 @@ def peak_bytes(
 
 
 def footprints(
-    program: StepProgram,
-    temporary_bytes: Mapping[ProgramKey, int],
-    other_bytes: int = 0,
-    ahead: Sequence[int] = (),
+    program: StepProgram, temporary_bytes: Mapping[ProgramKey, int], other_bytes: int = 0, ahead: Sequence[int] = ()
 ) -> list[Footprint]:
     """Returns the most memory in use while each program runs, by place.
 

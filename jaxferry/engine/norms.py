@@ -27,9 +27,7 @@ from jaxferry.partition import Gradient, Layer, Leaf, RowGradient, SharedLayer
 from jaxferry.settings import ThreadPool
 from jaxferry.transport import Placement, Vectors, added, split
 
-SquaredNorm = Future[jax.Array] | jax.Array
-"""A scalar in host memory that a thread computes, or one on the device."""
-
+SquaredNorm = Future[jax.Array] | jax.Array  # a scalar in host memory that a thread computes, or one on the device
 _norm_of_vectors = jax.jit(lambda vectors: squared_norm(jax.device_put(vectors, jax.memory.Space.Device)))
 _together = jax.jit(jnp.stack)
 
@@ -177,8 +175,7 @@ def gathered(array: jax.Array, leaf: Leaf) -> jax.Array:
 
 
 LARGEST = 2.0**24
-GROWTH_STEPS = 2000
-"""The number of consecutive updates with finite gradients after which the factor is doubled."""
+GROWTH_STEPS = 2000  # the number of consecutive updates with finite gradients after which the factor is doubled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,5 +205,4 @@ class LossScale:
         return LossScale(min(self.value * 2, max(self.value, LARGEST)))
 
 
-UNSCALED = LossScale(1.0, is_dynamic=False)
-"""The identity: no scaling."""
+UNSCALED = LossScale(1.0, is_dynamic=False)  # the identity: no scaling

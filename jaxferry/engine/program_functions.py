@@ -286,7 +286,6 @@ class ProgramTracer:
         return self._arriving(key, segment, stored, [destinations, *arguments], donated, shardings)
 
     def _where_gradients_are(self, layer: Layer, gradients: Sequence[Any]) -> Any:
-        """The sharding of a group's gradients on several devices."""
         return self._placement.device if has_rows(gradients) else self._placement.shares_of(layer)
 
     def _storing(
@@ -384,7 +383,6 @@ class ProgramTracer:
         return shardings, self._shared(rest), jax.tree.map(lambda _: self._placement.device, norms)
 
     def _shared(self, results: Any) -> Any:
-        """The shardings of values."""
         return jax.tree.map(lambda aval: self._placement.of(self._partition.graph, aval), results)
 
     def _traced(self, function: Function, *args: Any, donate: tuple[int, ...] = (), shardings: Any = None) -> Any:

@@ -18,8 +18,7 @@ _AHEAD = 6
 Copies overlap what the device runs before, so they go first. But to issue each takes the thread a part of a
 millisecond, in which a device that waits for its next program does nothing.
 """
-_NONE = -1
-"""Follows the last task of a lane, and is never ready."""
+_NONE = -1  # follows the last task of a lane, and is never ready
 
 
 class TaskList:
@@ -89,10 +88,7 @@ class ReadyTasks:
     """
 
     def __init__(
-        self,
-        tasks: TaskList,
-        previous: ReadyTasks | None,
-        begin_arrival: Callable[[int], None] | None = None,
+        self, tasks: TaskList, previous: ReadyTasks | None, begin_arrival: Callable[[int], None] | None = None
     ) -> None:
         count = len(tasks.tasks)
         self._list = tasks

@@ -80,7 +80,6 @@ def _has_ended(work: StepRun) -> bool:
 
 
 def _times(steps: Sequence[tuple[StepRun, StepMarks | None]]) -> dict[int, tuple[float, float]]:
-    """Returns the observed times of each task of a chain of steps."""
     known: dict[int, tuple[float, float]] = {}
     offset = 0
     for work, marks in steps:

@@ -79,7 +79,6 @@ class StepRunner:
         self._resources.optimizer.updates.compile(state.host.units, state.host.layers, arrivals)
 
     def _begin(self, state: TrainState, batch: Sequence[Any], extra_args: Mapping[str, Any] | None) -> StepContext:
-        """Starts the tasks of a step on its prefetched copies."""
         runnable = self.runnable if self._has_run else self.first
         prefetch, copies = self._prefetched(state, runnable)
         try:
@@ -197,7 +196,6 @@ class StepRunner:
         self._resources.prefetch.put(state.prefetch)
 
     def _discard_prefetch(self, state: TrainState) -> None:
-        """Frees the copies that were loaded for the next step."""
         # Programs that were issued may never set their marks.
         self._marks.clear()
         if state.prefetch is not None:

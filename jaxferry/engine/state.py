@@ -180,7 +180,6 @@ class TrainState:
         return found if is_key(found) else np.array(found, copy=None)
 
     def _elements(self, leaf: int, index: Any) -> np.ndarray:
-        """A copy of a parameter as it is stored, or of some of its elements."""
         return self.host.master(leaf).elements(self._placement, index)
 
     @property

@@ -193,7 +193,6 @@ class StepContext:
         self._lock = threading.Lock()
 
     def _given(self, batch: Sequence[Any]) -> dict[int, Any]:
-        """The values that exist before the first program."""
         placement, partition = self.runnable.resources.placement, self.program.partition
         # A CPU reads NumPy's memory in place, so copy it: the caller may change it before the step has ended.
         own = [np.array(leaf) if isinstance(leaf, np.ndarray) and placement.is_cpu else leaf for leaf in batch]

@@ -15,9 +15,7 @@ from jaxferry.step import Lane
 Wait = Callable[[], object]
 Action = Callable[[int], Wait | None]
 """Does the task with this index, or only begins it and returns a function that waits until it has ended."""
-Arrival = Callable[[int], object]
-"""Waits until all that the task with this index reads has arrived in host memory."""
-
+Arrival = Callable[[int], object]  # waits until all that the task with this index reads has arrived in host memory
 ALL_LANES = tuple(Lane)
 _POLL_S = 0.05
 
@@ -208,7 +206,6 @@ class StepRun:
         self._run_apart(self._monitor.arrivals, wait)
 
     def _run_apart(self, thread: ThreadPool, part: Callable[[], None]) -> None:
-        """Runs a part of this run on another thread."""
         with self._monitor.lock:
             self._num_threads += 1
         try:
@@ -226,7 +223,6 @@ class StepRun:
             self._leave()
 
     def _leave(self) -> None:
-        """Records that a thread has finished its part."""
         with self._monitor.lock:
             self._num_threads -= 1
             if not self._num_threads:

@@ -25,8 +25,7 @@ Uses = Sequence[Sequence[Gradient]]
 
 Compiled = Callable[..., Any]
 
-Place = tuple[int, int]
-"""A group, and a subgroup of it."""
+Place = tuple[int, int]  # a group, and a subgroup of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +52,7 @@ class StreamingStep:
     """The updates of one step that stream; `resident` are device copies of RESIDENT groups."""
 
     def __init__(
-        self,
-        updates: StreamedUpdates,
-        host: HostArrays,
-        resident: Mapping[int, DeviceLayer],
-        placement: Placement,
+        self, updates: StreamedUpdates, host: HostArrays, resident: Mapping[int, DeviceLayer], placement: Placement
     ) -> None:
         self._updates, self._host, self._resident, self._placement = updates, host, resident, placement
         self._loaded: dict[Place, DeviceLayer] = {}
@@ -162,7 +157,6 @@ class StreamingStep:
         self._made, self._uses = {}, {}
 
     def _forget(self, place: Place) -> None:
-        """Frees a subgroup that has been loaded and not updated."""
         if place in self._loaded:
             self._updates.transport.drop(self._loaded.pop(place), is_reused=False)
             self._uses.pop(place[0], None)

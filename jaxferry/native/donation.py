@@ -92,7 +92,6 @@ class Donating:
 
 
 def _target(operation: Any) -> str:
-    """The target of a custom call; "" for other operations."""
     if operation.name != "stablehlo.custom_call":
         return ""
     return str(operation.attributes["call_target_name"].value)

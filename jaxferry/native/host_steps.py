@@ -12,9 +12,7 @@ from jaxferry.errors import NativeError
 from jaxferry.native.loading import library
 from jaxferry.native.targets import DTYPE_NUMBERS
 
-KINDS = ("adam", "nadam", "lion", "sgd", "momentum", "nesterov")
-"""Update rules of the native library, in its numbering."""
-
+KINDS = ("adam", "nadam", "lion", "sgd", "momentum", "nesterov")  # update rules of the native library, in its numbering
 NUM_MOMENTS = {"adam": 2, "nadam": 2, "lion": 1, "sgd": 0, "momentum": 1, "nesterov": 1}
 """Number of moments, arrays of a parameter's shape, that each rule keeps."""
 
@@ -22,8 +20,7 @@ FACTORS = ("unscale", "clip", "rate", "decay", "first", "gradient", "second")
 """Factors that change from step to step, in the order of the argument `factors`."""
 
 _NO_MEMORY = 1
-_BRIEF_PARAMETERS = 1 << 15
-"""A step of so many takes the time of some ten calls from Python, on one thread."""
+_BRIEF_PARAMETERS = 1 << 15  # a step of so many takes the time of some ten calls from Python, on one thread
 
 
 @dataclasses.dataclass(frozen=True)

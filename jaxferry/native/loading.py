@@ -31,12 +31,8 @@ from jaxferry.native.targets import CPU_FUNCTIONS, DTYPE_NUMBERS, TARGETS
 
 ABI = 6
 
-SIMD = ("portable", "avx2", "avx512", "avx512-bf16")
-"""Instruction sets of the host step, in ascending order."""
-
-DIRECTIONS = ("load", "store", "host")
-"""The directions of the link, and the host's own memory traffic."""
-
+SIMD = ("portable", "avx2", "avx512", "avx512-bf16")  # instruction sets of the host step, in ascending order
+DIRECTIONS = ("load", "store", "host")  # the directions of the link, and the host's own memory traffic
 _PLATFORMS = {"cpu": "cpu", "gpu": "CUDA", "cuda": "CUDA"}
 _lock = threading.RLock()
 _warned: set[str] = set()
@@ -175,7 +171,6 @@ class NativeLibrary:
         self._remember("delay", seconds)
 
     def _of_cpu(self, function: str) -> Any:
-        """The functions of the CPU's library; raises NativeError if this is another one."""
         if self.platform != "cpu":
             raise NativeError(f"{function} needs the CPU library, not the one for {self.platform}")
         return self._functions

@@ -62,8 +62,7 @@ def find_sources() -> pathlib.Path | None:
     return next((path for path in candidates if (path / "CMakeLists.txt").is_file()), None)
 
 
-_MAGIC = b"\x7fELF\x02\x01"
-"""64-bit, little-endian."""
+_MAGIC = b"\x7fELF\x02\x01"  # 64-bit, little-endian
 _HEADER = struct.Struct("<16x2HI3QI6H")
 _SEGMENT = struct.Struct("<2I6Q")
 

@@ -285,9 +285,7 @@ CHECKS: dict[str, Callable[[Bench], Check]] = {
 }
 
 
-NUM_BYTES = 2**18
-"""The size of the checks' operands in the self-test of a training step."""
-
+NUM_BYTES = 2**18  # the size of the checks' operands in the self-test of a training step
 LIMIT_S = 120.0
 """A self-test that takes longer hangs. Most of its time is compilation, well under a second on an idle machine."""
 

@@ -42,12 +42,9 @@ class ProductShape:
 class Vacancy(enum.Enum):
     """Whether nothing uses the memory that a load fills."""
 
-    UNKNOWN = 0
-    """Any work issued so far may use it."""
-    NOTED = 1
-    """No work issued since `ferry_vacate` uses it."""
-    SEEN = 2
-    """No work uses it: its last use is known to have ended."""
+    UNKNOWN = 0  # any work issued so far may use it
+    NOTED = 1  # no work issued since `ferry_vacate` uses it
+    SEEN = 2  # no work uses it: its last use is known to have ended
 
 
 TARGETS = (
@@ -65,9 +62,7 @@ TARGETS = (
     "jaxferry_mark",
 )
 
-CPU_FUNCTIONS = ("jaxferry_host_update",)
-"""What the CPU library must have besides, for host memory of any device."""
-
+CPU_FUNCTIONS = ("jaxferry_host_update",)  # what the CPU library must have besides, for host memory of any device
 QUEUES = ("program", "load", "store")
 """The queue that a mark follows: the program's own stream, or one of the ferry's queues."""
 
@@ -75,12 +70,8 @@ SCRATCH_BYTES = 8 * 2**20
 """Device memory for staging a product's panels: two panels of 4 MiB, large enough that a transfer takes longer than its
 launch. Products with long rows or columns take up to a quarter of the weight's size, for panels of `LEAST_SLICES`."""
 
-LEAST_SLICES = 128
-"""Rows or columns of a panel unless the scratch is limited: a narrower product takes a GPU as long."""
-
-ALIGNED_NUMBERS = 8
-"""A GPU's products are several times slower if rows do not start at multiples of so many numbers."""
-
+LEAST_SLICES = 128  # rows or columns of a panel unless the scratch is limited: a narrower product takes a GPU as long
+ALIGNED_NUMBERS = 8  # a GPU's products are several times slower if rows do not start at multiples of so many numbers
 PRODUCTS: dict[tuple[bool, tuple[int, ...]], None] = {}
 """The traced products of GPUs: whether each is a gradient, and its sizes (`NativeLibrary.plan_product`)."""
 

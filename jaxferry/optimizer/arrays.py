@@ -169,7 +169,6 @@ class HostArrays:
         return dict(found)
 
     def _on_cpu(self, layer: Layer, vectors: Vectors, numbers: Collection[int]) -> dict[int, np.ndarray]:
-        """Some vectors of a layer's compute copy, by number."""
         if self._placement.num_devices == 1 or not numbers:
             return {number: np.asarray(on_cpu([vectors[number]], self._placement)[0]) for number in numbers}
         own = from_shares(vectors, self._placement, layer)
@@ -359,7 +358,6 @@ def _fill_while_held(arrays: weakref.ref[HostArrays]) -> None:
 
 
 def _add(found: dict[Any, dict[Where, Any]], arrays: Iterable[tuple[Key, Any]]) -> None:
-    """Adds arrays by name and by which elements they have."""
     for (name, where), array in arrays:
         found.setdefault(name, {})[where] = array
 

@@ -195,5 +195,4 @@ class _Prepared:
     vectors: list[Vectors]
 
 
-def _nothing() -> None:
-    """Refers to no array."""
+def _nothing() -> None: ...

@@ -28,8 +28,7 @@ from jaxferry.partition import (
 )
 from jaxferry.transport import Placement
 
-BLOCK_BYTES = 2 << 20
-"""The bytes of a stored array that are in memory at a time, beside its master."""
+BLOCK_BYTES = 2 << 20  # the bytes of a stored array that are in memory at a time, beside its master
 
 
 def masters_from_arrays(

@@ -156,11 +156,8 @@ def _home(unit: UpdateGroup) -> UpdateGroup:
     return dataclasses.replace(unit, masters=_shapes(unit.masters), state=_shapes(unit.state), programs={})
 
 
-_ALIGNMENT = 16
-"""Parameters are cut at multiples of so many elements: a cache line of fp32."""
-
-_Share = list[tuple[Leaf, Span | None]]
-"""The parameters of a subgroup, each with its elements if they are not all."""
+_ALIGNMENT = 16  # parameters are cut at multiples of so many elements: a cache line of fp32
+_Share = list[tuple[Leaf, Span | None]]  # the parameters of a subgroup, each with its elements if they are not all
 
 
 def subgroups_of(optimizer: HostOptimizer, unit: UpdateGroup, layers: Sequence[Layer], count: int) -> list[Subgroup]:

@@ -196,8 +196,7 @@ class HostOptimizer:
       extra: shapes of what an update reads besides gradients and state: the loss, and the user's own arguments.
     """
 
-    _not_by_part: frozenset[int] = frozenset()
-    """Leaves that layers hold parts of and that are updated whole."""
+    _not_by_part: frozenset[int] = frozenset()  # leaves that layers hold parts of and that are updated whole
 
     def __init__(
         self,
@@ -277,7 +276,6 @@ class HostOptimizer:
         return self._unit(unit.layers, keys)
 
     def _unit(self, layers: tuple[int, ...], held: Sequence[Key]) -> UpdateGroup:
-        """Returns the unit of whole parameters, given any number of times, or of parts."""
         keys = list(held) if any(part for _, part in held) else sorted(set(held))
         masters: list[Any] = [part_aval(self.avals[leaf], part) for leaf, part in keys]
         state: list[Any] = [*self._tree.state_avals(keys)]

@@ -101,7 +101,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     rule: HostRule | None = None  # the default also covers copies made by `_replace`
 
     def __new__(cls, init: Any, update: Any, rule: HostRule | None = None) -> FusedTransformation:
-        """Makes a transformation from Optax's functions and the rule that describes them."""
+        """Adds the rule that describes Optax's functions."""
         made: FusedTransformation = super().__new__(cls, init, update)
         made.rule = rule
         return made
@@ -148,12 +148,7 @@ def adamw(
 
 
 def lion(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.99,
-    mu_dtype: Any = None,
-    weight_decay: Any = 1e-3,
-    mask: Any = None,
+    learning_rate: Any, b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None, weight_decay: Any = 1e-3, mask: Any = None
 ) -> FusedTransformation:
     """`optax.lion`, which documents the arguments, in one pass over host memory by the native library, if available.
 

@@ -25,21 +25,9 @@ from jaxferry.errors import InputError
 from jaxferry.optimizer.pieces import Key, Where
 from jaxferry.optimizer.transformations import Settled, extra_arguments, masked, traced, update_of, visible_state
 from jaxferry.optimizer.update_group import path_names
-from jaxferry.partition import (
-    ELEMENTWISE,
-    Atom,
-    Canonical,
-    Equation,
-    Graph,
-    Span,
-    bytes_of,
-    evaluate,
-    live_equations,
-)
+from jaxferry.partition import ELEMENTWISE, Atom, Canonical, Equation, Graph, Span, bytes_of, evaluate, live_equations
 
-SHARED = -1
-"""The owner of state that belongs to no single parameter."""
-
+SHARED = -1  # the owner of state that belongs to no single parameter
 Held = Sequence[tuple[int, Where]]
 """Leaves of the model's tree, each with its part or some of its elements; None for a whole leaf."""
 
@@ -249,7 +237,6 @@ class _Replay:
 
     @property
     def has_effects(self) -> bool:
-        """Whether an equation has effects."""
         return any(equation.has_effects for equation in self._graph.equations)
 
     def inputs_read(self) -> frozenset[int]:
@@ -260,7 +247,6 @@ class _Replay:
         return frozenset(number for number, value in enumerate(self._numbers) if value in read)
 
     def mixes(self) -> bool:
-        """Whether an output of one leaf depends on another leaf."""
         return any(made_from - {owner} for owner, made_from in zip(self._outputs, self.sources, strict=True))
 
     @functools.cached_property
@@ -273,7 +259,6 @@ class _Replay:
         return [found.get(atom, frozenset()) if isinstance(atom, int) else frozenset() for atom in self._graph.outputs]
 
     def is_zero(self, output: int) -> bool:
-        """Whether an output is a constant zero."""
         atom = self._graph.outputs[output]
         while isinstance(atom, int) and atom not in self._graph.constants:
             equation = self._made_by.get(atom)

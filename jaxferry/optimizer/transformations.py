@@ -200,13 +200,11 @@ class Settled:
 
 
 def _result(graphs: tuple[Graph, Graph]) -> Any:
-    """Returns the shapes of what a traced function returns."""
     avals = map(graphs[0].aval_of, graphs[0].outputs)
     return jax.tree.unflatten(graphs[0].out_tree, [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
 
 
 def _named(state: Any) -> dict[str, tuple[Any, Any]]:
-    """Returns shape and dtype of each leaf, by path."""
     leaves = zip(path_names(state), jax.tree.leaves(state), strict=True)
     return {name: (np.shape(leaf), jax.dtypes.result_type(leaf)) for name, leaf in leaves}
 

@@ -14,8 +14,7 @@ from jaxferry.partition import Layer, Part, Span, aval_bytes
 from jaxferry.step import Arrival
 from jaxferry.transport import Vectors
 
-OfLayers = Sequence[Vectors]
-"""Vectors of each layer of a unit."""
+OfLayers = Sequence[Vectors]  # vectors of each layer of a unit
 
 
 def path_names(tree: Any) -> list[str]:

@@ -109,7 +109,6 @@ class _InitialState:
         self._others = jax.jit(others, out_shardings=placement.host) if len(self._zeros) < len(avals) else None
 
     def __call__(self, masters: Sequence[jax.Array]) -> list[jax.Array]:
-        """The leaves of the state."""
         made = [] if self._others is None else self._others(masters)
         for number, aval in sorted(self._zeros.items()):
             made.insert(number, filled(aval.shape, aval.dtype, self._placement, host_sums.clear))
@@ -317,7 +316,6 @@ class UpdatePrograms:
         return [layers[i].trained for i in unit.layers]
 
     def _owned(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
-        """The trained parameters of a unit's layers, as this process holds them."""
         return [self._placement.ownership.of(layers[i].trained) for i in unit.layers]
 
     def _rule(self, unit: UpdateGroup, reads: Sequence[Arrival], layers: Sequence[Layer]) -> HostRule | None:
@@ -328,7 +326,6 @@ class UpdatePrograms:
         return fused_rule(self._tree.optimizer, state, own, [arrival is not Arrival.NONE for arrival in reads])
 
     def _decays(self, rule: HostRule, unit: UpdateGroup) -> list[bool]:
-        """Returns which masters of a unit decay."""
         found: list[bool] = []
         jax.eval_shape(lambda params: found.extend(rule.decays(params)), self._tree.params)
         decays = dict(zip(self._tree.leaves, found, strict=True))

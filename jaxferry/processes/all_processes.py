@@ -30,8 +30,7 @@ from jaxferry.processes.global_arrays import is_key
 
 _MESSAGE_CHARACTERS = 2000
 _SAMPLES = 64
-_TIMEOUT_S = 6 * 3600
-"""How long a process waits for a message: another one may be writing a checkpoint."""
+_TIMEOUT_S = 6 * 3600  # how long a process waits for a message: another one may be writing a checkpoint
 
 
 def check_same(what: str, content: str) -> None:
@@ -128,8 +127,7 @@ def coordination_client() -> Any:
 
 _PREFIX = "jaxferry/progress"
 _EXIT_STATUS = 70
-_MAX_INTERVAL_S = 10.0
-"""The longest time between two publications."""
+_MAX_INTERVAL_S = 10.0  # the longest time between two publications
 
 
 class Progress:

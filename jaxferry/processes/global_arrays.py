@@ -74,8 +74,7 @@ def empty(size: int, dtype: Any, where: NamedSharding) -> jax.Array:
 
 
 _LONG_ROW_BYTES = 512
-_ALIASED_ALIGNMENT = 16
-"""JAX aliases NumPy memory that starts at a multiple of so many bytes, and copies other memory."""
+_ALIASED_ALIGNMENT = 16  # JAX aliases NumPy memory that starts at a multiple of so many bytes, and copies other memory
 
 
 def copied_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -33,8 +33,7 @@ _SAFETY = {Allocator.PREALLOCATED: 2, Allocator.GROWING: 3}
 times as much as in the model was unsplit where it preallocates, and up to 2.0 times as much where it grows."""
 
 
-_SPARE_BYTES = 2**16
-"""For scalars and tables of addresses, of which each takes 256 bytes."""
+_SPARE_BYTES = 2**16  # for scalars and tables of addresses, of which each takes 256 bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

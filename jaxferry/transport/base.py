@@ -352,8 +352,7 @@ class Transport(abc.ABC):
         return known
 
     @abc.abstractmethod
-    def _jitted(self, name: str, layer: Layer) -> Any:
-        """Makes the jitted function of a name."""
+    def _jitted(self, name: str, layer: Layer) -> Any: ...
 
 
 def add_gradients(

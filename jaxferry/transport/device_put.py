@@ -139,7 +139,6 @@ class _PartCopy(CopyInFlight):
         self._layer, self._pieces, self._into = layer, pieces, into
 
     def wait(self) -> None:
-        """See `CopyInFlight`."""
         if self._pieces.copy is not None:
             self._pieces.copy.wait()
         _put_together(self._layer, list(map(as_numpy, self._pieces.vectors)), list(map(as_numpy, self._into)))

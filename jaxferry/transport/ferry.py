@@ -59,12 +59,7 @@ class StoredCopy(CopyInFlight):
     """
 
     def __init__(
-        self,
-        native: NativeLibrary,
-        vectors: Vectors,
-        sources: Sequence[jax.Array],
-        landed: Waiter,
-        in_flight: InFlight,
+        self, native: NativeLibrary, vectors: Vectors, sources: Sequence[jax.Array], landed: Waiter, in_flight: InFlight
     ) -> None:
         self.arrays = vectors
         self.gradient: Callable[[], object] = lambda: self
@@ -314,7 +309,6 @@ class Ferry(Transport):
 
 
 def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[], Any]]:
-    """Makes the programs that move parameters, by name."""
     numbers, offsets = [leaf.vector for leaf in layer.leaves], [leaf.offset for leaf in layer.leaves]
 
     def load_onto(vacancy: Vacancy, vectors: Vectors, into: Sequence[jax.Array], *token: jax.Array) -> Any:
@@ -342,8 +336,6 @@ def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[],
 
 
 def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[], Any]]:
-    """Makes the programs that move gradients, by name."""
-
     def store(accumulate: bool, sources: Sequence[jax.Array], into: Vectors, *token: jax.Array) -> Any:
         stored = queue_stores(layer, sources, into, accumulate)
         return stored, [targets.mark(each, stored, "store") for each in token]
@@ -352,10 +344,7 @@ def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[]
         return jax.jit(functools.partial(store, accumulate), donate_argnums=1, out_shardings=both)
 
     both = (placement.pinned, placement.device)
-    return {
-        "store": lambda: jitted_store(False),
-        "accumulate": lambda: jitted_store(True),
-    }
+    return {"store": lambda: jitted_store(False), "accumulate": lambda: jitted_store(True)}
 
 
 def landed_program(placement: Placement) -> Any:

@@ -31,9 +31,7 @@ from jaxferry.native import NativeLibrary, targets
 from jaxferry.settings import ThreadPool
 from jaxferry.transport.placement import Placement
 
-UNDER_WAY = 2
-"""Steps that make marks while those of the last finished steps are kept: a running one and a failed one."""
-
+UNDER_WAY = 2  # steps that make marks while those of the last finished steps are kept: a running one and a failed one
 _MOST_COPIES = 64
 
 

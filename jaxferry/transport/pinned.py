@@ -39,10 +39,8 @@ Vectors = tuple[jax.Array, ...]
 
 _MAPPINGS = "/proc/self/maps"
 _CHECKED_BYTES = 1 << 16
-_ALIGNMENT = 64
-"""The CPU backend copies memory that is not aligned to as many bytes."""
-_MOST_VIEWS = 1 << 14
-"""Views that are remembered, of a few hundred bytes each."""
+_ALIGNMENT = 64  # the CPU backend copies memory that is not aligned to as many bytes
+_MOST_VIEWS = 1 << 14  # views that are remembered, of a few hundred bytes each
 
 
 class _Memory:

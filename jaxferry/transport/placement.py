@@ -27,8 +27,7 @@ from jaxferry.transport.allocator import Allocator
 
 DATA = "data"
 """The axis of a mesh along which devices share a batch; of the engine's own mesh, that of one process's devices."""
-PROCESS = "process"
-"""The other axis of the engine's own mesh, if there are several processes."""
+PROCESS = "process"  # the other axis of the engine's own mesh, if there are several processes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,7 @@ from jaxferry.units import format_bytes
 
 _LISTS = ("weights", "activations", "forward_s", "backward_s")
 _SCALARS = ("memory_bytes", "bandwidth_bytes_per_s")
-_LARGEST = 1e30
-"""Far beyond any machine, and small enough that sums and quotients do not overflow."""
+_LARGEST = 1e30  # far beyond any machine, and small enough that sums and quotients do not overflow
 
 
 @dataclasses.dataclass(frozen=True)

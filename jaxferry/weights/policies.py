@@ -144,8 +144,7 @@ class _Builder:
         self.memory.add(time_s, -self.instance.weights[layer])
 
 
-_LOWERED_BY = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
-"""Reductions of the memory, in units of the largest weight."""
+_LOWERED_BY = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0)  # reductions of the memory, in units of the largest weight
 
 
 def greedy_best(instance: Instance) -> Outcome:
