@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxferry.engine.norms import gathered, have_rows, total_of
-from jaxferry.engine.program_functions import squared_norm
+from jaxferry.engine.program_functions import has_rows, squared_norm
 from jaxferry.engine.programs import Programs, lower_traced
 from jaxferry.engine.streamed_updates import Compiled, StreamedUpdates, Uses
+from jaxferry.native import as_stored
 from jaxferry.optimizer import (
     HostOptimizer,
     Subgroup,
@@ -33,9 +33,9 @@ from jaxferry.optimizer import (
     unit_on_devices,
     where_on_devices,
 )
-from jaxferry.partition import Gradient, Layer, Leaf, Span
+from jaxferry.partition import Gradient, Layer, Leaf, RowGradient, SharedLayer, Span
 from jaxferry.step import SLOTS, Operation, StepProgram
-from jaxferry.transport import Placement, Transport, compile_shared, transport_like
+from jaxferry.transport import Placement, Transport, added, compile_shared, split, transport_like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,9 @@ class DeviceUpdateCompiler:
             folds |= self._all({(group, True): self._fold(group, [sums[group]], uses[group]) for group in sums})
         read = {group: [sums[group]] if group in sums else given for group, given in uses.items()}
         # The program that makes a gradient returns its norm as well, unless some are rows.
-        unknown = [group for group, given in read.items() if group in sums or len(given) > 1 or have_rows(given)]
+        unknown = [
+            group for group, given in read.items() if group in sums or len(given) > 1 or any(map(has_rows, given))
+        ]
         norms = self._all({group: self._norm(group, read[group]) for group in unknown})
         loss = program.partition.graph.avals[program.partition.loss]
         gradients = {unit.layers: [read.get(group, []) for group in unit.layers] for unit in units}
@@ -209,7 +211,7 @@ class DeviceUpdateCompiler:
         layer, where = self._there[group], self._placement.shares_of(self._groups[group])
 
         def fold(earlier: Any, uses: Any) -> Any:
-            return layer.join_small(total_of(layer, [*earlier, *uses], adds_rows=True))
+            return layer.join_small(_total_of(layer, [*earlier, *uses], adds_rows=True))
 
         placed = [self._of_gradients(group, [*earlier]), self._of_gradients(group, uses)]
         return self._of_layer("fold", layer, fold, placed, where, donate=(0,))
@@ -218,7 +220,7 @@ class DeviceUpdateCompiler:
         layer = self._there[group]
 
         def squared_norm_of(uses: Any) -> Any:
-            return squared_norm(total_of(layer, uses))
+            return squared_norm(_total_of(layer, uses))
 
         placed = [self._of_gradients(group, uses)]
         return self._of_layer("norm", layer, squared_norm_of, placed, self._placement.device)
@@ -239,7 +241,7 @@ class DeviceUpdateCompiler:
     def _of_gradients(self, group: int, uses: Sequence[Sequence[Gradient]]) -> list[Any]:
         """The gradients of a group as arguments: devices share them, but each has all of some with rows."""
         shares, whole = self._placement.shares_of(self._groups[group]), self._placement.device
-        return [_structs(use, whole if have_rows([use]) else shares) for use in uses]
+        return [_structs(use, whole if has_rows(use) else shares) for use in uses]
 
     def _update(self, unit: UpdateGroup, uses: list[Any], loss: Any) -> _Wanted:
         own, layers = self._on_devices[unit.layers], [self._layers[group] for group in unit.layers]
@@ -247,7 +249,7 @@ class DeviceUpdateCompiler:
 
         def update(masters: Any, state: Any, copies: Any, gradients: Any, *numbers: jax.Array) -> Any:
             masters, state, by_leaf = compute(masters, state, gradients, *numbers)
-            return masters, state, [[gathered(by_leaf[leaf.index], leaf) for leaf in layer.leaves] for layer in layers]
+            return masters, state, [[_gathered(by_leaf[leaf.index], leaf) for leaf in layer.leaves] for layer in layers]
 
         where, device = where_on_devices(own, self._placement), self._placement.device
         held = [
@@ -331,9 +333,9 @@ class DeviceUpdateCompiler:
         ) -> Any:
             found: dict[int, jax.Array] = {}
             for layer, uses in zip(given, gradients, strict=True):
-                for leaf, gradient in zip(layer.leaves, total_of(layer, uses), strict=True):
+                for leaf, gradient in zip(layer.leaves, _total_of(layer, uses), strict=True):
                     if leaf.index in own:
-                        held = gathered(gradient, leaf) if is_whole else gradient
+                        held = _gathered(gradient, leaf) if is_whole else gradient
                         held = spans[leaf.index].of(held) if leaf.index in spans else held
                         found[leaf.index] = held / scale.astype(gradient.dtype)
             made, is_finite = plain(masters, state, found, norm, extra), jnp.isfinite(loss)
@@ -353,6 +355,45 @@ class DeviceUpdateCompiler:
 
     def _on_device(self, tree: Any) -> Any:
         return _structs(tree, self._placement.device)
+
+
+def _total_of(layer: Layer, uses: Uses, adds_rows: bool = False) -> list[jax.Array]:
+    """The sum over all uses, in the master dtypes, one array for each leaf; zeros without any.
+
+    Of a layer that devices share, they are flat, as of `SharedLayer.filled_up`. With `adds_rows`, rows of the first use
+    are added in the master dtypes as well, as the host does over micro-batches.
+    """
+    zeros = [jnp.zeros(leaf.shape, leaf.master_dtype) for leaf in layer.leaves]
+    total = None
+    for use in uses:
+        gradients = _of_shares(layer, use, zeros, adds_rows) if isinstance(layer, SharedLayer) else split(layer, use)
+        if total is None:
+            total = [_widened(g, z, adds_rows) for g, z in zip(gradients, zeros, strict=True)]
+        else:
+            total = [added(a, g) for a, g in zip(total, gradients, strict=True)]
+    if total is None and isinstance(layer, SharedLayer):
+        return layer.filled_up(zeros)
+    return zeros if total is None else total
+
+
+def _of_shares(
+    layer: SharedLayer, use: Sequence[Gradient], zeros: Sequence[jax.Array], adds_rows: bool
+) -> list[Gradient]:
+    """The gradients of a use as devices share them; those with rows are whole until now."""
+    if not has_rows(use):
+        return [*layer.split_shares([array for array in use if not isinstance(array, RowGradient)])]
+    return [*layer.filled_up([_widened(g, z, adds_rows) for g, z in zip(use, zeros, strict=True)])]
+
+
+def _widened(gradient: Gradient, zeros: jax.Array, adds_rows: bool) -> jax.Array:
+    if not isinstance(gradient, RowGradient):
+        return gradient.astype(zeros.dtype)
+    return gradient.onto(zeros) if adds_rows else as_stored(gradient.dense()).astype(zeros.dtype)
+
+
+def _gathered(array: jax.Array, leaf: Leaf) -> jax.Array:
+    """A parameter, or its gradient, of which devices may have shares; gathers them."""
+    return array if array.shape == leaf.shape else array[: leaf.size].reshape(leaf.shape)
 
 
 def _uses(program: StepProgram, programs: Programs) -> dict[int, list[Any]]:

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.profiler import TraceAnnotation
 
+from jaxferry.engine.lanes import Wait
 from jaxferry.engine.prefetch import wait_for_copy
 from jaxferry.engine.step import StepContext
-from jaxferry.engine.step_run import Wait
 from jaxferry.optimizer import UpdateGroup
 from jaxferry.processes import moved
 from jaxferry.step import Instruction, Operation, ProgramKey, ProgramUse
@@ -30,7 +30,7 @@ _add = jax.jit(jnp.add)
 
 
 def execute(step: StepContext, index: int) -> Wait | None:
-    """Executes one instruction; see `step_run.Action`. JAX's profiler shows it by its task's name."""
+    """Executes one instruction; see `lanes.Action`. JAX's profiler shows it by its task's name."""
     call = step.instructions[index]
     if call.offloads_awaited:
         step.make_room(call)
@@ -42,7 +42,7 @@ def execute(step: StepContext, index: int) -> Wait | None:
 
 
 def await_gradients(step: StepContext, index: int) -> None:
-    """Waits until the gradients that an update reads are in host memory; see `step_run.Arrival`."""
+    """Waits until the gradients that an update reads are in host memory; see `lanes.Arrival`."""
     if step.is_last:
         step.gradients.wait_for(step.state.host.unit_of(step.instructions[index].group))
 

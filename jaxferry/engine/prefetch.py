@@ -13,7 +13,7 @@ from typing import Protocol
 
 import jax
 
-from jaxferry.engine.step_run import StepRun
+from jaxferry.engine.lanes import StepRun
 from jaxferry.step import StepProgram
 from jaxferry.transport import DeviceLayer, Placement, StepMarks, TaskMark, Transport, Vectors
 
@@ -53,7 +53,7 @@ class DeviceCopies:
         return [array for held in self._held.values() for array in held.arrays]
 
     def load(self, index: int) -> None:
-        """Runs the load with this index; see `step_run.Action`."""
+        """Runs the load with this index; see `lanes.Action`."""
         group = self._program.instructions[index].group
         is_first = self._num_left[group] == self._program.loaded[group]
         self._num_left[group] -= 1

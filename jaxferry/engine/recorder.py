@@ -6,7 +6,7 @@ import collections
 import math
 from collections.abc import Mapping, Sequence
 
-from jaxferry.engine.step_run import StepRun
+from jaxferry.engine.lanes import StepRun
 from jaxferry.step import Lane, Run, Schedule, dispatch_order, repeat
 from jaxferry.transport import StepMarks
 

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 from jaxferry.engine.executor import await_gradients, execute
+from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.pending import Accumulated, Counts, PendingStep, task_error
 from jaxferry.engine.prefetch import DeviceCopies, Prefetch
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.step import RunnableStep, StepContext, StepResult
-from jaxferry.engine.step_run import StepRun
 from jaxferry.errors import JaxFerryError, StateError, TaskError, described
 from jaxferry.optimizer import host_memory
 from jaxferry.step import Lane

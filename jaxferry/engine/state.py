@@ -9,20 +9,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.engine.norms import UNSCALED, LossScale
+from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.pending import (
     ROLLED_BACK,
     TO_LAST_UPDATE,
+    UNSCALED,
     Accumulated,
     Counts,
     EndingStep,
+    LossScale,
     Owner,
     PendingStep,
     by_one_thread,
     task_error,
 )
 from jaxferry.engine.prefetch import Prefetch
-from jaxferry.engine.step_run import StepRun
 from jaxferry.errors import StateError, described
 from jaxferry.optimizer import (
     HostArrays,

@@ -21,16 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.device_updates import DeviceUpdates
-from jaxferry.engine.gradients import StepGradients
-from jaxferry.engine.lanes import Lanes
-from jaxferry.engine.norms import Norms
+from jaxferry.engine.gradients import Norms, StepGradients
+from jaxferry.engine.lanes import Failure, Lanes, StepRun
 from jaxferry.engine.pending import task_errors
 from jaxferry.engine.prefetch import DeviceCopies, PrefetchSlot
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.engine.recorder import Recorder
 from jaxferry.engine.state import TrainState
-from jaxferry.engine.step_run import Failure, StepRun
 from jaxferry.engine.streamed_updates import StreamingStep
 from jaxferry.optimizer import HostOptimizer
 from jaxferry.step import Instruction, Operation, StepProgram
