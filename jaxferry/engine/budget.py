@@ -105,7 +105,7 @@ def _fallbacks(plan: Plan) -> list[Plan]:
     modes = [[mode if mode is Mode.DHA else Mode.RELOAD for mode in plan.modes]]
     if Mode.DHA in modes[0]:
         modes.append([Mode.RELOAD] * len(plan.layers))
-    return [_with_modes(plan, each) for each in modes]
+    return [_with_layers(plan, {i: plan.layers[i].with_mode(mode) for i, mode in enumerate(each)}) for each in modes]
 
 
 def _fewest_reloads(plan: Plan, fallback: Plan, budget_bytes: int, peak_of: PeakOf) -> Plan:
@@ -115,11 +115,6 @@ def _fewest_reloads(plan: Plan, fallback: Plan, budget_bytes: int, peak_of: Peak
             break
         plan = _with_layers(plan, {number: fallback.layers[number]})
     return plan
-
-
-def _with_modes(plan: Plan, modes: Sequence[Mode]) -> Plan:
-    layers = zip(plan.layers, modes, strict=True)
-    return _with_layers(plan, {i: layer.with_mode(mode) for i, (layer, mode) in enumerate(layers)})
 
 
 def _with_layers(plan: Plan, changed: dict[int, LayerPlan]) -> Plan:
@@ -153,14 +148,19 @@ def loads_ahead(
     They never raise the peak of parameters within one step, and keep the total within the budget. `peak_of` takes the
     loads that run in the previous step.
     """
-    leading, within = leading_loads(program.schedule), peak_of(())
+    leading = leading_loads(program.schedule)
+    return leading[: _most(len(leading), lambda count: peak_of(leading[:count]), budget_bytes)]
+
+
+def _most(num: int, peak_of: Callable[[int], Peak], budget_bytes: int | None) -> int:
+    """How many of `num` fit into the budget without a higher peak of parameters than with none."""
+    within = peak_of(0)
 
     def takes_more(count: int) -> bool:
-        peak = peak_of(leading[:count])
+        peak = peak_of(count)
         return peak.parameters > within.parameters or not peak.fits(budget_bytes)
 
-    counts = range(1, len(leading) + 1)
-    return leading[: bisect.bisect_right(counts, False, key=takes_more)]
+    return bisect.bisect_right(range(1, num + 1), False, key=takes_more)
 
 
 def groups_to_reserve(
@@ -181,14 +181,11 @@ def groups_to_reserve(
         if load in left and any(tasks[other].lane is Lane.HOST for other in tasks[load].after_previous)
     ]
     groups = [g for g in groups if program.loaded[g] == 1 and g not in untrained and g not in program.kept]
-    within = peak_of(program)
 
-    def takes_more(count: int) -> bool:
-        peak = peak_of(dataclasses.replace(program, reserved=frozenset(groups[:count])))
-        return peak.parameters > within.parameters or not peak.fits(budget_bytes)
+    def reserved(count: int) -> Peak:
+        return peak_of(dataclasses.replace(program, reserved=frozenset(groups[:count])))
 
-    counts = range(1, len(groups) + 1)
-    return frozenset(groups[: bisect.bisect_right(counts, False, key=takes_more)])
+    return frozenset(groups[: _most(len(groups), reserved, budget_bytes)])
 
 
 def groups_to_keep(

@@ -247,12 +247,9 @@ class Evaluator:
             with deferred_interrupts():
                 for done in held.values():
                     self._drop(done, state)
-        return jax.tree.unflatten(partition.graph.out_tree, [self._output(a, values) for a in partition.graph.outputs])
-
-    def _output(self, atom: Any, values: dict[int, Any]) -> Any:
-        if isinstance(atom, int):
-            return values[atom]
-        return self._placement.put_alike(np.asarray(atom.val, atom.aval.dtype))
+        alike, atoms = self._placement.put_alike, list[Any](graph.outputs)
+        outputs = [values[a] if isinstance(a, int) else alike(np.asarray(a.val, a.aval.dtype)) for a in atoms]
+        return jax.tree.unflatten(graph.out_tree, outputs)
 
     def _make_room(self, state: TrainState, other_bytes: int) -> None:
         """Frees what the training step keeps on the device if the budget requires it."""

@@ -269,8 +269,7 @@ def _keep_cotangents(step: StepContext, call: Instruction, cotangents: Any) -> N
 def _end_program(step: StepContext, call: Instruction, ended: Any) -> None:
     """Marks the end of a program and frees the buffers that it read last."""
     step.num_programs += 1
-    if step.copies.marks is not None:
-        _mark_end(step, call, ended)
+    _mark_end(step, call, ended)
     for use in call.written:
         step.gradients.note_arrival(use.group)
     # Before the device waits for anything else.
@@ -323,31 +322,25 @@ def _update_on_device(step: StepContext, call: Instruction, norm: np.floating) -
         return
     step.updated.add(id(unit))
     step.is_updating = True
+    loss = step.values[step.program.partition.loss]
     if unit.subgroups:
-        _update_subgroup(step, call, unit, norm)
+        numbers = norm, step.scale, loss, step.extra(True)
+        made = step.ran(step.streaming.update(_subgroup(call), lambda: step.gradients.take_kept(unit)[0], *numbers))
+        _mark_end(step, call, loss if made is None else made)
         return
     host, resident = step.state.host, [step.state.resident[group] for group in unit.layers]
     trained = [[i for i, leaf in enumerate(host.layers[group].leaves) if leaf.is_trained] for group in unit.layers]
     arrays = [held.parameters() for held in resident]
     copies = [[own[i] for i in chosen] for own, chosen in zip(arrays, trained, strict=True)]
-    gradients, loss = step.gradients.take_kept(unit), step.values[step.program.partition.loss]
+    gradients = step.gradients.take_kept(unit)
     made = step.runnable.device_updates.update(unit, copies, gradients, norm, step.scale, loss, step.extra(True))
     unit.masters, unit.state, new = step.ran(made)
     for held, own, chosen, updated in zip(resident, arrays, trained, new, strict=True):
-        given = dict(zip(chosen, updated, strict=True))
-        held.arrays = [given.get(i, array) for i, array in enumerate(own)]
+        changed = dict(zip(chosen, updated, strict=True))
+        held.arrays = [changed.get(i, array) for i, array in enumerate(own)]
     host.note_update(unit)
     _mark_end(step, call, new)
     delete_all(jax.tree.leaves(gradients))
-
-
-def _update_subgroup(step: StepContext, call: Instruction, unit: UpdateGroup, norm: np.floating) -> None:
-    def take_uses() -> Any:
-        return step.gradients.take_kept(unit)[0]
-
-    loss = step.values[step.program.partition.loss]
-    made = step.ran(step.streaming.update(_subgroup(call), take_uses, norm, step.scale, loss, step.extra(True)))
-    _mark_end(step, call, loss if made is None else made)
 
 
 def _subgroup(call: Instruction) -> tuple[int, int]:

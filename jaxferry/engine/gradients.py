@@ -306,7 +306,9 @@ class StepGradients:
         group = call.group
         # A sum begun on the host, under another batch's plan, stays there. The bits are the same either way.
         if group in self._program.summed and not self._is_last and group not in self.on_host:
-            self.sums[group] = self._sum_of(group, self._pending.pop(call.task.segment))
+            own = self._pending.pop(call.task.segment)
+            begins = group in self._program.widened and group not in self._are_sums
+            self.sums[group] = _widened(own) if begins else list(own)
             return
         if not self._may_add(group, commit):
             return
@@ -318,13 +320,6 @@ class StepGradients:
             self.note_arrival(group)
         else:
             self._note_offload(call.index, group, stored)
-
-    def _sum_of(self, group: int, gradients: Any) -> list[jax.Array]:
-        """The sum on the device that ends with these gradients, or begins with them."""
-        if group in self._are_sums or group not in self._program.widened:
-            return list(gradients)
-        begun: list[jax.Array] = _widened(gradients)
-        return begun
 
     def forget_inflight(self) -> None:
         """Waits for all offloads in flight and ignores their errors."""

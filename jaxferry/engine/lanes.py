@@ -340,15 +340,6 @@ def _do_tasks(of: StepRun, lanes: Sequence[Lane]) -> None:
         ended = index if run._do(index) else None
 
 
-def _do_ahead(of: StepRun) -> None:
-    _do_all(of, of._next_ahead)
-
-
-def _do_late(of: StepRun, lanes: Sequence[Lane]) -> None:
-    """Does the late tasks of a run that no next one has done."""
-    _do_all(of, lambda: of._next_late(lanes))
-
-
 def _do_all(of: StepRun, next_task: Callable[[], int | None]) -> None:
     ended, lock = None, of._monitor.lock
     while True:
@@ -395,7 +386,7 @@ class Lanes:
             run._num_threads += 1
         number = next(i for i, lanes in enumerate(self._lanes) if Lane.H2D in lanes)
         try:
-            self._threads[number].submit(run._take_part, functools.partial(_do_ahead, run))
+            self._threads[number].submit(run._take_part, functools.partial(_do_all, run, run._next_ahead))
         except RuntimeError:  # the process is ending
             run._leave()
         return run
@@ -409,7 +400,7 @@ class Lanes:
         with self._monitor.lock:
             if run.has_broken_off or not run._ready.has_late(ALL_LANES):
                 return
-        self._submit(_do_late, run)
+        self._submit(lambda of, lanes: _do_all(of, functools.partial(of._next_late, lanes)), run)
 
     def _submit(self, body: Callable[[StepRun, Sequence[Lane]], None], run: StepRun) -> None:
         with self._monitor.lock:

@@ -121,7 +121,7 @@ class _Lowering:
             values = [value for value, (last_forward, _) in self._offloaded.items() if last_forward == use.segment]
             return dataclasses.replace(made, place=use.segment, values=tuple(values))
         if task.kind is Kind.FETCH:
-            place = self._backward_place(use.segment)
+            place = places(self._partition).index((ProgramKind.BACKWARD, use.segment))
             values = [value for value, (_, until) in self._offloaded.items() if until == place]
             return dataclasses.replace(made, place=place, values=tuple(values))
         return made
@@ -129,13 +129,16 @@ class _Lowering:
     def _program(self, made: Instruction) -> Instruction:
         place = self._places[made.index]
         key, segment = self._joined(self._keys[place], made), self._partition.segments[made.segment]
+        reads: tuple[tuple[int, ...], ...] = tuple(segment.inputs), tuple(segment.nondiff_inputs)
+        if key.kind is ProgramKind.BACKWARD:
+            reads = backward_reads(segment, self._derivatives[segment.program])
         return dataclasses.replace(
             made,
             operation=Operation.LOSS if key.kind is ProgramKind.LOSS else made.operation,
             key=key,
             place=place,
             uses=self._uses_of(made, key),
-            reads=self._reads_of(segment, key),
+            reads=reads,
             outputs=tuple(segment.outputs),
             nondiff_outputs=tuple(segment.nondiff_outputs),
             inputs=tuple(segment.inputs),
@@ -226,16 +229,6 @@ class _Lowering:
                 )
             )
         return tuple(found)
-
-    def _reads_of(self, segment: Segment, key: ProgramKey) -> tuple[tuple[int, ...], ...]:
-        """The values that a program is given, one tuple for each of its arguments."""
-        if key.kind is not ProgramKind.BACKWARD:
-            return tuple(segment.inputs), tuple(segment.nondiff_inputs)
-        return backward_reads(segment, self._derivatives[segment.program])
-
-    def _backward_place(self, segment: int) -> int:
-        order = places(self._partition)
-        return order.index((ProgramKind.BACKWARD, segment))
 
     def _drops_of_tasks(self) -> dict[int, list[Drop]]:
         last_use: dict[int, int] = {}
@@ -342,16 +335,14 @@ def offloaded_values(partition: Partition, derivatives: Mapping[int, Derivative]
                 last_forward[value] = place
             else:
                 backward.setdefault(value, place)
+    graph = partition.graph
     return {
         value: (last_forward[value], until)
         for value, until in backward.items()
-        if until - last_forward[value] >= 2 * CROSSING_SLOTS and _is_worth_moving(partition, value)
+        if until - last_forward[value] >= 2 * CROSSING_SLOTS
+        and not jax.dtypes.issubdtype(graph.avals[value].dtype, jax.dtypes.extended)
+        and graph.num_bytes(value) >= MIN_OFFLOADED_BYTES
     }
-
-
-def _is_worth_moving(partition: Partition, value: int) -> bool:
-    is_key = jax.dtypes.issubdtype(partition.graph.avals[value].dtype, jax.dtypes.extended)
-    return not is_key and partition.graph.num_bytes(value) >= MIN_OFFLOADED_BYTES
 
 
 def last_readers(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[int, list[int]]:

@@ -271,12 +271,8 @@ class Transfers:
     def _bytes_of(self, index: int) -> int:
         return self._program.partition.layers[self._program.instructions[index].group].num_bytes
 
-    def _gradient_bytes(self, instruction: Instruction) -> int:
-        """The bytes of an offload's gradient; only the touched rows of a lookup's table are on the device."""
-        return self._gradient_bytes_of(instruction.segment, instruction.group)
-
-    def _gradient_bytes_of(self, segment: int, group: int) -> int:
-        """Returns the bytes of the gradient of a group that the program of a segment makes."""
+    def _gradient_bytes(self, segment: int, group: int) -> int:
+        """The bytes of a group's gradient that a segment's program makes; of a lookup's table only touched rows."""
         partition = self._program.partition
         derivative = self._program.derivatives[partition.segments[segment].program]
         layer = partition.layers[group]
@@ -304,8 +300,9 @@ class Transfers:
             if instruction.operation is Operation.STORE_STATE:
                 continue  # counted as slots for subgroups
             self.gradient_stops[instruction.segment, instruction.group] = free_from
+            num_bytes = self._gradient_bytes(instruction.segment, instruction.group)
             for place in range(self.last_program[instruction.index], free_from):
-                self._gradients_at[place][instruction.index] = self._gradient_bytes(instruction)
+                self._gradients_at[place][instruction.index] = num_bytes
         for instruction in instructions:
             for value in instruction.values if instruction.operation is Operation.FETCH else ():
                 for place in range(gone_from[value], self.last_program[instruction.index] + 1):
@@ -327,7 +324,7 @@ class Transfers:
                 stop = self._num_places + num_late if num_late else until[use.group] + 1
                 self.gradient_stops[use.segment, use.group] = stop
                 for held in (*self._gradients_at[instruction.place : until[use.group] + 1], *in_next):
-                    num_bytes = self._gradient_bytes_of(use.segment, use.group)
+                    num_bytes = self._gradient_bytes(use.segment, use.group)
                     held[instruction.index] = held.get(instruction.index, 0) + num_bytes
 
     def _late_updates(self) -> dict[int, int]:

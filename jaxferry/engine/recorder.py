@@ -30,7 +30,7 @@ class Recorder:
 
     def run(self) -> Run | None:
         """Returns the steps that have ended as one chain, in seconds from the start of the first; None without any."""
-        steps = [step for step in self._steps if _has_ended(step[0])]
+        steps = [each for each in self._steps if each[0].is_over() and not each[0].has_broken_off]
         if not steps:
             return None
         starts_s = [start for work, _ in steps for start in work.starts_s]
@@ -73,10 +73,6 @@ def on_the_device(
 def _later(time_s: float, other_s: float) -> float:
     """Returns the later of two times; the second may be NaN (unknown)."""
     return time_s if math.isnan(other_s) else max(time_s, other_s)
-
-
-def _has_ended(work: StepRun) -> bool:
-    return work.is_over() and work.failure is None and not work.is_stopped
 
 
 def _times(steps: Sequence[tuple[StepRun, StepMarks | None]]) -> dict[int, tuple[float, float]]:

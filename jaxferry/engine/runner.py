@@ -115,17 +115,14 @@ class StepRunner:
         pending = state.pending
         if pending is None or pending.work.is_over():
             return None
-        if self._goes_on(pending.work, state, runnable):
-            return pending.work
-        state.settle()
-        return None
-
-    def _goes_on(self, work: StepRun, state: TrainState, runnable: RunnableStep) -> bool:
-        """Whether a run of these tasks may follow a run in flight, and all that it reads is where it should be."""
         program, host, sums = runnable.program, state.host, state.accumulated.on_device
         are_placed = (host.on_device, host.streamed) == (program.stays_on_device, program.streamed)
         stay = sums.keys() <= program.summed | program.updated_on_device
-        return are_placed and stay and state.resident.keys() == program.resident and runnable.tasks.is_like(work.list)
+        are_placed = are_placed and stay and state.resident.keys() == program.resident
+        if are_placed and runnable.tasks.is_like(pending.work.list):
+            return pending.work
+        state.settle()
+        return None
 
     def _arrange_copies(self, state: TrainState, runnable: RunnableStep) -> None:
         """Loads the RESIDENT copies that this program reads; moves state and sums to where it updates them."""

@@ -173,15 +173,13 @@ class TrainState:
         self.settle()
         aval, shown = self.optimizer.avals[leaf], self._shown[leaf]
         if as_bytes or shown is aval:
-            return self._elements(leaf, index)
+            return self.host.master(leaf).elements(self._placement, index)
         # Elements are packed along the last axis: rows are cut before they are unpacked.
         is_rows = isinstance(index, slice) and len(shown.shape) > 1
-        found = from_bytes(self._elements(leaf, index if is_rows else ...), shown.dtype)
+        stored = self.host.master(leaf).elements(self._placement, index if is_rows else ...)
+        found = from_bytes(stored, shown.dtype)
         found = found if is_rows or index is ... else found[index]
         return found if is_key(found) else np.array(found, copy=None)
-
-    def _elements(self, leaf: int, index: Any) -> np.ndarray:
-        return self.host.master(leaf).elements(self._placement, index)
 
     @property
     @by_one_thread
@@ -197,7 +195,7 @@ class TrainState:
           InputError: if an assigned tree has another structure or other shapes.
         """
         self.settle()
-        shapes = self.optimizer.state_shapes()
+        shapes = self.optimizer.state_shapes
         needed = {"optimizer state": numpy_bytes(shapes.values())}
         host_memory.check(needed, "a copy of the optimizer's state", _FREE_FIRST, self.held_bytes)
         found = self.host.optimizer_state()
@@ -206,7 +204,7 @@ class TrainState:
     @opt_state.setter
     @by_one_thread
     def opt_state(self, given: Any) -> None:
-        self._replace_state(dict(zip(self.optimizer.state_shapes(), self.optimizer.given_state(given), strict=True)))
+        self._replace_state(dict(zip(self.optimizer.state_shapes, self.optimizer.given_state(given), strict=True)))
 
     @by_one_thread
     def set_hyperparams(self, **values: Any) -> None:
@@ -218,7 +216,7 @@ class TrainState:
         Raises:
           InputError: if the optimizer has no such hyperparameter, or a schedule sets it.
         """
-        self._replace_state(hyperparameters(self.optimizer.state_shapes(), values))
+        self._replace_state(hyperparameters(self.optimizer.state_shapes, values))
 
     @by_one_thread
     def copy(self) -> TrainState:
@@ -257,7 +255,7 @@ class TrainState:
 
     def _replace_state(self, leaves: Mapping[str, Any]) -> None:
         """Replaces leaves of the optimizer's state, which are copied in their own dtypes."""
-        own = self._given(leaves, self.optimizer.state_shapes())
+        own = self._given(leaves, self.optimizer.state_shapes)
         self.settle()
         with deferred_interrupts():
             self.host.replace_state(own)

@@ -183,7 +183,9 @@ class StepContext:
         self.num_programs = self.num_updates = 0
         self.updated: set[int] = set()
         self.is_updating = False
-        self._was_finite, self._num_left = accumulated.is_finite, _num_updates(self.program)
+        self._was_finite = accumulated.is_finite
+        num = collections.Counter(instruction.operation for instruction in self.instructions)
+        self._num_left = num[Operation.UPDATE] or num[Operation.UPDATE_ON_DEVICE]
         self._extra_args = {} if extra_args is None else extra_args
         self._earlier_weight, self._earlier_loss = accumulated.weight, accumulated.loss
         self._is_finite: bool | None = None
@@ -314,9 +316,3 @@ class StepContext:
             # The device may still read or write the pinned memory of moved values.
             jax.block_until_ready([*self.values.values(), *self.offloaded.values()])
         self.copies.drop_all()
-
-
-def _num_updates(program: StepProgram) -> int:
-    """The number of updates on the host, or on the device if that does all."""
-    num = collections.Counter(instruction.operation for instruction in program.instructions)
-    return num[Operation.UPDATE] or num[Operation.UPDATE_ON_DEVICE]

@@ -95,7 +95,9 @@ class StreamingStep:
                 subgroup.unit.state[i] = leaf
             self._made[place] = (made[0], made[2])
             if place in self._updates.copies:
-                self._replace_copies(place, made[2])
+                held, new = self._resident[group], dict(zip(self._updates.copies[place], made[2], strict=True))
+                held.arrays = [new.get(i, array) for i, array in enumerate(held.arrays)]
+                self._host.note_update(self._unit(group))
                 self._made[place] = (made[0], None)
         if number + 1 == len(self._unit(group).subgroups):
             delete_all(jax.tree.leaves(self._uses.pop(group)))
@@ -107,11 +109,6 @@ class StreamingStep:
             return []
         arrays = self._resident[place[0]].parameters()
         return [arrays[i] for i in self._updates.copies[place]]
-
-    def _replace_copies(self, place: Place, parameters: Sequence[jax.Array]) -> None:
-        held, new = self._resident[place[0]], dict(zip(self._updates.copies[place], parameters, strict=True))
-        held.arrays = [new.get(i, array) for i, array in enumerate(held.arrays)]
-        self._host.note_update(self._unit(place[0]))
 
     def store(self, place: Place, mark: TaskMark | None) -> None:
         """Starts to copy an updated subgroup to host memory, with its new parameters unless these stay."""

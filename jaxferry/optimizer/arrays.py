@@ -162,24 +162,23 @@ class HostArrays:
                 for key, leaf in pairs
                 if not leaf.is_trained and key not in self._frozen and only in (None, key[0])
             ]
-            flat = self._on_cpu(layer, vectors, {leaf.vector for _, leaf in missing})
+            numbers = {leaf.vector for _, leaf in missing}
+            if self._placement.num_devices == 1 or not numbers:
+                own = {number: on_cpu([vectors[number]], self._placement)[0] for number in numbers}
+            else:
+                own = dict(enumerate(from_shares(vectors, self._placement, layer)))
+            flat = {number: np.asarray(own[number]) for number in numbers}
             for (name, part), leaf in missing:
-                own = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
-                found.setdefault(name, {})[part] = own
+                array = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
+                found.setdefault(name, {})[part] = array
         return dict(found)
-
-    def _on_cpu(self, layer: Layer, vectors: Vectors, numbers: Collection[int]) -> dict[int, np.ndarray]:
-        if self._placement.num_devices == 1 or not numbers:
-            return {number: np.asarray(on_cpu([vectors[number]], self._placement)[0]) for number in numbers}
-        own = from_shares(vectors, self._placement, layer)
-        return {number: np.asarray(own[number]) for number in numbers}
 
     def optimizer_state(self) -> dict[str, Stored]:
         """Returns the stored leaves of the optimizer's state, by path."""
         found: dict[str, dict[Where, Any]] = {}
         for unit in self.units:
             _add(found, zip(unit.state_keys, unit.state_at_home(), strict=True))
-        return _stored(found, self._optimizer.state_shapes())
+        return _stored(found, self._optimizer.state_shapes)
 
     @property
     def copy_bytes(self) -> dict[str, int]:
@@ -208,7 +207,7 @@ class HostArrays:
                 _add(found, zip(keys, own, strict=True))
         for name, parts in self._frozen_parts().items():
             found_masters[name] = {part: on_host(array, self._placement) for part, array in parts.items()}
-        return _stored(found_masters, self._optimizer.avals), _stored(found_state, self._optimizer.state_shapes())
+        return _stored(found_masters, self._optimizer.avals), _stored(found_state, self._optimizer.state_shapes)
 
     def arrange(self, layers: Sequence[Layer]) -> None:
         """Arranges the arrays in these parameter groups; `vectors` is empty afterwards.

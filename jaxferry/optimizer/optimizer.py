@@ -281,26 +281,17 @@ class HostOptimizer:
         state: list[Any] = [*self._tree.state_avals(keys)]
         return UpdateGroup(layers, keys, masters, state, self._tree.state_keys(keys))
 
+    @functools.cached_property
     def state_shapes(self) -> Mapping[str, Any]:
         """Shapes of the whole Optax state by path."""
-        return self._state_shapes
-
-    @functools.cached_property
-    def _state_shapes(self) -> dict[str, Any]:
-        state = self.state_tree()
+        state = self._tree.visible_state
         return dict(zip(path_names(state), jax.tree.leaves(state), strict=True))
-
-    def state_tree(self) -> Any:
-        """The whole Optax state, of shape structs."""
-        return self._tree.visible_state
 
     def whole_state(self, leaves: Mapping[str, Any]) -> Any:
         """The Optax state with these leaves, by path, as the user knows it."""
-        state = self.state_tree()
-        return self._tree.shown(
-            jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in path_names(state)])
-        )
+        structure = jax.tree.structure(self._tree.visible_state)
+        return self._tree.shown(jax.tree.unflatten(structure, [leaves[name] for name in self.state_shapes]))
 
-    def given_state(self, given: Any) -> list[Any]:
+    def given_state(self, state: Any) -> list[Any]:
         """The leaves of such a state of the user's."""
-        return given_leaves("state.opt_state", self._tree.stored(given), self.state_tree())
+        return given_leaves("state.opt_state", self._tree.stored(state), self._tree.visible_state)

@@ -2,7 +2,7 @@
 
     gradient vectors --unscale, clip--> update --> master, state (in place), compute copy (in place)
 
-With an optimizer of `jaxferry.optimizer.optimizers`, an update is one call into the native library (`fused.py`).
+With an optimizer of `jaxferry.optimizer.optimizers`, an update is one call into the native library (`FusedUpdate`).
 Otherwise XLA compiles Optax's update. Masters and state are leaves of the model's own tree; gradients and the compute
 copy are flat vectors.
 """
@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.native import host_sums
-from jaxferry.optimizer.fused import Factors, FusedUpdate, factors_program, fused_rule
-from jaxferry.optimizer.optimizers import HostRule
+from jaxferry.optimizer.optimizers import Factors, FusedUpdate, HostRule, factors_program, fused_rule
 from jaxferry.optimizer.pieces import filled
 from jaxferry.optimizer.replay import TreeUpdate
 from jaxferry.optimizer.update_group import (
@@ -148,7 +147,8 @@ class UpdatePrograms:
             counts, *_ = programs[_FACTORS].args_info[0]
             self._factors = Factors(programs.pop(_FACTORS), len(counts))
         for key, program in programs.items():
-            self._updates[key] = CompiledUpdate(program, self._placement, self._trained(missing[key][0], layers))
+            trained = [layers[i].trained for i in missing[key][0].layers]
+            self._updates[key] = CompiledUpdate(program, self._placement, trained)
         for key, rule in rules.items():
             self._updates[key] = self._fused(rule, missing[key][0], missing[key][1], layers)
         for unit, how, key in wanted:
@@ -186,17 +186,19 @@ class UpdatePrograms:
         contents = {key: self._content(key, given[0]) for key, given in missing.items() if key not in rules}
         if rules and self._factors is None:
             key = next(iter(rules))
-            contents[_FACTORS] = self._factors_content(missing[key][0])
+            content = self._tree.content(missing[key][0].leaves)
+            contents[_FACTORS] = content and ("factors", content, self._clip_norm, self._placement)
             missing[_FACTORS] = (missing[key][0], rules[key])
         settings = traced_settings()
         new = {key: content for key, content in contents.items() if (key, settings) not in self._begun}
-        begun = begin_shared(new, lambda key: self._lowered(key, missing[key][0], missing[key][1], layers))
+
+        def lowered(key: Any) -> Any:
+            unit, how = missing[key]
+            return self._lower_factors(unit, how) if key == _FACTORS else self._lower(unit, layers, how)
+
+        begun = begin_shared(new, lowered)
         self._begun |= {(key, settings): compiling for key, compiling in begun.items()}
         return wanted, missing, rules
-
-    def _lowered(self, key: Any, unit: UpdateGroup, how: Any, layers: Sequence[Layer]) -> Any:
-        """A program before XLA compiles it: of the factors by a rule, or of a unit's update by what is read."""
-        return self._lower_factors(unit, how) if key == _FACTORS else self._lower(unit, layers, how)
 
     def plain(self, unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[..., Any]:
         """The update of a unit by Optax, for a jitted function on any device.
@@ -231,11 +233,6 @@ class UpdatePrograms:
         place = self._placement
         return ("update", key, self._clip_norm, place, place.is_cpu)
 
-    def _factors_content(self, unit: UpdateGroup) -> Hashable | None:
-        """Likewise for the factors of a step."""
-        content = self._tree.content(unit.leaves)
-        return content and ("factors", content, self._clip_norm, self._placement)
-
     def text(self, unit: UpdateGroup, layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> str:
         """Returns a text that says what a unit's update does; masters and state may be shapes."""
         reads = tuple(arrivals[i] for i in unit.layers)
@@ -258,17 +255,13 @@ class UpdatePrograms:
         self, rule: HostRule, unit: UpdateGroup, reads: Sequence[Arrival], layers: Sequence[Layer]
     ) -> FusedUpdate:
         assert self._factors is not None
-        own, place = self._owned(unit, layers), self._placement
-        return FusedUpdate(
-            rule,
-            self._factors,
-            own,
-            self._tree.state_of(unit.leaves),
-            self._decays(rule, unit),
-            self._dtypes_arriving(unit, layers, reads),
-            place,
-            place.is_cpu or writes_in_place(place),
-        )
+        own, state, place = self._owned(unit, layers), self._tree.state_of(unit.leaves), self._placement
+        found: list[bool] = []
+        jax.eval_shape(lambda params: found.extend(rule.decays(params)), self._tree.params)
+        of_leaves = dict(zip(self._tree.leaves, found, strict=True))
+        decays, dtypes = [of_leaves[leaf] for leaf in unit.leaves], self._dtypes_arriving(unit, layers, reads)
+        in_place = place.is_cpu or writes_in_place(place)
+        return FusedUpdate(rule, self._factors, own, state, decays, dtypes, place, in_place)
 
     def _lower(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> Any:
         place, unit_layers = self._placement, self._owned(unit, layers)
@@ -286,12 +279,11 @@ class UpdatePrograms:
         def struct(x: Any, where: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-        def structs(layer: Layer) -> Any:
-            return tuple(struct(v, place.update_output) for v in layer.vectors)
+        def structs(vectors: Any) -> Any:
+            return tuple(struct(v, place.update_output) for v in vectors)
 
-        arrived = self._arrived(unit, layers, reads)
-        gradients = [tuple(struct(v, place.update_output) for v in of_layer) for of_layer in arrived]
-        vectors = [structs(layer) if place.is_cpu else () for layer in unit_layers]
+        gradients = list(map(structs, self._arrived(unit, layers, reads)))
+        vectors = [structs(layer.vectors if place.is_cpu else ()) for layer in unit_layers]
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute)
         extra = [struct(x, place.host_compute) for x in self._tree.extra]
         masters, states = ([struct(x, place.host) for x in leaves] for leaves in (unit.masters, unit.state))
@@ -312,9 +304,6 @@ class UpdatePrograms:
     def _dtypes_arriving(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> list[np.dtype]:
         return [vector.dtype for of_layer in self._arrived(unit, layers, reads) for vector in of_layer]
 
-    def _trained(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
-        return [layers[i].trained for i in unit.layers]
-
     def _owned(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
         return [self._placement.ownership.of(layers[i].trained) for i in unit.layers]
 
@@ -324,12 +313,6 @@ class UpdatePrograms:
         if unit.joins_parts_of(own) or [name for name, _ in unit.state_keys] != path_names(state):
             return None
         return fused_rule(self._tree.optimizer, state, own, [arrival is not Arrival.NONE for arrival in reads])
-
-    def _decays(self, rule: HostRule, unit: UpdateGroup) -> list[bool]:
-        found: list[bool] = []
-        jax.eval_shape(lambda params: found.extend(rule.decays(params)), self._tree.params)
-        decays = dict(zip(self._tree.leaves, found, strict=True))
-        return [decays[leaf] for leaf in unit.leaves]
 
     def _clipped(self, gradients: dict[int, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
         """Scales gradients to `clip_norm` if `norm` exceeds it: `optax.clip_by_global_norm` with a given norm."""
