@@ -197,7 +197,10 @@ def _lines(found: dict[str, Any]) -> list[str]:
     return [
         f"versions   {versions}; XLA FFI {found['ffi_version'] or '(no headers)'}",
         *(f"device {device['id']}   {_device_line(device)}" for device in found["devices"]),
-        *(f"library    {_library_line(library)}" for library in found["libraries"]),
+        *(
+            f"library    {each['platform']}{': ' + each['path'] if each['is_available'] else ''}: {each['message']}"
+            for each in found["libraries"]
+        ),
         f"link       load {_speed(link['load_bytes_per_s'])}, store {_speed(link['store_bytes_per_s'])}"
         f" (device_put of {format_bytes(link['bytes'])}, device 0)",
         *(f"self-test  {line}" for line in _self_test_lines(found["self_test"])),
@@ -212,11 +215,6 @@ def _device_line(device: dict[str, Any]) -> str:
     share = f"JAX's share, {JAX_SHARE:.0%} unless {JAX_SHARE_VARIABLE} is set"
     memory = "" if device["memory_bytes"] is None else f", {format_bytes(device['memory_bytes'])} ({share})"
     return f"{device['platform']} {device['kind']}{memory}; memory kinds {', '.join(device['memory_kinds'])}"
-
-
-def _library_line(library: dict[str, Any]) -> str:
-    path = f": {library['path']}" if library["is_available"] else ""
-    return f"{library['platform']}{path}: {library['message']}"
 
 
 def _cpu_lines(found: dict[str, Any]) -> list[str]:

@@ -150,11 +150,6 @@ def counts_figure(charts: Sequence[tuple[str, str, Mapping[int, int]]]) -> Any:
     return figure
 
 
-def plot_sweep(points: list[SweepPoint], best: SweepPoint | None, path: str | os.PathLike[str]) -> None:
-    """Writes the figure of `sweep_figure`; errors are those of `save_figure`."""
-    save_figure(sweep_figure(points, best), path)
-
-
 def sweep_figure(points: list[SweepPoint], best: SweepPoint | None) -> Any:
     """Draws step time against device memory: all points, the staircase of their Pareto front, and the knee."""
     figure = new_figure(9, 4.5)

@@ -21,7 +21,7 @@ from jaxferry.cli.common import (
     progress,
     read_budget_on,
 )
-from jaxferry.cli.figures import plot_format, plot_sweep
+from jaxferry.cli.figures import plot_format, save_figure, sweep_figure
 from jaxferry.costs import Profile, shared_by
 from jaxferry.errors import InputError
 from jaxferry.modes import MODULE
@@ -181,7 +181,7 @@ def tune(
     best = knee(points)
     assert best is not None and best.plan is not None and best.plan.predicted is not None
     if plot is not None:
-        plot_sweep(points, best, plot)
+        save_figure(sweep_figure(points, best), plot)
     if output is not None:
         best.plan.save(output)
     predicted = best.plan.predicted
@@ -254,7 +254,11 @@ def host_memory_lines(machine: Mapping[str, Any], copies_bytes: int = 0, saved_b
 
 def comparison_table(compared: Compared) -> Table:
     """Returns all policies side by side."""
-    updates = {row.policy: _updates_on_gpu(row.plan) for row in compared.rows}
+    updates = dict[str, list[str]]()
+    for row in compared.rows:
+        counts = () if row.plan is None else (sum(row.plan.updates_on_device), sum(row.plan.updates_streamed))
+        num = 0 if row.plan is None else len(row.plan.layers)
+        updates[row.policy] = [f"{count} of {num}" for count in counts] if any(counts) else []
     heads = ["reserve factor", "forward", "step", "steady step", "peak device", "link bytes", "gap"]
     more = ["updates on device", "streamed"] if any(updates.values()) else []
     table = make_table("policy", *heads, *more, title="policies")
@@ -276,14 +280,6 @@ def comparison_table(compared: Compared) -> Table:
             *(updates[row.policy] or ("-" for _ in more)),
         )
     return table
-
-
-def _updates_on_gpu(plan: Plan | None) -> list[str]:
-    """Returns how many layers are updated on the device, and how many updates stream through it; empty for none."""
-    if plan is None:
-        return []
-    counts = sum(plan.updates_on_device), sum(plan.updates_streamed)
-    return [f"{count} of {len(plan.layers)}" for count in counts] if any(counts) else []
 
 
 def _sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:

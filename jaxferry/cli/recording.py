@@ -176,11 +176,10 @@ class Recording:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the recording as `jaxferry.recording/1`."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         records = {"plan": self.plan.to_json(), "profile": self.profile.to_json()}
         memory = {kind: [list(change) for change in changes] for kind, changes in self.device_bytes.items()}
         tasks = [task.to_json() for task in self.tasks]
-        return {"format": RECORDING_FORMAT, **fields, **records, "tasks": tasks, "device_bytes": memory}
+        return {"format": RECORDING_FORMAT, **vars(self), **records, "tasks": tasks, "device_bytes": memory}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

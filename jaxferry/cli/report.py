@@ -315,7 +315,9 @@ def layer_reasons(profile: Profile, plan: Plan, budget_bytes: int | None = None)
         return costs
     choices = [list(_others(profile, plan, number)) for number in range(len(plan.layers))]
     plans = [_with(profile, plan, number, other) for number, own in enumerate(choices) for _, other in own]
-    own, *outcomes = (_evaluate(profile, each) for each in (plan, *plans))
+    by_need = plan.update_order is UpdateOrder.NEED
+    schedules = [StepSchedules(profile, each) for each in (plan, *plans)]
+    own, *outcomes = (_Outcome(s.steady(plan.memory_bytes).seconds(by_need), s.needs.natural) for s in schedules)
     reasons = []
     for cost, layer_choices in zip(costs, choices, strict=True):
         tried = [outcomes.pop(0)._replace(choice=name) for name, _ in layer_choices]
@@ -406,9 +408,3 @@ def _with(profile: Profile, plan: Plan, number: int, other: LayerPlan) -> Plan:
         layers[member] = dataclasses.replace(layers[member], update=other.update)
     layers[number] = other
     return dataclasses.replace(plan, layers=tuple(layers))
-
-
-def _evaluate(profile: Profile, plan: Plan) -> _Outcome:
-    steps = StepSchedules(profile, plan)
-    by_need = plan.update_order is UpdateOrder.NEED
-    return _Outcome(steps.steady(plan.memory_bytes).seconds(by_need), steps.needs.natural)
