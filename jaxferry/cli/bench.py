@@ -90,7 +90,7 @@ def bench(
         "granularity": granularity,
         "record_steps": steps,
     }
-    given = None if profile is None else _load(profile, remat)
+    loaded = None if profile is None else _load(profile, remat)
     with user_code(model):
         update, user = make_optimizer(optimizer), call_model(model)
 
@@ -100,7 +100,7 @@ def bench(
         if not dry:
             user.check_is_whole()
         params, batch = user.shapes(), user.batch_of(0)
-        planned = given or make_step(None, "measure").measure(params, batch)
+        planned = loaded or make_step(None, "measure").measure(params, batch)
         of_policy = functools.partial(make_step, profile=planned)
         with (
             naming(*(() if profile is None else (profile,))),
@@ -131,7 +131,7 @@ def bench(
 
 def _load(profile: Path, remat: str) -> Profile:
     """Loads the given profile; warns if it is for another rematerialization."""
-    given = Profile.load(profile)
-    if (known := given.machine.get("remat", remat)) != remat:
+    loaded = Profile.load(profile)
+    if (known := loaded.machine.get("remat", remat)) != remat:
         typer.echo(f"{profile} is for --remat {known}, and this bench has --remat {remat}: plans may differ", err=True)
-    return given
+    return loaded

@@ -180,13 +180,13 @@ def _xla_pool() -> dict[str, Any]:
 def _blas_pools() -> list[dict[str, Any]]:
     """Returns the pools of the OpenBLAS libraries that NumPy and SciPy have loaded."""
     files = {line.split()[-1] for line in read_lines(pathlib.Path("/proc/self/maps")) if "openblas" in line}
-    given = next((name for name in _BLAS_VARIABLES if os.environ.get(name)), None)
+    variable = next((name for name in _BLAS_VARIABLES if os.environ.get(name)), None)
     found = []
     for file in sorted(files):
         library = ctypes.CDLL(file)
         counts = [getattr(library, name)() for name in _BLAS_FUNCTIONS if hasattr(library, name)]
         if counts:
-            source = given or "affinity of the process; OPENBLAS_NUM_THREADS sets another"
+            source = variable or "affinity of the process; OPENBLAS_NUM_THREADS sets another"
             found.append({"name": f"OpenBLAS ({pathlib.Path(file).name})", "num_threads": counts[0], "source": source})
     return found
 

@@ -161,8 +161,8 @@ class Recording:
         if not isinstance(values["machine"], Mapping):
             raise InputError(f"recording: machine must be a JSON object, got {values['machine']!r}")
         if type(values["accumulate"]) is not int or values["accumulate"] < 1:
-            given = values["accumulate"]
-            raise InputError(f"recording: accumulate must be a number of micro-batches, 1 or more, got {given!r}")
+            accumulate = values["accumulate"]
+            raise InputError(f"recording: accumulate must be a number of micro-batches, 1 or more, got {accumulate!r}")
         if values["memory_budget_bytes"] is not None:
             check_bytes(values["memory_budget_bytes"], "memory_budget_bytes", "recording")
         tasks = check_list(values["tasks"], "tasks", "task")

@@ -131,13 +131,13 @@ class DeviceUpdateCompiler:
         folds, sums = {}, {}
         if self._accumulates:
             # A sum has the shapes that its program returns.
-            folds = self._all({(group, False): self._fold(group, [], given) for group, given in uses.items()})
+            folds = self._all({(group, False): self._fold(group, [], shapes) for group, shapes in uses.items()})
             sums = {group: program.out_info for (group, _), program in folds.items()}
             folds |= self._all({(group, True): self._fold(group, [sums[group]], uses[group]) for group in sums})
-        read = {group: [sums[group]] if group in sums else given for group, given in uses.items()}
+        read = {group: [sums[group]] if group in sums else shapes for group, shapes in uses.items()}
         # The program that makes a gradient returns its norm as well, unless some are rows.
         unknown = [
-            group for group, given in read.items() if group in sums or len(given) > 1 or any(map(has_rows, given))
+            group for group, shapes in read.items() if group in sums or len(shapes) > 1 or any(map(has_rows, shapes))
         ]
         norms = self._all({group: self._norm(group, read[group]) for group in unknown})
         loss = program.partition.graph.avals[program.partition.loss]
@@ -257,11 +257,11 @@ class DeviceUpdateCompiler:
             for arrays, of_each in zip((own.masters, own.state), where, strict=True)
         ]
         copies, number = [_shapes(layer.leaves) for layer in layers], jax.ShapeDtypeStruct((), jnp.float32)
-        given = [self._of_gradients(group, of_group) for group, of_group in zip(unit.layers, uses, strict=True)]
+        of_groups = [self._of_gradients(group, of_group) for group, of_group in zip(unit.layers, uses, strict=True)]
         arguments = [
             *held,
             self._on_device(copies),
-            given,
+            of_groups,
             *self._on_device([number, number, loss, *self._optimizer.extra]),
         ]
         content, is_for_all = self._updates.plain_content(unit)
@@ -283,8 +283,8 @@ class DeviceUpdateCompiler:
         stays = [i for i in range(len(avals)) if i not in set(moved)]
 
         def update(moved_arrays: Any, kept: Any, copies: Any, uses: Any, *numbers: jax.Array) -> Any:
-            given = dict(zip((*moved, *stays), (*moved_arrays, *kept), strict=True))
-            arrays = [given[i] for i in range(len(given))]
+            by_number = dict(zip((*moved, *stays), (*moved_arrays, *kept), strict=True))
+            arrays = [by_number[i] for i in range(len(by_number))]
             masters, state, by_leaf = compute(arrays[:num], arrays[num:], [uses], *numbers)
             made = [*masters, *state]
             parameters = [by_leaf[leaf.index] for leaf in trained.leaves]
@@ -314,13 +314,13 @@ class DeviceUpdateCompiler:
         self,
         unit: UpdateGroup,
         layers: Sequence[Layer],
-        given: Sequence[Layer],
+        sources: Sequence[Layer],
         spans: Mapping[int, Span] | None = None,
     ) -> Callable[..., Any]:
         """The update of a unit, for a jitted function; nothing changes unless the loss is finite.
 
         It maps `(masters, state, gradients, norm, scale, loss, *extra)` to masters, state and compute parameters by
-        index of the leaf. `given` are the layers of `gradients`; `spans` the elements of leaves that the unit holds in
+        index of the leaf. `sources` are the layers of `gradients`; `spans` the elements of leaves that the unit has in
         part.
         """
         spans = {} if spans is None else spans
@@ -332,7 +332,7 @@ class DeviceUpdateCompiler:
             masters: Any, state: Any, gradients: Any, norm: jax.Array, scale: jax.Array, loss: jax.Array, *extra: Any
         ) -> Any:
             found: dict[int, jax.Array] = {}
-            for layer, uses in zip(given, gradients, strict=True):
+            for layer, uses in zip(sources, gradients, strict=True):
                 for leaf, gradient in zip(layer.leaves, _total_of(layer, uses), strict=True):
                     if leaf.index in own:
                         held = _gathered(gradient, leaf) if is_whole else gradient

@@ -168,8 +168,8 @@ def held_bytes(
 ) -> list[Peak]:
     """Returns the device memory in use while each segment runs."""
     graph, last_reader = partition.graph, last_readers(partition)
-    given = {*graph.batch, *graph.constants, *partition.prelude_outputs}
-    always = other_bytes + graph.held_bytes(*given)
+    inputs = {*graph.batch, *graph.constants, *partition.prelude_outputs}
+    always = other_bytes + graph.held_bytes(*inputs)
     crossing: dict[int, int] = {}
     needs = []
     for place, (segment, key) in enumerate(zip(partition.segments, stream.keys(partition), strict=True)):

@@ -132,9 +132,9 @@ class TrainState:
 
     @params.setter
     @by_one_thread
-    def params(self, given: Any) -> None:
+    def params(self, tree: Any) -> None:
         shown = self._shown
-        leaves = given_leaves("state.params", given, jax.tree.unflatten(self._tree, shown))
+        leaves = given_leaves("state.params", tree, jax.tree.unflatten(self._tree, shown))
         if self.accumulated.num_batches:
             raise StateError("state.params is assigned while gradients are accumulated: assign it after an update")
         self.settle()
@@ -203,8 +203,8 @@ class TrainState:
 
     @opt_state.setter
     @by_one_thread
-    def opt_state(self, given: Any) -> None:
-        self._replace_state(dict(zip(self.optimizer.state_shapes, self.optimizer.given_state(given), strict=True)))
+    def opt_state(self, state: Any) -> None:
+        self._replace_state(dict(zip(self.optimizer.state_shapes, self.optimizer.given_state(state), strict=True)))
 
     @by_one_thread
     def set_hyperparams(self, **values: Any) -> None:

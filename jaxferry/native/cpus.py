@@ -110,15 +110,15 @@ def num_host_threads(root: pathlib.Path = _ROOT) -> tuple[int, str]:
     Raises:
       InputError: if `JAXFERRY_HOST_THREADS` is not a number of threads.
     """
-    given = os.environ.get(VARIABLE, "")
-    if not given:
+    text = os.environ.get(VARIABLE, "")
+    if not text:
         return num_cpus(root), limits(root)[0].source
     try:
-        wanted = int(given)
+        wanted = int(text)
     except ValueError:
         wanted = 0
     if wanted < 1:
-        raise InputError(f"{VARIABLE} must be a whole number of threads, 1 or more, got {given!r}: correct or unset it")
+        raise InputError(f"{VARIABLE} must be a whole number of threads, 1 or more, got {text!r}: correct or unset it")
     return wanted, VARIABLE
 
 

@@ -108,8 +108,8 @@ class NativeLibrary:
         if plan is None:
             return -1
         plan.restype = ctypes.c_int64
-        given = (ctypes.c_int64 * len(sizes))(*sizes)
-        return int(plan(ctypes.c_int(ordinal), ctypes.c_int(is_gradient), given))
+        numbers = (ctypes.c_int64 * len(sizes))(*sizes)
+        return int(plan(ctypes.c_int(ordinal), ctypes.c_int(is_gradient), numbers))
 
     def finish(self) -> None:
         """Completes all queued copies at full speed and waits for them, before arrays are freed at exit."""
@@ -207,8 +207,8 @@ class NativeLibrary:
         """
         numbers = [ctypes.c_int(DTYPE_NUMBERS[array.dtype]) for array in (source, target)]
         size = ctypes.c_int64(target.size)
-        given = (numbers[0], _data(source), numbers[1], _data(target), size, int(adds))
-        self._of_cpu("add").jaxferry_host_add(*given)
+        arguments = (numbers[0], _data(source), numbers[1], _data(target), size, int(adds))
+        self._of_cpu("add").jaxferry_host_add(*arguments)
 
     def add_rows(self, target: np.ndarray, rows: np.ndarray, indices: np.ndarray, start: int = 0) -> None:
         """Adds rows to a table, one after another, in fp32, and rounds once; on the threads of host steps.

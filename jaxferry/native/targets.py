@@ -187,9 +187,9 @@ def dha_read(vector: jax.Array, offsets: Sequence[int], shapes: Sequence[Sequenc
 
 def gradient_store(destination: jax.Array, gradient: jax.Array, offset: int, accumulate: bool) -> jax.Array:
     """Writes the gradient into the destination and returns it."""
-    given = (destination, gradient)
+    arrays = (destination, gradient)
     stored: jax.Array = _call(
-        "gradient_store", _struct(destination), *given, into=0, offset=offset, accumulate=accumulate
+        "gradient_store", _struct(destination), *arrays, into=0, offset=offset, accumulate=accumulate
     )
     return stored
 
@@ -215,15 +215,15 @@ def dha_matmul_gradient(
     rounded = 0 if round_to is None else DTYPE_NUMBERS[np.dtype(round_to)]
     _note_product(True, (x, destination), scratch, shape, (x, dy), int(shape.transpose), int(accumulate), rounded)
     numbers = dataclasses.asdict(shape) | {"accumulate": accumulate, "round_to": rounded}
-    given = (destination, x, dy, scratch)
-    stored: jax.Array = _call("dha_matmul_gradient", _struct(destination), *given, into=0, **numbers)
+    arrays = (destination, x, dy, scratch)
+    stored: jax.Array = _call("dha_matmul_gradient", _struct(destination), *arrays, into=0, **numbers)
     return stored
 
 
 def row_store(destination: jax.Array, indices: jax.Array, rows: jax.Array, shape: GatherShape) -> jax.Array:
     """Adds rows to the destination at the indices and returns it; rows at indices out of range are ignored."""
-    given = (destination, indices.astype(np.int32), rows)
-    stored: jax.Array = _call("row_store", _struct(destination), *given, into=0, **dataclasses.asdict(shape))
+    arrays = (destination, indices.astype(np.int32), rows)
+    stored: jax.Array = _call("row_store", _struct(destination), *arrays, into=0, **dataclasses.asdict(shape))
     return stored
 
 

@@ -108,12 +108,12 @@ def check(
       HostMemoryError: if there is too little; it names the number, the limit, and remedies.
       InputError: if `JAXFERRY_HOST_MEMORY` is neither a size nor `off`.
     """
-    given = os.environ.get(VARIABLE, "")
-    if given == "off":
+    text = os.environ.get(VARIABLE, "")
+    if text == "off":
         return
-    if given:
-        left_bytes = max(parse_bytes(given, VARIABLE) - held_bytes, 0)
-        held = f"={given}, of which training takes {format_bytes(held_bytes)}" if held_bytes else ""
+    if text:
+        left_bytes = max(parse_bytes(text, VARIABLE) - held_bytes, 0)
+        held = f"={text}, of which training takes {format_bytes(held_bytes)}" if held_bytes else ""
         known = [Limit(left_bytes, f"{VARIABLE}{held}")]
     else:
         known = limits()

@@ -116,12 +116,12 @@ def masters_layer_by_layer(
     cpu = next(iter(placement.host.device_set))
     masters: dict[int, Stored] = {}
     with jax.default_device(cpu):
-        given = dict(zip(graph.parameters, (jax.device_put(leaf, cpu) for leaf in jax.tree.leaves(rng)), strict=True))
+        inputs = dict(zip(graph.parameters, (jax.device_put(leaf, cpu) for leaf in jax.tree.leaves(rng)), strict=True))
         for layer in layers:
             spans = {leaf.index: placement.ownership.span(layer, leaf) for leaf in layer.leaves}
             dtypes = {leaf.index: leaf.master_dtype for leaf in layer.leaves}
             outputs = [(graph.outputs[leaf.index], leaf.index) for leaf in layer.leaves]
-            for index, array in _arrays_one_by_one(graph, outputs, {**graph.constants, **given}):
+            for index, array in _arrays_one_by_one(graph, outputs, {**graph.constants, **inputs}):
                 masters[index] = host_array(array, placement, dtypes[index], spans[index])
                 del array  # before the next one is computed
     return masters

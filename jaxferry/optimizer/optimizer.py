@@ -87,12 +87,12 @@ class LazyParameter:
                 span.put(made, first * row, found)
 
 
-def given_leaves(what: str, given: Any, expected: Any) -> list[Any]:
+def given_leaves(what: str, tree: Any, expected: Any) -> list[Any]:
     """The leaves of a given tree; raises InputError if structure, a shape or the kind of a dtype differs."""
-    leaves, wanted = jax.tree.leaves(given), jax.tree.leaves(expected)
-    tree: Any = jax.tree.structure(given)
-    if tree != jax.tree.structure(expected):
-        names, known = ({name or "a bare leaf" for name in path_names(each)} for each in (given, expected))
+    leaves, wanted = jax.tree.leaves(tree), jax.tree.leaves(expected)
+    structure: Any = jax.tree.structure(tree)
+    if structure != jax.tree.structure(expected):
+        names, known = ({name or "a bare leaf" for name in path_names(each)} for each in (tree, expected))
         found = [f"it lacks {name}" for name in sorted(known - names)[:3]]
         found += [f"{name} is new" for name in sorted(names - known)[:3]]
         raise InputError(f"{what} must be a tree like its current value: {'; '.join(found) or 'nodes differ'}")
@@ -114,8 +114,8 @@ def taken_extra_args(kwargs: dict[str, Any], known: Mapping[str, Any] | None) ->
     own = kwargs.pop("extra_args", {})
     if not isinstance(own, Mapping) or not all(isinstance(name, str) for name in own):
         raise InputError(f"extra_args must map names to numbers, arrays or trees of them, got {own!r}")
-    given = {**known, **own}
-    leaves = zip(given_leaves("extra_args", given, known), jax.tree.leaves(known), strict=True)
+    args = {**known, **own}
+    leaves = zip(given_leaves("extra_args", args, known), jax.tree.leaves(known), strict=True)
     return jax.tree.unflatten(jax.tree.structure(known), [np.array(leaf, own.dtype) for leaf, own in leaves])
 
 

@@ -32,12 +32,15 @@ def graphs_of(function: Callable[..., Any], *args: Any) -> tuple[Graph, Graph]:
     return made[0], made[1]
 
 
-def extra_arguments(optimizer: optax.GradientTransformation, given: Mapping[str, Any], params: Any) -> dict[str, Any]:
+def extra_arguments(
+    optimizer: optax.GradientTransformation, extra_args: Mapping[str, Any], params: Any
+) -> dict[str, Any]:
     """Returns shapes of the keyword arguments that an update takes: of the loss, `value`, and of those given."""
     taken = call_users(inspect.signature, optimizer.update).parameters.values()
     takes_all, names = any(each.kind is each.VAR_KEYWORD for each in taken), {each.name for each in taken}
     wide = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
-    found = {name: own for name, own in {"value": np.empty((), wide), **given}.items() if takes_all or name in names}
+    known = {"value": np.empty((), wide), **extra_args}
+    found = {name: own for name, own in known.items() if takes_all or name in names}
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found)
 
 

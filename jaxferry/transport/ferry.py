@@ -247,11 +247,11 @@ class Ferry(Transport):
         # What writes the vectors may be a program behind the last reader of the buffers.
         sources: tuple[Any, ...] = vectors
         is_ready = not self._placement.is_cpu and all(source.is_ready() for source in sources)
-        given: tuple[Any, ...] = (vectors,)
+        arguments: tuple[Any, ...] = (vectors,)
         if reserved is not None:
-            name, given = "load unused" if is_ready else "load onto", (vectors, reserved)
+            name, arguments = "load unused" if is_ready else "load onto", (vectors, reserved)
         elif free:  # those that have been free for longest
-            name, given = "load vacant" if is_ready else "load onto", (vectors, free.pop(0))
+            name, arguments = "load vacant" if is_ready else "load onto", (vectors, free.pop(0))
         else:
             name = "load"
         load, wait = self.program(name, layer), self.program("arrived", layer)
@@ -262,7 +262,7 @@ class Ferry(Transport):
             return arrived
 
         with deferred_interrupts():
-            held = DeviceLayer(layer, size, list(_marked(load, given, mark)), arrive)
+            held = DeviceLayer(layer, size, list(_marked(load, arguments, mark)), arrive)
             forget = held.forget = functools.partial(self.in_flight.pop, id(held), None)
             self.in_flight[id(held)] = (held, vectors)
         return held
