@@ -101,11 +101,10 @@ def check_replaceable(target: pathlib.Path) -> None:
 def new_save(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """Publishes what the block writes as the newest save of a checkpoint; removes the older saves.
 
+    Yields an empty folder.
+
     At every moment the path holds a whole save: the older one until the new one is on the disk, then the new one.
     Files of the user in the checkpoint's folder stay.
-
-    Yields:
-      The empty folder to write to.
 
     Raises:
       CheckpointError: if something else than a checkpoint is at the path.
@@ -280,13 +279,9 @@ def _lock(folder: pathlib.Path, is_needed: bool) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint in a folder.
+    """A checkpoint in a folder: `path` is for `step.restore`, `saved_at_s` seconds since 1970.
 
-    Attributes:
-      path: its folder, for `step.restore`.
-      step: number of steps taken.
-      saved_at_s: when it was saved, in seconds since 1970.
-      metric: the metric given when it was saved; None if there was none, or it was not finite.
+    `metric` is the one given when it was saved; None if there was none, or it was not finite.
     """
 
     path: pathlib.Path

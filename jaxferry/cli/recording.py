@@ -214,12 +214,8 @@ def make_recording(
 ) -> Recording:
     """Makes a recording of the last steps, which `step.recorded()` returns. Waits for them to end.
 
-    Args:
-      step: the training step, made with `record_steps`.
-      state: the state after the last step.
-      prepared: the step that ran: `step.prepare(batch)`.
-      model: a name for the page.
-      machine: facts about the machine; by default the device's name and JAX's version.
+    The step was made with `record_steps`; `state` is the state after its last step, and `prepared` the step that ran:
+    `step.prepare(batch)`. `machine` has facts, by default the device's name and JAX's version.
 
     Raises:
       StateError: if no step was recorded.

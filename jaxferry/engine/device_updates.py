@@ -40,15 +40,10 @@ from jaxferry.transport import Placement, Transport, added, compile_shared, spli
 
 @dataclasses.dataclass(frozen=True)
 class DeviceUpdates:
-    """The compiled updates of one step program.
+    """The compiled updates of one step program, by the layers of their units.
 
-    Attributes:
-      updates: by the layers of the unit.
-      folds: by group and whether there is an earlier sum, adds up its gradients.
-      norms: by group, the squared norm of the sum of its gradients.
-      streamed: the updates whose masters and state come to the device for the update only.
-      device_bytes: masters, optimizer state, sums of micro-batches, and what one update needs besides.
-      in_turn: see `Placement.in_turn`.
+    `folds` adds up the gradients of a group, with an earlier sum or not; `norms` has the squared norm of their sum.
+    `device_bytes` counts masters, optimizer state, sums of micro-batches, and what one update needs besides.
     """
 
     updates: Mapping[tuple[int, ...], Compiled]

@@ -29,12 +29,7 @@ from jaxferry.units import format_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """How a forward's segments receive their parameters.
-
-    Attributes:
-      reads: where each segment reads its parameter groups.
-      ahead: whether each segment's groups are loaded before the previous segment runs.
-    """
+    """How a forward's segments read their groups, and which groups load before the segment before theirs runs."""
 
     reads: tuple[Source, ...]
     ahead: tuple[bool, ...]

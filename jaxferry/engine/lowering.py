@@ -69,15 +69,10 @@ def lower(
     offload_activations: bool = False,
     joins: Joins = NO_JOINS,
 ) -> StepProgram:
-    """Lowers a plan to the instructions of a step.
+    """Lowers a plan to the instructions of a step; `profile` has the facts of the programs (`with_program_facts`).
 
-    Args:
-      partition: the segments.
-      derivatives: by program number.
-      plan: modes and gradient places of the uses, in order.
-      profile: the expected durations, with the facts of the programs (`with_program_facts`).
-      offload_activations: whether values wait in host memory for their backward.
-      joins: the work of the transport that is part of other programs.
+    With `offload_activations`, values wait in host memory for their backward. `joins` is the work of the transport
+    that is part of other programs.
     """
     offloaded = offloaded_values(partition, derivatives) if offload_activations else {}
     schedule = schedule_step(profile, plan)

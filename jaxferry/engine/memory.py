@@ -57,13 +57,11 @@ class Footprint:
     """The most device memory in use while one program of a step runs, in bytes.
 
     Attributes:
-      copies: this step's copies of parameters, RESIDENT ones included.
-      copies_ahead: the next step's copies.
+      copies: this step's copies of parameters, RESIDENT ones included; then the next step's.
       more_ahead: what these take beyond the memory of gradients that have left before them.
       gradients: gradients on the device, the program's own included.
       values: batch, constants, values between segments, residuals, cotangents and scalars.
       other: device memory that is always in use.
-      temporaries: the program's own.
     """
 
     copies: int

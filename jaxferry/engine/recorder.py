@@ -45,17 +45,12 @@ class Recorder:
 def on_the_device(
     schedule: Schedule, starts_s: Sequence[float], ends_s: Sequence[float], known: Mapping[int, tuple[float, float]]
 ) -> tuple[list[float], list[float]]:
-    """Returns when tasks that one thread has issued started and ended on the device.
+    """Returns when tasks that one thread has issued started and ended on the device, in seconds.
 
-    A task ends at its observed end. Without an observed end, or without device work, it ends as it starts. It starts at
-    its observed start, but not before it was issued, and not before the tasks that it waits for and the previous task
-    of its lane have ended. The host lane's threads wait for inputs within a task, so only that wait is subtracted.
-
-    Args:
-      schedule: the tasks.
-      starts_s: when each task was issued, or on the host lane taken up by its thread; all times in seconds.
-      ends_s: for the host lane, when each task was done.
-      known: observed starts and ends of tasks of the other lanes; NaN if not observed.
+    A task ends at its observed end (`known`). Without one (NaN), or without device work, it ends as it starts. It
+    starts at its observed start, but not before it was issued, and not before the tasks that it waits for and the
+    previous task of its lane have ended. The host lane's threads wait for inputs within a task, so only that wait is
+    subtracted.
     """
     starts, ends, lane_ends = list(starts_s), list(ends_s), dict.fromkeys(Lane, -math.inf)
     for index in dispatch_order(schedule.tasks):

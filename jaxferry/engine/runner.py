@@ -44,10 +44,8 @@ class StepRunner:
     def step(self, state: TrainState, batch: Sequence[Any], extra_args: Mapping[str, Any] | None = None) -> StepResult:
         """Takes one step, which updates `state`; its updates may still be in flight afterwards.
 
-        Args:
-          state: arranged in the partition's groups.
-          batch: the leaves of the loss function's further arguments, in any memory.
-          extra_args: the user's own arguments of the optimizer's update, by name; NumPy arrays.
+        The state is arranged in the partition's groups. `batch` has the leaves of the loss function's further
+        arguments, in any memory; `extra_args` the user's own arguments of the optimizer's update, as NumPy arrays.
 
         Raises:
           TaskError: if a task of this step or of the previous one fails.

@@ -43,12 +43,8 @@ class StepResult:
       loss: scalar on the device, times the micro-batch's weight.
       weight: the sum of the weights of the micro-batches up to this one.
       mean_loss: their mean loss by weight; None unless they state weights and this is the last one.
-      aux: the auxiliary outputs, flattened.
-      grad_norm: global norm of the gradients before clipping, fp32 scalar in host memory; None unless this is the last
-        micro-batch before an update.
+      grad_norm: global norm of the gradients before clipping, fp32 scalar in host memory, of the last micro-batch.
       is_finite: whether the loss is finite, and all gradients if nonfinite ones skip the step.
-      is_applied: whether the state was updated.
-      loss_scale: the factor on the loss for the backward.
       finite: for each segment, whether its outputs are finite; boolean scalars on the device.
       nonfinite_gradient: the first layer whose gradient is not finite; None if all are, or before the last micro-batch.
       device_param_bytes_peak: the most bytes of parameters on the device at any time.
@@ -107,10 +103,8 @@ class Resources:
 class RunnableStep:
     """A step program with everything needed to run it.
 
-    Attributes:
-      constants: the model's constants, on the device.
-      loads_ahead: the first loads that may run before the step is called.
-      is_first: whether no update starts before every gradient is on the host: see `StepRunner`.
+    `loads_ahead` may run before the step is called. With `is_first`, no update starts before every gradient is on the
+    host: see `StepRunner`. `constants` are the model's, on the device.
     """
 
     program: StepProgram

@@ -30,16 +30,14 @@ Place = tuple[int, int]  # a group, and a subgroup of it
 
 @dataclasses.dataclass(frozen=True)
 class StreamedUpdates:
-    """The compiled updates of one step program that stream.
+    """The compiled updates of one step program that stream, by group and subgroup.
 
     Attributes:
-      updates: by subgroup, `(moved, kept, copies, uses, norm, scale, loss, *extra) -> moved, kept, parameters`: masters
-        and state that move, as their transport loads and stores them; state that stays on the device; the new
-        parameters of the subgroup in the compute dtype, as their transport stores them. `copies` are none, or the
-        parameters of a RESIDENT copy that the subgroup changes, which are donated; `parameters` replace them.
-      layers: by subgroup, the number of its layout in `transport`; that of its parameters follows.
-      transport: moves them.
-      copies: by subgroup of a RESIDENT group, which parameters of the group's copy it changes.
+      updates: `(moved, kept, copies, uses, norm, scale, loss, *extra) -> moved, kept, parameters`: masters and state
+        that move, as their transport loads and stores them; state that stays on the device; the new parameters in the
+        compute dtype. `copies` are none, or parameters of a RESIDENT copy that the subgroup changes, which are donated.
+      layers: the number of each subgroup's layout in `transport`; that of its parameters follows.
+      copies: of a RESIDENT group, which parameters of the group's copy a subgroup changes.
     """
 
     updates: Mapping[Place, Compiled]

@@ -30,12 +30,9 @@ class Build:
 
 
 def build_library(platform: str, directory: pathlib.Path | None = None) -> Build:
-    """Builds a platform's library and installs it where `library` finds it, replacing an existing one.
+    """Builds the library of "cpu", "gpu" or "cuda" and installs it where `library` finds it, replacing an existing one.
 
-    Args:
-      platform: "cpu", "gpu" or "cuda".
-      directory: where to install it; default: the folder in `JAXFERRY_NATIVE_DIR`, else the package's folder, or the
-        user's if the package's is not writable.
+    `directory` is by default `JAXFERRY_NATIVE_DIR`, else the package's folder, or the user's if that is not writable.
 
     Raises:
       InputError: for another platform.

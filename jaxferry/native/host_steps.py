@@ -58,20 +58,10 @@ class HostStep:
     """Updates parameters in host memory in place: all that the library is told is prepared once.
 
     A step of a small layer finds the code of a hundred calls of Python's in memory, not in a cache: each takes some
-    ten microseconds then.
-
-    Args:
-      rule: the arithmetic.
-      parts: each parameter's location in the vectors.
-      masters: writable fp32 arrays, contiguous; they stay where they are.
-      moments: for each moment of the rule, such arrays of the masters' sizes.
-      gradient_dtypes: of each vector of gradients: fp32, bf16 or fp16.
-      copy_dtypes: likewise of the compute copy.
-      counts: int32 scalars, writable, which each step increments up to their maximum.
-      factors: those of the next step.
-
-    Attributes:
-      gradients, copies: the address of each vector of gradients, and of the compute copy, to be set before a step.
+    ten microseconds then. Masters and moments (for each of the rule's) are writable, contiguous fp32 arrays that stay
+    where they are; `counts` are int32 scalars that each step increments up to their maximum. `gradients` and `copies`
+    have the address of each vector of gradients and of the compute copy, in fp32, bf16 or fp16, to be set before a
+    step.
 
     Raises:
       NativeError: if the CPU library cannot be used.

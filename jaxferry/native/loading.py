@@ -143,11 +143,7 @@ class NativeLibrary:
         """Sets the speed of the emulated link or of the host's own memory; 0 for no limit.
 
         `direction` is "load" or "store" for copies and for operations that read or write host memory, "host" for host
-        steps (gradients, reads and writes of masters and moments, compute copies).
-
-        Raises:
-          InputError: for another direction or a negative speed.
-          NativeError: if the library is not the CPU's: only the CPU library emulates a link.
+        steps. Raises `InputError` for another one or a negative speed, `NativeError` if the library is not the CPU's.
         """
         functions = self._of_cpu("set_bandwidth")
         if direction not in DIRECTIONS:
@@ -158,12 +154,7 @@ class NativeLibrary:
         self._remember(direction, bytes_per_s)
 
     def set_delay(self, seconds: float, seed: int = 0) -> None:
-        """Delays the start of each copy by a random time of up to `seconds`; 0 for no delays. For tests.
-
-        Raises:
-          InputError: if the time is negative.
-          NativeError: if the library is not the CPU's.
-        """
+        """Delays the start of each copy by a random time of up to `seconds`, for tests; raises as `set_bandwidth`."""
         functions = self._of_cpu("set_delay")
         if not seconds >= 0:
             raise InputError(f"seconds must be 0 (no delays) or more, got {seconds}")
@@ -183,11 +174,8 @@ class NativeLibrary:
     def set_host_threads(self, count: int) -> int:
         """Sets the number of threads that share a host step, including its caller; returns the actual number.
 
-        With 0 it is the value of `JAXFERRY_HOST_THREADS`, by default one for each CPU that the process may use.
-
-        Raises:
-          InputError: if the number is negative, or `JAXFERRY_HOST_THREADS` is no number of threads.
-          NativeError: if the library is not the CPU's.
+        With 0 it is the value of `JAXFERRY_HOST_THREADS`, by default one for each CPU that the process may use. Raises
+        `InputError` if either is no number of threads, `NativeError` if the library is not the CPU's.
         """
         function = self._of_cpu("set_host_threads").jaxferry_set_host_threads
         if count < 0:
@@ -238,13 +226,11 @@ class NativeLibrary:
         return int(function())
 
     def set_host_simd(self, simd: str) -> str:
-        """Sets the best instruction set that host steps may use; returns the one in use. All give the same bits.
+        """Sets the best instruction set that host steps may use, of `SIMD`; returns the one in use.
 
-        It is "portable", "avx2", "avx512" or "avx512-bf16"; a machine without it uses its own best.
+        All give the same bits.
 
-        Raises:
-          InputError: for another instruction set.
-          NativeError: if the library is not the CPU's.
+        Raises `InputError` for another one, `NativeError` if the library is not the CPU's.
         """
         functions = self._of_cpu("set_host_simd")
         if simd not in SIMD:
@@ -258,20 +244,12 @@ def _data(array: np.ndarray) -> ctypes.c_void_p:
 
 
 def status(platform: str) -> LibraryStatus:
-    """Returns whether a platform's native library can be used; loads and registers it if so.
-
-    Raises:
-      InputError: for another platform.
-    """
+    """Returns whether a platform's library can be used; loads and registers it if so. `InputError` if unknown."""
     return _load(canonical_platform(platform))[0]
 
 
 def is_available(platform: str) -> bool:
-    """Returns whether a platform's native library can be used; if not, warns why, once per process.
-
-    Raises:
-      InputError: for an unknown platform.
-    """
+    """Returns whether a platform's library can be used; warns why not, once per process. `InputError` if unknown."""
     found = status(platform)
     with _lock:
         is_news = not found.is_available and found.platform not in _warned
@@ -282,12 +260,7 @@ def is_available(platform: str) -> bool:
 
 
 def library(platform: str) -> NativeLibrary:
-    """Returns a platform's native library.
-
-    Raises:
-      InputError: for an unknown platform.
-      NativeError: if the library cannot be used; check `is_available` first.
-    """
+    """Returns a platform's native library; raises `NativeError` if it cannot be used, `InputError` if unknown."""
     found, loaded = _load(canonical_platform(platform))
     if loaded is None:
         raise NativeError(found.message)

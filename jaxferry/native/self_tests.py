@@ -315,12 +315,11 @@ class CheckResult:
 
 
 def is_usable(device: jax.Device) -> bool:
-    """Returns whether training can use the native library on a device; if not, warns why, once per process.
+    """Returns whether training can use the library on a device; warns why not, once per process.
+
+    `InputError` if unknown.
 
     On a GPU, the first call runs the self-test.
-
-    Raises:
-      InputError: for an unknown platform.
     """
     if not is_available(device.platform):
         return False
@@ -351,14 +350,9 @@ def run_self_test(
 ) -> tuple[CheckResult, ...]:
     """Compares the native library with plain JAX on a device; returns the results in the order of `CHECKS`.
 
-    The checks run in a thread of their own: the caller may be tracing a function or have changed JAX's settings.
-
-    Args:
-      device: the device, with pinned host memory.
-      num_bytes: the size of the larger operand of each check.
-      measures: whether to measure the rates.
-      limit_s: seconds after which the running check has failed and the later ones are left out. A device that hangs
-        stays so; the rest of the process may wait for it forever.
+    The checks run in a thread of their own: the caller may be tracing a function or have changed JAX's settings. The
+    larger operand of each check has `num_bytes`. After `limit_s` the running check has failed and the later ones are
+    left out: a device that hangs stays so, and the rest of the process may wait for it forever.
 
     Raises:
       InputError: for an unknown platform.

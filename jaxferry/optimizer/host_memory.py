@@ -96,13 +96,9 @@ def check(
 ) -> None:
     """Checks that there is enough host memory, before any is allocated.
 
-    Args:
-      needed: bytes by what they are for.
-      what: what needs them, for the error.
-      remedy: what the user can do, besides freeing or adding memory.
-      held_bytes: what training takes besides. It counts against `JAXFERRY_HOST_MEMORY`; the other limits tell what is
-        left beside it.
-      existing_bytes: what of `needed` is allocated already, so that the other limits do not count it as left.
+    `needed` has bytes by what they are for, of which `existing_bytes` are allocated already. `what` needs them, and
+    `remedy` is what the user can do besides freeing memory. `held_bytes` are what training takes besides: they count
+    against `JAXFERRY_HOST_MEMORY`; the other limits tell what is left beside them.
 
     Raises:
       HostMemoryError: if there is too little; it names the number, the limit, and remedies.

@@ -35,12 +35,8 @@ _PIECE_BYTES = 32 * 2**20
 class LazyParameter:
     """A parameter that is not copied yet; `np.asarray` copies it, an index copies some elements.
 
-    Attributes:
-      read: returns a copy of the elements at an index of NumPy's, of the parameter of a number; with `as_bytes`, of
-        the bytes in which it is stored.
-      leaf: its number in the flattened tree of parameters.
-      aval: its shape and dtype, as the user sees them: that of its master, unless it is stored as bytes.
-      stored: those in which it is stored.
+    `read` copies elements of the parameter `leaf`; with `as_bytes`, of the bytes in which it is stored. `aval` is as
+    the user sees it, `stored` as it is stored.
     """
 
     read: Callable[..., np.ndarray] = dataclasses.field(repr=False)
@@ -179,20 +175,12 @@ HELD_WHOLE = (
 class HostOptimizer:
     """Runs an Optax transformation over units of a model's tree.
 
-    Args:
-      optimizer: the transformation.
-      tree: the structure of the parameters.
-      avals: shapes and master dtypes of the parameters.
-      placement: where arrays live.
-      clip_norm: global norm to clip gradients to, or None.
-      hidden: leaves that the user has frozen; the transformation does not see them.
-      extra_args: the user's own arguments of its update, by name; arrays.
+    It does not see `hidden` leaves, which the user has frozen; `avals` have master dtypes.
 
     Attributes:
       frozen: leaves without update and gradient: the hidden ones, and those that the transformation itself freezes.
       whole: of several processes, the leaves that each holds whole, since their update is not element-wise.
       is_joint: whether all layers form one unit, because the optimizer is not separable.
-      updates: the compiled updates.
       extra: shapes of what an update reads besides gradients and state: the loss, and the user's own arguments.
     """
 

@@ -107,9 +107,8 @@ class Subgroup:
 
     Attributes:
       unit: the update of these parameters alone; masters and state are shapes, but for state that stays on the device.
-      trained: these parameters, at their offsets in vectors of the unit's layer.
+      trained: these parameters, at their offsets in vectors of the unit's layer, whose numbers are `touched`.
       spans: by index of the leaf, its elements that are of this subgroup; empty for those that are whole.
-      touched: the numbers of these vectors.
       streamed: the layout of what moves, in flat vectors of its own: masters, then leaves of the state, by index.
       vectors: these vectors, in pinned memory; empty if only shapes are wanted.
     """

@@ -45,16 +45,11 @@ class Update(Protocol):
     def __call__(
         self, unit: UpdateGroup, vectors: OfLayers, gradients: OfLayers, norm: Any, scale: Any, extra: Any = ()
     ) -> OfLayers:
-        """Updates a unit's masters and state, and returns the new compute copy; waits for both.
+        """Updates a unit's masters and state in place, and returns the new compute copy; waits for both.
 
-        Args:
-          unit: the unit; its old masters and state are overwritten.
-          vectors: the compute copy of each of its layers, in pinned memory, which is overwritten where the CPU can.
-          gradients: for each layer the vectors of its trained parameters, which have arrived; empty for a layer that no
-            segment reads.
-          norm: fp32 scalar, the global norm of the gradients after the division.
-          scale: fp32 scalar, the divisor of the gradients.
-          extra: what `TreeUpdate.extra` describes.
+        `vectors` are the compute copy of each layer in pinned memory, overwritten where the CPU can; `gradients` the
+        vectors that have arrived, none for a layer that no segment reads. `norm` and `scale` are fp32 scalars: the
+        global norm of the gradients after the division by the scale.
         """
         ...
 

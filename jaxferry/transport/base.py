@@ -227,13 +227,9 @@ class Transport(abc.ABC):
     ) -> None:
         """Lets a thread make the vectors that the first `destinations` of layers return: to pin memory takes long.
 
+        `stored` has the layers whose gradients a step stores, in that order, and whether programs write them there
+        themselves; of these the device sums the `summed` ones, and `widened` ones are summed in the dtypes of `wide`.
         What earlier calls have asked for, and nothing has taken, is dropped unless it is wanted again.
-
-        Args:
-          stored: the layers whose gradients a step stores, in that order: whether programs write them there themselves.
-          summed: those of them that the device sums over micro-batches before.
-          widened: those of them whose gradients are summed in the dtypes of `wide`.
-          submit: lets the thread call a function with arguments, and returns a `Future`; needed if any are stored.
         """
         taken = {
             layer: self._taken(is_written, layer in summed, layer in widened) for layer, is_written in stored.items()

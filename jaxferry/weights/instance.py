@@ -26,9 +26,7 @@ _LARGEST = 1e30  # far beyond any machine, and small enough that sums and quotie
 
 @dataclasses.dataclass(frozen=True)
 class Instance:
-    """A chain of L layers, a GPU memory and a link.
-
-    Layers are numbered from 0 here and in all outputs, so layer k is the paper's k + 1.
+    """A chain of L layers, a GPU memory and a link. Layers are numbered from 0: layer k is the paper's k + 1.
 
     Attributes:
       weights: |w_i|, bytes of each layer's weights; L entries.
@@ -258,10 +256,8 @@ def instance_from_profile(profile: Profile, memory_bytes: int) -> Instance:
 def export_plan(profile: Profile, policy: str, choices: Iterable[Choice]) -> Plan:
     """Makes a plan for the engine: RELOAD where a weight is absent between forward and backward, else GFGB.
 
-    The plan's policy is `policy` after `weights-`.
-
-    Raises:
-      InputError: if a choice names a layer that the profile does not have.
+    Its policy is `weights-` and `policy`. Raises `InputError` if a choice names a layer that the profile does not
+    have.
     """
     reloaded = {choice.layer for choice in choices if choice.before_backward}
     unknown = [layer for layer in reloaded if not 0 <= layer < len(profile.layers)]

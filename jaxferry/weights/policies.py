@@ -250,12 +250,7 @@ POLICIES: Mapping[str, Callable[[Instance], Outcome]] = {
 
 
 def solve(instance: Instance, policy: str) -> Outcome:
-    """Runs the policy of that name.
-
-    Raises:
-      InputError: if the name is unknown; the message lists the known ones.
-      BudgetError: if no schedule exists in the instance's memory.
-    """
+    """Runs the policy of that name; raises `InputError` for another one, `BudgetError` if no schedule exists."""
     check_policy(policy)
     return POLICIES[policy](instance)
 
