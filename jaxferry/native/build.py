@@ -42,7 +42,8 @@ def build_library(platform: str, directory: pathlib.Path | None = None) -> Build
     sources = find_sources()
     if sources is None:
         raise NativeError("the package holds no C++ sources; install it with `pip install --force-reinstall jaxferry`")
-    target = directory or _default_directory()
+    default = PACKAGE_DIRECTORY if os.access(PACKAGE_DIRECTORY, os.W_OK) else user_directory()
+    target = directory or pathlib.Path(os.environ.get(DIRECTORY_VARIABLE) or default)
     descriptor, log_name = tempfile.mkstemp(prefix=f"jaxferry-build-{name.lower()}-", suffix=".log")
     os.close(descriptor)
     log = pathlib.Path(log_name)
@@ -105,13 +106,6 @@ def _reason(text: str) -> str:
         return " ".join(of_cmake[1].split()).rstrip(".")
     lines = [line.strip() for line in text.splitlines() if re.search(r"\b(fatal )?error\b", line, re.IGNORECASE)]
     return lines[0] if lines else "the build failed"
-
-
-def _default_directory() -> pathlib.Path:
-    named = os.environ.get(DIRECTORY_VARIABLE)
-    if named:
-        return pathlib.Path(named)
-    return PACKAGE_DIRECTORY if os.access(PACKAGE_DIRECTORY, os.W_OK) else user_directory()
 
 
 def _move(built: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:

@@ -105,11 +105,7 @@ class HostStep:
         self._record = ctypes.c_void_p(record.ctypes.data)
 
     def run(self) -> bool:
-        """Runs a step; nothing else may use the arrays meanwhile. Returns False if the factors are of other counts.
-
-        Raises:
-          NativeError: if there is no memory for the call.
-        """
+        """Runs a step, while nothing else may use the arrays; False if the factors are of other counts."""
         result = self._library.host_update(self._record, self._is_brief)
         if result == _NO_MEMORY:
             raise NativeError("the host has no memory for an update")

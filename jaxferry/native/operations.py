@@ -220,10 +220,6 @@ def _gather(shape: GatherShape, native: bool, table: jax.Array, indices: jax.Arr
     return (targets if native else twins).dha_gather(table, indices, shape)
 
 
-def _gather_forward(shape: GatherShape, native: bool, table: jax.Array, indices: jax.Array) -> Any:
-    return _gather(shape, native, table, indices), (table, indices)
-
-
 def _gather_backward(shape: GatherShape, native: bool, residuals: Any, rows: jax.Array) -> Any:
     table, indices = residuals
     places, sums = sum_repeated(indices.ravel(), rows.reshape(indices.size, shape.columns), shape.rows)
@@ -231,7 +227,7 @@ def _gather_backward(shape: GatherShape, native: bool, residuals: Any, rows: jax
     return _like(store(_zeros_like(table), places, sums, shape), table), None
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+_gather.defvjp(lambda *args: (_gather(*args), args[2:]), _gather_backward)
 
 
 def sum_repeated(indices: jax.Array, rows: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
@@ -266,10 +262,6 @@ def _matmul(settings: _Product, x: jax.Array, w: jax.Array) -> jax.Array:
     return twins.dha_matmul(x, w, settings.shape, settings.out_dtype)
 
 
-def _matmul_forward(settings: _Product, x: jax.Array, w: jax.Array) -> Any:
-    return _matmul(settings, x, w), (x, w)
-
-
 def _matmul_backward(settings: _Product, residuals: Any, dy: jax.Array) -> Any:
     (x, w), shape = residuals, settings.shape
     dy = dy.astype(x.dtype)
@@ -288,7 +280,7 @@ def _matmul_backward(settings: _Product, residuals: Any, dy: jax.Array) -> Any:
     return dx, _like(dw, w)
 
 
-_matmul.defvjp(_matmul_forward, _matmul_backward)
+_matmul.defvjp(lambda *args: (_matmul(*args), args[1:]), _matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -298,10 +290,6 @@ def _read(shapes: Any, offsets: Any, native: bool, vector: jax.Array) -> list[ja
     return [twins.part(vector, offset, shape) for offset, shape in zip(offsets, shapes, strict=True)]
 
 
-def _read_forward(shapes: Any, offsets: Any, native: bool, vector: jax.Array) -> Any:
-    return _read(shapes, offsets, native, vector), vector
-
-
 def _read_backward(shapes: Any, offsets: Any, native: bool, vector: jax.Array, gradients: Any) -> Any:
     stored = _zeros_like(vector)
     for gradient, offset in zip(gradients, offsets, strict=True):
@@ -309,7 +297,7 @@ def _read_backward(shapes: Any, offsets: Any, native: bool, vector: jax.Array, g
     return (_like(stored, vector),)
 
 
-_read.defvjp(_read_forward, _read_backward)
+_read.defvjp(lambda *args: (_read(*args), args[3]), _read_backward)
 
 
 def _zeros_like(host: jax.Array) -> jax.Array:

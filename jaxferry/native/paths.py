@@ -7,11 +7,8 @@ import shutil
 import struct
 
 DIRECTORY_VARIABLE = "JAXFERRY_NATIVE_DIR"
-
 FILE_NAMES = {"cpu": "libjaxferry_cpu.so", "CUDA": "libjaxferry_cuda.so"}
-
 PACKAGE_DIRECTORY = pathlib.Path(__file__).resolve().parent
-
 REMEDY = "build it with `jaxferry build-native`"
 
 _COSTS = {
@@ -32,8 +29,7 @@ def library_directories() -> list[pathlib.Path]:
     If `JAXFERRY_NATIVE_DIR` is set, that folder alone. Otherwise the package's folder, the folder that pip installed
     into (a different one for an editable installation), and the user's.
     """
-    named = os.environ.get(DIRECTORY_VARIABLE)
-    if named:
+    if named := os.environ.get(DIRECTORY_VARIABLE):
         return [pathlib.Path(named)]
     directories = [PACKAGE_DIRECTORY, *_installed_directories(), user_directory()]
     return list(dict.fromkeys(directories))

@@ -310,7 +310,10 @@ class Transport(abc.ABC):
         if self._placement.is_cpu:
             there, copy = gradients, None
         else:
-            there = jax.device_put(self._of_one(gradients), self._placement.pinned_alone)
+            own: Any = gradients
+            if self._placement.num_devices > 1:  # each of which has all
+                own = jax.tree.map(lambda array: array.addressable_shards[0].data, gradients)
+            there = jax.device_put(own, self._placement.pinned_alone)
             copy = PutCopy(gradients, there)
             if mark is not None:
                 mark.watch(jax.tree.leaves(there))
@@ -327,12 +330,6 @@ class Transport(abc.ABC):
         if self._placement.is_cpu:
             delete_all(jax.tree.leaves(gradients))
         return total
-
-    def _of_one(self, arrays: Any) -> Any:
-        """Arrays of which each device has all, as arrays of the first device."""
-        if self._placement.num_devices == 1:
-            return arrays
-        return jax.tree.map(lambda array: array.addressable_shards[0].data, arrays)
 
     def program(self, name: str, layer: int, is_sum: bool = False) -> Any:
         """The jitted function of a name, for sums in the dtypes of `wide` if so; groups of the same layout share it."""

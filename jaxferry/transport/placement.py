@@ -300,12 +300,7 @@ def _devices_of(mesh: Any, device: Any) -> list[Any]:
         raise InputError(f"mesh must have devices, each once, got {', '.join(map(str, devices)) or 'none'}")
     if AxisType.Manual in mesh.axis_types:
         raise InputError(f"the axis {DATA!r} of mesh must be automatic or explicit, got a manual one")
-    _check_processes([each.process_index for each in devices])
-    return devices
-
-
-def _check_processes(of_devices: list[int]) -> None:
-    """Raises InputError unless each process has as many devices, one after the other, and this one has some."""
+    of_devices = [each.process_index for each in devices]
     in_turn = list(dict.fromkeys(of_devices))
     if jax.process_index() not in in_turn:
         raise InputError(
@@ -316,3 +311,4 @@ def _check_processes(of_devices: list[int]) -> None:
             "mesh must have equally many devices of each process, one process after the other, got devices of "
             f"processes {', '.join(map(str, of_devices))}"
         )
+    return devices
