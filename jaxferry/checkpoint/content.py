@@ -156,17 +156,17 @@ def check_transformations(saved: Collection[str], expected: Collection[str], par
       CheckpointError: if the transformations differ; it names both.
     """
     found = [_fields(names, params) for names in (saved, expected)]
-    places = sorted(place for place in {*found[0], *found[1]} if found[0].get(place) != found[1].get(place))
-    if not places:
+    paths = sorted(path for path in {*found[0], *found[1]} if found[0].get(path) != found[1].get(path))
+    if not paths:
         return
     described = []
     for fields in found:
         names = []
-        for place in places[:_MAX_NAMED]:
-            if own := fields.get(place):
+        for path in paths[:_MAX_NAMED]:
+            if own := fields.get(path):
                 known = " or ".join(_transformations().get(own, [])[:2]) or "a transformation"
-                names.append(f"{known} ({', '.join(sorted(own))}) at {place or 'the top'}")
-        described.append(", ".join(names) or f"nothing at {', '.join(places[:_MAX_NAMED])}")
+                names.append(f"{known} ({', '.join(sorted(own))}) at {path or 'the top'}")
+        described.append(", ".join(names) or f"nothing at {', '.join(paths[:_MAX_NAMED])}")
     raise CheckpointError(
         f"the checkpoint does not match the optimizer: it was saved with {described[0]}, and this optimizer has "
         f"{described[1]}: pass the optimizer that it was saved with"
@@ -180,7 +180,7 @@ def _fields(names: Collection[str], params: Collection[str]) -> dict[str, frozen
         match = _FIELD.match(name.removesuffix(end))
         if match is not None:
             found.setdefault(match[1], set()).add(match[2])
-    return {place: frozenset(fields) for place, fields in found.items()}
+    return {path: frozenset(fields) for path, fields in found.items()}
 
 
 @functools.cache

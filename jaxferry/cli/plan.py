@@ -308,7 +308,7 @@ def _simulation_lines(simulation: Simulation) -> list[str]:
     path, half = list(simulation.critical_path), _MOST_OF_PATH // 2
     if len(path) > _MOST_OF_PATH:
         path = [*path[:half], f"... {len(path) - _MOST_OF_PATH} more ...", *path[-half:]]
-    one_step = max(held for _, held in simulation.device_bytes)
+    one_step = max(num_bytes for _, num_bytes in simulation.device_bytes)
     streamed = simulation.streamed_state_bytes
     where = "of masters and optimizer state in pinned host memory, streamed through the GPU"
     return [

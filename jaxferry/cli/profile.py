@@ -280,8 +280,8 @@ def _estimated(
     sizes = Model(params, OPTIMIZERS["adamw"](1e-3), Numerics(compute_dtype=dtype), make_placement(), None)
     in_all = sizes.host_bytes(made.variants.base.layers, widened=made.widened)
     host_bytes = {name: -(-size // processes) for name, size in in_all.items()}
-    facts = {"model": model, "remat": remat, "host_bytes": host_bytes}
-    return dataclasses.replace(made.profile, machine={**made.profile.machine, **facts})
+    described = {"model": model, "remat": remat, "host_bytes": host_bytes}
+    return dataclasses.replace(made.profile, machine={**made.profile.machine, **described})
 
 
 def _measured(

@@ -194,7 +194,7 @@ class Recording:
 def _read_changes(document: Any) -> dict[str, Changes]:
     try:
         found = {
-            kind: tuple((float(time_s), check_bytes(held, kind, "device_bytes")) for time_s, held in changes)
+            kind: tuple((float(time_s), check_bytes(num_bytes, kind, "device_bytes")) for time_s, num_bytes in changes)
             for kind, changes in document.items()
         }
     except (AttributeError, TypeError, ValueError, OverflowError) as error:

@@ -158,7 +158,7 @@ def _title(recording: Recording) -> str:
 def _page_run(recording: Recording, policy: str = "") -> dict[str, Any]:
     """Returns what the template states of a recording: tables as heads and rows, figures as SVG."""
     summary = Summary(recording)
-    facts = (_fact(key, value) for key, value in recording.machine.items() if isinstance(value, str | int))
+    described = (_fact(key, value) for key, value in recording.machine.items() if isinstance(value, str | int))
     total = sum(recording.host_bytes.values())
     reasons = layer_reasons(recording.profile, recording.plan, recording.memory_budget_bytes)
     layers = [
@@ -177,7 +177,7 @@ def _page_run(recording: Recording, policy: str = "") -> dict[str, Any]:
         "recording": recording,
         "summary": summary,
         "steps": sorted({task.step for task in recording.tasks}),
-        "machine": ", ".join(facts),
+        "machine": ", ".join(described),
         "stages": _stages(recording),
         "links": _links(recording),
         "host_memory": (
@@ -293,8 +293,10 @@ def memory_figure(recording: Recording) -> Any:
     series = []
     for kind, colour in _KINDS.items():
         if changes := recording.device_bytes.get(kind):
-            name = f"{kind}, at most {format_bytes(max(held for _, held in changes))}"
-            series.append((name, colour, [(time_s - shown.begin_s, held / 2**20) for time_s, held in changes]))
+            name = f"{kind}, at most {format_bytes(max(num_bytes for _, num_bytes in changes))}"
+            series.append(
+                (name, colour, [(time_s - shown.begin_s, num_bytes / 2**20) for time_s, num_bytes in changes])
+            )
     return areas_figure(series, shown.end_s - shown.begin_s, "MiB")
 
 

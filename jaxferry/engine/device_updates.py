@@ -176,19 +176,19 @@ class DeviceUpdateCompiler:
             self._transports[layouts] = transport_like(self._transport, self._placement, layouts)
         transport = self._transports.get(layouts, self._transport)
         wanted = {
-            place: self._streamed_update(each, place[0], uses.get(place[0], []), loss, place[0] in program.resident)
-            for place, each in subgroups.items()
+            key: self._streamed_update(each, key[0], uses.get(key[0], []), loss, key[0] in program.resident)
+            for key, each in subgroups.items()
             if each.unit.leaves
         }
-        numbers = {place: 2 * number for number, place in enumerate(subgroups)}
-        staying = {place: each for place, each in subgroups.items() if place[0] in program.resident}
+        numbers = {key: 2 * number for number, key in enumerate(subgroups)}
+        staying = {key: each for key, each in subgroups.items() if key[0] in program.resident}
         sizes = sorted(
-            each.streamed.num_bytes + (0 if place in staying else each.trained.num_bytes)
-            for place, each in subgroups.items()
+            each.streamed.num_bytes + (0 if key in staying else each.trained.num_bytes)
+            for key, each in subgroups.items()
         )
-        held = sum(sizes[-SLOTS:]) + (transport.staging_bytes if sizes else 0)
-        copies = {place: _places_in(self._groups[place[0]], each.trained) for place, each in staying.items()}
-        return StreamedUpdates(self._all(wanted), numbers, transport, copies), held
+        on_device_bytes = sum(sizes[-SLOTS:]) + (transport.staging_bytes if sizes else 0)
+        copies = {key: _places_in(self._groups[key[0]], each.trained) for key, each in staying.items()}
+        return StreamedUpdates(self._all(wanted), numbers, transport, copies), on_device_bytes
 
     def _subgroups(self, group: int, count: int) -> list[Subgroup]:
         if (group, count) not in self._cut:

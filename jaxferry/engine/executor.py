@@ -227,16 +227,16 @@ def _run(
         return step.ran(program(*destinations, [_parameters(step, use) for use in call.uses], *others))
     [use] = call.uses
     assert use.copy is not None
-    held, sources = step.copies.arriving(use.copy)
+    copy, sources = step.copies.arriving(use.copy)
     try:
-        parameters, made = step.ran(program(*destinations, [held.arrays], *others, sources))
+        parameters, made = step.ran(program(*destinations, [copy.arrays], *others, sources))
     except BaseException:
-        if any(array.is_deleted() for array in held.arrays):
+        if any(array.is_deleted() for array in copy.arrays):
             # The program has failed after its wait, with the parameters that it was given.
-            held.arrived_in(())
+            copy.arrived_in(())
             step.copies.forget(use.copy)
         raise
-    held.arrived_in(parameters)
+    copy.arrived_in(parameters)
     return made
 
 
@@ -330,14 +330,14 @@ def _update_on_device(step: StepContext, call: Instruction, norm: np.floating) -
         return
     host, resident = step.state.host, [step.state.resident[group] for group in unit.layers]
     trained = [[i for i, leaf in enumerate(host.layers[group].leaves) if leaf.is_trained] for group in unit.layers]
-    arrays = [held.parameters() for held in resident]
+    arrays = [copy.parameters() for copy in resident]
     copies = [[own[i] for i in chosen] for own, chosen in zip(arrays, trained, strict=True)]
     gradients = step.gradients.take_kept(unit)
     made = step.runnable.device_updates.update(unit, copies, gradients, norm, step.scale, loss, step.extra(True))
     unit.masters, unit.state, new = step.ran(made)
-    for held, own, chosen, updated in zip(resident, arrays, trained, new, strict=True):
+    for copy, own, chosen, updated in zip(resident, arrays, trained, new, strict=True):
         changed = dict(zip(chosen, updated, strict=True))
-        held.arrays = [changed.get(i, array) for i, array in enumerate(own)]
+        copy.arrays = [changed.get(i, array) for i, array in enumerate(own)]
     host.note_update(unit)
     _mark_end(step, call, new)
     delete_all(jax.tree.leaves(gradients))

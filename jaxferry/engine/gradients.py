@@ -53,10 +53,10 @@ class Norms:
 
     def compile(self, num_uses: Collection[int]) -> None:
         """Compiles what collects the norms that programs return, so that the first step need not."""
-        place, num = self._placement, sum(uses == 1 for uses in num_uses)
-        if num > 1 and not (self._on_host or place.is_cpu or place.num_devices > 1):
+        placement, num = self._placement, sum(uses == 1 for uses in num_uses)
+        if num > 1 and not (self._on_host or placement.is_cpu or placement.num_devices > 1):
             # The step collects them under this thread's settings, which are not those of a trace.
-            self._thread.submit(_compile_together, num, place.device).result()
+            self._thread.submit(_compile_together, num, placement.device).result()
 
     def of(self, gather: Callable[[], Vectors], known: jax.Array | None) -> SquaredNorm:
         """Returns the squared norm of a whole gradient: `known` by its program, or of what `gather` returns."""
@@ -71,16 +71,16 @@ class Norms:
         Several processes add up theirs, so each must call this.
         """
         found = {group: norm.result() if isinstance(norm, Future) else norm for group, norm in squared.items()}
-        place = self._placement
+        placement = self._placement
         there = [group for group, norm in squared.items() if not isinstance(norm, Future)]
-        if len(there) > 1 and place.num_devices == 1 and not place.is_cpu:
+        if len(there) > 1 and placement.num_devices == 1 and not placement.is_cpu:
             # One copy in place of one for each.
             found |= zip(there, np.asarray(_together([found[group] for group in there])), strict=True)
         own = [g for g, norm in squared.items() if isinstance(norm, Future) and not layers[g].is_whole]
-        if own and place.num_processes > 1:
-            table = np.zeros((place.num_processes, len(own)), np.float32)
-            table[place.process] = [found[group] for group in own]
-            found |= zip(own, place.merged(table).sum(axis=0), strict=True)
+        if own and placement.num_processes > 1:
+            table = np.zeros((placement.num_processes, len(own)), np.float32)
+            table[placement.process] = [found[group] for group in own]
+            found |= zip(own, placement.merged(table).sum(axis=0), strict=True)
         return found
 
     def total(self, squared: Sequence[Any], scale: np.floating) -> jax.Array:

@@ -50,7 +50,7 @@ class DeviceCopies:
     @property
     def arrays(self) -> list[jax.Array]:
         """All arrays that currently hold copies."""
-        return [array for held in self._held.values() for array in held.arrays]
+        return [array for copy in self._held.values() for array in copy.arrays]
 
     def load(self, index: int) -> None:
         """Runs the load with this index; see `lanes.Action`."""
@@ -63,16 +63,16 @@ class DeviceCopies:
     def _take(self, index: int, mark: TaskMark | None = None) -> DeviceLayer:
         """Takes the copy of a load: one that stays from an earlier load of the group, or a new one."""
         group = self._program.instructions[index].group
-        held = self._kept.pop(group, None)
-        if held is None:
-            held = self._transport.load(group, self._vectors[group], mark)
-            wait_for_copy(held, self._placement)
-        self._held[index] = held
-        return held
+        copy = self._kept.pop(group, None)
+        if copy is None:
+            copy = self._transport.load(group, self._vectors[group], mark)
+            wait_for_copy(copy, self._placement)
+        self._held[index] = copy
+        return copy
 
     def _copy(self, index: int) -> DeviceLayer:
-        held = self._held.get(index)
-        return self._take(index) if held is None else held
+        copy = self._held.get(index)
+        return self._take(index) if copy is None else copy
 
     def parameters(self, index: int) -> list[jax.Array]:
         """The parameters that the load with this index copied."""
@@ -84,19 +84,19 @@ class DeviceCopies:
 
     def drop(self, index: int, is_reused: bool = True) -> None:
         """Frees the copy of a load once the programs that read it have run, or leaves it to a later load."""
-        held, group = self._copy(index), self._program.instructions[index].group
+        copy, group = self._copy(index), self._program.instructions[index].group
         del self._held[index]
         if group in self._program.kept and (self._num_left[group] or not self.is_last):
             assert group not in self._kept, "two copies of a group stay"
-            self._kept[group] = held
+            self._kept[group] = copy
         else:
             # Before the update the next load does not wait for the gradient that the last reader makes.
-            self._transport.drop(held, is_reused, self.is_last and group in self._program.reserved)
+            self._transport.drop(copy, is_reused, self.is_last and group in self._program.reserved)
 
     def take_over(self, earlier: DeviceCopies, loads: Collection[int]) -> None:
         """Takes the copies that these loads have made for a step with like tasks; frees its other copies."""
-        self._held = {index: held for index, held in earlier._held.items() if index in loads}
-        earlier._held = {index: held for index, held in earlier._held.items() if index not in loads}
+        self._held = {index: copy for index, copy in earlier._held.items() if index in loads}
+        earlier._held = {index: copy for index, copy in earlier._held.items() if index not in loads}
         earlier.drop_all()
 
     def forget(self, index: int) -> None:
@@ -109,10 +109,10 @@ class DeviceCopies:
             self._transport.drop(self._held.popitem()[1])
 
 
-def wait_for_copy(held: DeviceLayer, placement: Placement) -> None:
+def wait_for_copy(copy: DeviceLayer, placement: Placement) -> None:
     """Waits for a copy if the lanes' threads do the work themselves."""
     if placement.is_cpu:
-        jax.block_until_ready(held.parameters())
+        jax.block_until_ready(copy.parameters())
 
 
 @dataclasses.dataclass(eq=False)

@@ -326,9 +326,9 @@ class HostArrays:
 
     def _packed(self, layer: Layer, arrays: Sequence[jax.Array]) -> Vectors:
         """A layer's arrays in host memory, or what this process holds of them, in new vectors in pinned memory."""
-        place, own = self._placement, self._placement.ownership.of(layer)
-        if not (place.is_cpu or writes_in_place(place)):
-            return to_pinned(self._packing(own)(arrays), place, layer)
+        placement, own = self._placement, self._placement.ownership.of(layer)
+        if not (placement.is_cpu or writes_in_place(placement)):
+            return to_pinned(self._packing(own)(arrays), placement, layer)
         pairs = list(zip(own.leaves, arrays, strict=True))
 
         def write(made: np.ndarray, number: int) -> None:
@@ -337,7 +337,7 @@ class HostArrays:
                     host_sums.copy(made[leaf.offset : leaf.offset + leaf.size], np.asarray(array).reshape(-1))
 
         return tuple(
-            filled(v.shape, v.dtype, place, functools.partial(write, number=number), is_pinned=True)
+            filled(v.shape, v.dtype, placement, functools.partial(write, number=number), is_pinned=True)
             for number, v in enumerate(own.vectors)
         )
 

@@ -121,10 +121,10 @@ class UpdatePrograms:
 
     def init_state(self, unit: UpdateGroup, masters: Sequence[jax.Array]) -> list[jax.Array]:
         """The initial Optax state of a unit, in host memory."""
-        held = unit.keys  # the function is kept, and so is what it refers to: not the unit, which holds arrays
+        keys = unit.keys  # the function is kept, and so is what it refers to: not the unit, which holds arrays
 
         def init(masters: Any) -> list[jax.Array]:
-            return self._tree.init(held, jax.device_put(masters, jax.memory.Space.Device))
+            return self._tree.init(keys, jax.device_put(masters, jax.memory.Space.Device))
 
         key = (self._tree.init_content(unit.leaves) or unit.leaves, tuple(master.shape for master in masters))
         if key not in self._programs:
@@ -201,10 +201,10 @@ class UpdatePrograms:
         It maps `(masters, state, gradients, norm, extra)` to `(masters, state)`. `gradients` are in the master dtypes,
         by index of the leaf; `layers` are the unit's trained parameters.
         """
-        held, in_order = unit.keys, by_master(unit, layers)  # not the unit, which holds arrays
+        keys, in_order = unit.keys, by_master(unit, layers)  # not the unit, which holds arrays
 
         def update(masters: Any, state: Any, gradients: dict[int, jax.Array], norm: jax.Array, extra: Any) -> Any:
-            return self._tree.update(held, in_order(self._clipped(gradients, norm)), masters, state, extra)
+            return self._tree.update(keys, in_order(self._clipped(gradients, norm)), masters, state, extra)
 
         return update
 
@@ -225,8 +225,8 @@ class UpdatePrograms:
         """Everything that a compiled update depends on, whatever the model; None if that cannot be compared."""
         if unit.is_by_part or len(unit.layers) > 1 or self._tree.content(unit.leaves) is None:
             return None
-        place = self._placement
-        return ("update", key, self._clip_norm, place, place.is_cpu)
+        placement = self._placement
+        return ("update", key, self._clip_norm, placement, placement.is_cpu)
 
     def text(self, unit: UpdateGroup, layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> str:
         """Returns a text that says what a unit's update does; masters and state may be shapes."""
@@ -250,16 +250,16 @@ class UpdatePrograms:
         self, rule: HostRule, unit: UpdateGroup, reads: Sequence[Arrival], layers: Sequence[Layer]
     ) -> FusedUpdate:
         assert self._factors is not None
-        own, state, place = self._owned(unit, layers), self._tree.state_of(unit.leaves), self._placement
+        own, state, placement = self._owned(unit, layers), self._tree.state_of(unit.leaves), self._placement
         found: list[bool] = []
         jax.eval_shape(lambda params: found.extend(rule.decays(params)), self._tree.params)
         of_leaves = dict(zip(self._tree.leaves, found, strict=True))
         decays, dtypes = [of_leaves[leaf] for leaf in unit.leaves], self._dtypes_arriving(unit, layers, reads)
-        in_place = place.is_cpu or writes_in_place(place)
-        return FusedUpdate(rule, self._factors, own, state, decays, dtypes, place, in_place)
+        in_place = placement.is_cpu or writes_in_place(placement)
+        return FusedUpdate(rule, self._factors, own, state, decays, dtypes, placement, in_place)
 
     def _lower(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> Any:
-        place, unit_layers = self._placement, self._owned(unit, layers)
+        placement, unit_layers = self._placement, self._owned(unit, layers)
         update, masters_of = self.plain(unit, unit_layers), masters_by_leaf(unit, unit_layers)
 
         def flat_update(
@@ -275,19 +275,19 @@ class UpdatePrograms:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
         def structs(vectors: Any) -> Any:
-            return tuple(struct(v, place.update_output) for v in vectors)
+            return tuple(struct(v, placement.update_output) for v in vectors)
 
         gradients = list(map(structs, self._arrived(unit, layers, reads)))
-        vectors = [structs(layer.vectors if place.is_cpu else ()) for layer in unit_layers]
-        number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute)
-        extra = [struct(x, place.host_compute) for x in self._tree.extra]
-        masters, states = ([struct(x, place.host) for x in leaves] for leaves in (unit.masters, unit.state))
+        vectors = [structs(layer.vectors if placement.is_cpu else ()) for layer in unit_layers]
+        number = jax.ShapeDtypeStruct((), jnp.float32, sharding=placement.host_compute)
+        extra = [struct(x, placement.host_compute) for x in self._tree.extra]
+        masters, states = ([struct(x, placement.host) for x in leaves] for leaves in (unit.masters, unit.state))
 
         jitted = jax.jit(
             flat_update,
-            donate_argnums=(0, 1, 2) if place.is_cpu else (0, 1),
+            donate_argnums=(0, 1, 2) if placement.is_cpu else (0, 1),
             keep_unused=True,
-            out_shardings=(place.host, place.host, place.update_output),
+            out_shardings=(placement.host, placement.host, placement.update_output),
         )
         return jitted.trace(masters, states, vectors, gradients, number, number, extra).lower()
 

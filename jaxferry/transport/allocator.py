@@ -71,11 +71,11 @@ class BestFit:
     def allocate(self, num_bytes: int) -> int:
         """Returns the address of a chunk for so many bytes."""
         needed = max(-(-num_bytes // _ROUNDING_BYTES), 1) * _ROUNDING_BYTES
-        place = bisect.bisect_left(self._free, (needed, -1))
-        if place == len(self._free):
+        index = bisect.bisect_left(self._free, (needed, -1))
+        if index == len(self._free):
             self._extend(needed)
-            place = bisect.bisect_left(self._free, (needed, -1))
-        size, address = self._free[place]
+            index = bisect.bisect_left(self._free, (needed, -1))
+        size, address = self._free[index]
         self._remove(address)
         if size >= 2 * needed or size - needed >= _LARGEST_REST_BYTES:
             self._put(address + needed, size - needed)
@@ -155,10 +155,10 @@ def _run(buffers: Sequence[Buffer], step_length: int, kind: Allocator, run: int)
             events += [(start + step * step_length, 1, len(sizes)), (end + step * step_length, 0, len(sizes))]
             sizes.append(buffer.num_bytes)
     allocator, addresses, most = BestFit(kind), dict[int, int](), 0
-    for _, is_start, number in sorted(events):
+    for _, is_start, index in sorted(events):
         if is_start:
-            addresses[number] = allocator.allocate(sizes[number])
+            addresses[index] = allocator.allocate(sizes[index])
             most = max(most, allocator.in_use - allocator.requested)
         else:
-            allocator.free(addresses.pop(number))
+            allocator.free(addresses.pop(index))
     return most

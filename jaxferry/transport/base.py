@@ -73,7 +73,7 @@ class Transport(abc.ABC):
             self.held.add(-size)
             raise
 
-    def vacate(self, held: DeviceLayer) -> None:  # noqa: B027 - nothing to do by default
+    def vacate(self, copy: DeviceLayer) -> None:  # noqa: B027 - nothing to do by default
         """Notes that all programs that read a device copy have been issued, for the load that will replace it.
 
         That load waits for these programs, and not for others. If a program reads the copy after all, it waits for all
@@ -85,24 +85,24 @@ class Transport(abc.ABC):
         """Whether loads into buffers that stay allocated start earlier."""
         return False
 
-    def drop(self, held: DeviceLayer, is_reused: bool = True, is_reserved: bool = False) -> None:
+    def drop(self, copy: DeviceLayer, is_reused: bool = True, is_reserved: bool = False) -> None:
         """Frees a device copy once the programs that read it have run; does nothing if it is freed already.
 
         With `is_reused`, its buffers may be kept for another load. With `is_reserved`, they stay allocated for the
         next load of the layer, or until `release`; that load is issued once the last reader of the copy is known to
         have ended.
         """
-        if held.is_dropped:
+        if copy.is_dropped:
             return
-        held.is_dropped = True
-        self._drop(held, is_reused, is_reserved)
-        self.held.add(-held.num_bytes)
+        copy.is_dropped = True
+        self._drop(copy, is_reused, is_reserved)
+        self.held.add(-copy.num_bytes)
 
-    def take(self, held: DeviceLayer) -> list[jax.Array]:
+    def take(self, copy: DeviceLayer) -> list[jax.Array]:
         """The arrays of a device copy, for a program that donates them; the copy counts as freed."""
-        arrays = held.parameters()
-        held.is_dropped = True
-        self.held.add(-held.num_bytes)
+        arrays = copy.parameters()
+        copy.is_dropped = True
+        self.held.add(-copy.num_bytes)
         return arrays
 
     @property
@@ -178,16 +178,16 @@ class Transport(abc.ABC):
 
     def _begun_on_host(self, layer: int, widens: bool) -> HostGradient:
         """A gradient of which nothing is written yet; the host will begin it."""
-        place = self._placement
-        if place.is_cpu or writes_in_place(place):
-            return HostGradient(self.destinations(layer, is_sum=widens), place.is_cpu)
+        placement = self._placement
+        if placement.is_cpu or writes_in_place(placement):
+            return HostGradient(self.destinations(layer, is_sum=widens), placement.is_cpu)
         # Nothing else would be read through the memory that the device can write.
         shapes = self._here[2 if widens else 1][layer].vectors
         spare = self._spares(layer, shapes, is_pinned=False)
         if spare:
             return HostGradient(spare.pop(), True)
         self._num_begun[layer] += 1
-        return HostGradient(tuple(jax.device_put(np.empty(v.shape, v.dtype), place.host) for v in shapes), True)
+        return HostGradient(tuple(jax.device_put(np.empty(v.shape, v.dtype), placement.host) for v in shapes), True)
 
     def destinations(self, layer: int, onto: HostGradient | None = None, is_sum: bool = False) -> Vectors:
         """Returns vectors in pinned memory for a program that writes a layer's gradient there, or adds it to `onto`.
@@ -273,8 +273,10 @@ class Transport(abc.ABC):
                 else:
                     # Views are remembered. That pays where later steps write the same memory, as by the library.
                     is_remembered = gradient.is_reusable and self.library is not None
-                    place = self._placement
-                    gradient.vectors = borrowed(written, place, has_waited) if is_remembered else on_cpu(written, place)
+                    placement = self._placement
+                    gradient.vectors = (
+                        borrowed(written, placement, has_waited) if is_remembered else on_cpu(written, placement)
+                    )
                 gradient.written, gradient.is_gathered = written, True
             # What is stored meanwhile is left to the next reader.
             for _ in range(len(gradient.addends)):
@@ -299,8 +301,8 @@ class Transport(abc.ABC):
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         """Starts the copy of a layer of this size for `load`, which counts it."""
 
-    def _drop(self, held: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
-        delete_all(held.arrays)
+    def _drop(self, copy: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
+        delete_all(copy.arrays)
 
     def _store_rows(
         self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None, widens: bool

@@ -202,12 +202,12 @@ class Ferry(Transport):
         self, layer: int, is_reserved: bool, is_recorded: bool
     ) -> list[tuple[Donating, tuple[Any, ...]]]:
         """The programs of a layer's loads, into new and into known buffers, each with its arguments."""
-        place, own = self._placement, self._layers[layer]
-        vectors = tuple(place.readable(own))
-        arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.device) for leaf in own.leaves]
+        placement, own = self._placement, self._layers[layer]
+        vectors = tuple(placement.readable(own))
+        arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.device) for leaf in own.leaves]
         token = self._tokens(is_recorded)
         found: list[tuple[str, tuple[Any, ...]]] = [("load", (vectors, *token))]
-        if not place.is_cpu:
+        if not placement.is_cpu:
             found.append(("load unused" if is_reserved else "load vacant", (vectors, arrays, *token)))
             found += [] if is_reserved else [("vacate", (arrays,))]
         found += [("arrived", (arrays, vectors))] if is_recorded or not self.joins.arrives else []
@@ -215,13 +215,13 @@ class Ferry(Transport):
 
     def _calls_of_store(self, layer: int, is_recorded: bool) -> list[tuple[Donating, tuple[Any, ...]]]:
         """Likewise of the stores of a layer's gradient that is no rows of lookups."""
-        place, own = self._placement, self._gradients[layer]
+        placement, own = self._placement, self._gradients[layer]
         leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in own.leaves]
         joined = jax.eval_shape(own.join_small, leaves)
-        arrays = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place.device) for each in joined]
-        vectors = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place.pinned_of(own)) for v in own.vectors)
+        arrays = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=placement.device) for each in joined]
+        vectors = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=placement.pinned_of(own)) for v in own.vectors)
         store = self.program("store", layer), (arrays, vectors, *self._tokens(is_recorded))
-        landed = [] if place.is_cpu else [(self._landed, (arrays,))]
+        landed = [] if placement.is_cpu else [(self._landed, (arrays,))]
         return [*landed, *([store] if is_recorded or not self.joins.stores else [])]
 
     def _tokens(self, is_recorded: bool) -> list[jax.ShapeDtypeStruct]:
@@ -262,34 +262,34 @@ class Ferry(Transport):
             return arrived
 
         with deferred_interrupts():
-            held = DeviceLayer(layer, size, list(_marked(load, arguments, mark)), arrive)
-            forget = held.forget = functools.partial(self.in_flight.pop, id(held), None)
-            self.in_flight[id(held)] = (held, vectors)
-        return held
+            copy = DeviceLayer(layer, size, list(_marked(load, arguments, mark)), arrive)
+            forget = copy.forget = functools.partial(self.in_flight.pop, id(copy), None)
+            self.in_flight[id(copy)] = (copy, vectors)
+        return copy
 
-    def vacate(self, held: DeviceLayer) -> None:
+    def vacate(self, copy: DeviceLayer) -> None:
         """See `Transport.vacate`. On a CPU, a load runs when its buffers are free."""
         if not self._placement.is_cpu:
             # Waits for the copy, which may still be writing.
-            arrays = held.parameters()
+            arrays = copy.parameters()
             with deferred_interrupts():
-                held.arrays, held.is_vacant = self.program("vacate", held.layer)(arrays), True
+                copy.arrays, copy.is_vacant = self.program("vacate", copy.layer)(arrays), True
 
     @property
     def reserves(self) -> bool:
         """See `Transport`. On a CPU, a load runs when its buffers are free."""
         return not self._placement.is_cpu
 
-    def _drop(self, held: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
+    def _drop(self, copy: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
         if is_reserved:
-            assert held.layer not in self._reserved, "two buffers of a layer are reserved"
-            self._reserved[held.layer] = held.parameters()
+            assert copy.layer not in self._reserved, "two buffers of a layer are reserved"
+            self._reserved[copy.layer] = copy.parameters()
         elif is_reused:
-            if not held.is_vacant:
-                self.vacate(held)
-            self._free[self._layouts[held.layer]].append(held.parameters())
+            if not copy.is_vacant:
+                self.vacate(copy)
+            self._free[self._layouts[copy.layer]].append(copy.parameters())
         else:
-            delete_all(held.parameters())
+            delete_all(copy.parameters())
 
     def release(self) -> None:
         """See `Transport.release`."""

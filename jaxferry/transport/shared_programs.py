@@ -99,9 +99,9 @@ def _found(content: Hashable | None) -> Compiling | None:
     """The program of this content that a step holds, or that a thread compiles for one."""
     if content is None:
         return None
-    if (held := _PROGRAMS.get(content)) is not None:
+    if (known := _PROGRAMS.get(content)) is not None:
         program: Future[Any] = Future()
-        program.set_result(held)
+        program.set_result(known)
         return Compiling(content, program)
     compiling = _COMPILING.get(content)
     return None if compiling is None or compiling.has_failed else compiling
