@@ -16,7 +16,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.step import Kind, Lane, LayerPlan, Plan
 from jaxferry.transport import Ferry, Placement
 from models import chain
-from planned import assert_same_bits, state_after
+from planned import assert_same_bits, state_after, taken
 from slowly import slow
 from steps import link, transport_of
 from watched import device_arrays
@@ -175,8 +175,7 @@ def test_loads_ahead_wait_for_no_other_program_where_the_budget_has_room_for_the
     state, program, called = step.init(params), Ferry.program, []
     prepared = step.prepare(BATCH)
     assert prepared.modes == modes and prepared.peak.total <= budget
-    for _ in range(3):
-        state, _ = step(state, BATCH)
+    state = taken(step, state, BATCH, 3)
     state.block_until_ready()
     monkeypatch.setattr(Ferry, "program", lambda *args: called.append(args[1:3]) or program(*args))
     for _ in range(4):
