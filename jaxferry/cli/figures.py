@@ -155,8 +155,8 @@ def sweep_figure(points: list[SweepPoint], best: SweepPoint | None) -> Any:
     figure = new_figure(9, 4.5)
     axes, colours = figure.add_subplot(), importlib.import_module("matplotlib").colormaps["viridis"]
     factors = sorted({point.reserve_factor for point in points})
-    front = [_place(point) for point in pareto_front(points)]
-    end = max((_place(point)[0] for point in points if point.plan is not None), default=0.0)
+    front = [_coordinates(point) for point in pareto_front(points)]
+    end = max((_coordinates(point)[0] for point in points if point.plan is not None), default=0.0)
     stairs = [*front, *((end, front[-1][1]) for _ in front[:1])]
     axes.step(*zip(*stairs, strict=True), where="post", color="black", linewidth=1, label="Pareto front", zorder=1)
     named = _evenly(factors, _MOST_NAMED)
@@ -164,14 +164,14 @@ def sweep_figure(points: list[SweepPoint], best: SweepPoint | None) -> Any:
         # Later dots are smaller, so that earlier dots at the same place stay visible.
         share = number / max(len(factors) - 1, 1)
         look = {"color": colours(share), "markersize": 11 - 7 * share, "linestyle": "none", "marker": "o"}
-        places = {_place(point) for point in points if point.reserve_factor == factor and point.plan is not None}
-        for place in sorted(places):
-            is_beaten = place not in front
-            axes.plot(*place, alpha=0.3 if is_beaten else 1, zorder=2 if is_beaten else 3, **look)
-        if places and factor in named:
+        spots = {_coordinates(point) for point in points if point.reserve_factor == factor and point.plan is not None}
+        for spot in sorted(spots):
+            is_beaten = spot not in front
+            axes.plot(*spot, alpha=0.3 if is_beaten else 1, zorder=2 if is_beaten else 3, **look)
+        if spots and factor in named:
             axes.plot([], [], label=f"reserve factor {factor:g}", **look)
     if best is not None:
-        axes.plot(*_place(best), "*", color="crimson", markersize=9, label="knee", zorder=4)
+        axes.plot(*_coordinates(best), "*", color="crimson", markersize=9, label="knee", zorder=4)
     axes.margins(0.08)
     axes.set(xlabel="peak device memory / GiB", ylabel="steady step / s", title="step time against device memory")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
@@ -225,8 +225,8 @@ def _add_legend(figure: Any, entries: Sequence[tuple[str, str]]) -> None:
 def _values_at(changes: Changes, times: Sequence[float]) -> list[float]:
     """Returns the value at each of these ascending times; 0 before the first change."""
     starts = [start for start, _ in changes]
-    places = [bisect.bisect_right(starts, time) for time in times]
-    return [changes[place - 1][1] if place else 0.0 for place in places]
+    counts = [bisect.bisect_right(starts, time) for time in times]
+    return [changes[count - 1][1] if count else 0.0 for count in counts]
 
 
 def _evenly(values: Sequence[float], most: int) -> list[float]:
@@ -236,6 +236,6 @@ def _evenly(values: Sequence[float], most: int) -> list[float]:
     return [values[round(number * (len(values) - 1) / (most - 1))] for number in range(most)]
 
 
-def _place(point: SweepPoint) -> tuple[float, float]:
+def _coordinates(point: SweepPoint) -> tuple[float, float]:
     assert point.plan is not None and point.plan.predicted is not None
     return point.plan.predicted.peak_device_bytes / 2**30, point.plan.predicted.steady_step_s

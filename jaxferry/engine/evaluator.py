@@ -68,7 +68,7 @@ def fit_stream(
     def fit(limit_bytes: int | None) -> tuple[Stream, Peak]:
         stream, needs = _fit_counted(partition, limit_bytes, temporary_bytes_of, other_bytes)
         parameters, buffers, counted = (
-            max(getattr(n, what) for n in needs) for what in ("parameters", "held", "counted")
+            max(getattr(n, what) for n in needs) for what in ("parameters", "array_bytes", "counted")
         )
         unsplit = 0
         if allocator is not None:
@@ -251,7 +251,7 @@ class Evaluator:
     def _make_room(self, state: TrainState, other_bytes: int) -> None:
         """Frees what the training step keeps on the device if the budget requires it."""
         self.transport.release()
-        self.transport.held.reset_peak()
+        self.transport.loaded_bytes.reset_peak()
         if self._budget_bytes is None:
             return
         sums = [array for arrays in state.accumulated.on_device.values() for array in arrays]

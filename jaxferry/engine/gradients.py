@@ -149,8 +149,8 @@ class OffloadsInFlight:
 
     def hold_for(self, offload: int) -> None:
         """Makes the device wait for an offload and those before it, and frees their gradients; raises `LateFailure`."""
-        place = next((place for place, (index, _) in enumerate(self._copies) if index == offload), -1)
-        self._hold_first(place + 1)
+        position = next((position for position, (index, _) in enumerate(self._copies) if index == offload), -1)
+        self._hold_first(position + 1)
 
     def hold_all(self) -> None:
         """Likewise for all offloads: the next step's programs may need their memory."""

@@ -32,13 +32,13 @@ class Peak:
 
     Attributes:
       parameters: parameters only.
-      held: parameters, values between segments, residuals and gradients.
+      array_bytes: parameters, values between segments, residuals and gradients.
       counted: all of these and the temporaries of the running program.
       unsplit: returns the memory to leave for what the device's allocator hands out beyond that.
     """
 
     parameters: int
-    held: int
+    array_bytes: int
     counted: int
     unsplit: Callable[[], int] = dataclasses.field(default=int, repr=False, compare=False)
 
@@ -78,14 +78,14 @@ class Footprint:
         return self.copies + self.copies_ahead
 
     @property
-    def held(self) -> int:
+    def array_bytes(self) -> int:
         """Everything but the temporaries."""
         return self.copies + self.more_ahead + self.gradients + self.values + self.other
 
     @property
     def total(self) -> int:
         """All memory in use."""
-        return self.held + self.temporaries
+        return self.array_bytes + self.temporaries
 
 
 def peak_bytes(
@@ -98,11 +98,11 @@ def peak_bytes(
     """The most memory that a step needs; arguments as for `footprints` and `Peak`."""
     resident = _resident_bytes(program)
     found = footprints(program, temporary_bytes, other_bytes, ahead)
-    parameters, held, total = (
+    parameters, arrays, total = (
         max((getattr(footprint, what) for footprint in found), default=resident)
-        for what in ("parameters", "held", "total")
+        for what in ("parameters", "array_bytes", "total")
     )
-    return Peak(parameters, held, total, unsplit)
+    return Peak(parameters, arrays, total, unsplit)
 
 
 def footprints(
@@ -321,9 +321,9 @@ class Transfers:
                 in_next = self._gradients_at[:num_late]
                 stop = self._num_places + num_late if num_late else until[use.group] + 1
                 self.gradient_stops[use.segment, use.group] = stop
-                for held in (*self._gradients_at[instruction.place : until[use.group] + 1], *in_next):
+                for at_place in (*self._gradients_at[instruction.place : until[use.group] + 1], *in_next):
                     num_bytes = self._gradient_bytes(use.segment, use.group)
-                    held[instruction.index] = held.get(instruction.index, 0) + num_bytes
+                    at_place[instruction.index] = at_place.get(instruction.index, 0) + num_bytes
 
     def _late_updates(self) -> dict[int, int]:
         """The groups whose last update is left to the next step, each with its place among the programs there."""

@@ -171,9 +171,9 @@ class ReadyTasks:
     def take_after(self, earlier: ReadyTasks, lanes: Sequence[Lane]) -> tuple[bool, int] | None:
         """As `take`, with late tasks of the previous run between these: whether it is one of those, and the task."""
         for lane in lanes:
-            order, place = earlier._list.late[lane], earlier._next_late[lane]
+            order, position = earlier._list.late[lane], earlier._next_late[lane]
             upcoming = self._list.orders[lane][self._next[lane]]
-            if place < len(order) and (upcoming == _NONE or order[place][0] <= upcoming):
+            if position < len(order) and (upcoming == _NONE or order[position][0] <= upcoming):
                 found, is_late = earlier.take_late((lane,)), True
             else:
                 found, is_late = self.take((lane,)), False
@@ -184,10 +184,10 @@ class ReadyTasks:
     def take_late(self, lanes: Sequence[Lane]) -> int | None:
         """A late task that may start now, from the first of these lanes that has one; None if there is none."""
         for lane in lanes:
-            order, place = self._list.late[lane], self._next_late[lane]
-            if place < len(order) and not self._missing[order[place][1]]:
+            order, position = self._list.late[lane], self._next_late[lane]
+            if position < len(order) and not self._missing[order[position][1]]:
                 self._next_late[lane] += 1
-                return order[place][1]
+                return order[position][1]
         return None
 
     def has_late(self, lanes: Sequence[Lane]) -> bool:

@@ -98,10 +98,10 @@ class StepRunner:
             # Buffers may be reserved for the loads of another program.
             transport.release()
             held = [*state.resident.values(), *state.kept.values()]
-            transport.held.reset_peak(held if previous is None else None)
+            transport.loaded_bytes.reset_peak(held if previous is None else None)
             step.work = self._resources.lanes.make(runnable.tasks, action, previous, arrival)
         else:
-            transport.held.reset_peak()
+            transport.loaded_bytes.reset_peak()
             step.work = prefetch.work
             step.work.open(action, arrival)
         self._resources.lanes.submit(step.work)
@@ -274,7 +274,7 @@ def collect_results(step: StepContext) -> StepResult:
     else:
         state.forget_accumulated()
     aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
-    loss, peak = values[partition.loss], step.runnable.resources.transport.held.peak
+    loss, peak = values[partition.loss], step.runnable.resources.transport.loaded_bytes.peak
     is_applied, layer = is_finite and step.is_last, _nonfinite_gradient(step, norm)
     mean_loss = step.loss / step.weight if rules.is_weighted and step.is_last and is_finite else None
     result = StepResult(

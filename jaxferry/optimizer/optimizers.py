@@ -218,27 +218,27 @@ def fused_rule(optimizer: Any, state: Any, layers: Sequence[Layer], reads: Seque
 def factors_program(rule: HostRule, state: Any, clip_norm: float | None) -> tuple[Callable[..., jax.Array], int]:
     """Returns a function, for a jitted one, of counts, norm and scale to a step's factors; and the number of counts."""
     leaves, structure = jax.tree.flatten(state)
-    _, places = _moments_and_counts(rule, structure)
+    _, numbers = _moments_and_counts(rule, structure)
 
     def factors(counts: Sequence[jax.Array], norm: jax.Array, scale: jax.Array) -> jax.Array:
         # No factor depends on moments.
         known: list[Any] = [None] * len(leaves)
-        for place, count in zip(places, counts, strict=True):
-            known[place] = count
+        for number, count in zip(numbers, counts, strict=True):
+            known[number] = count
         one = jnp.float32(1)
         clip = one if clip_norm is None else jnp.where(norm < clip_norm, one, jnp.float32(clip_norm) / norm)
         found = {"unscale": 1 / scale, "clip": clip, **rule.factors(jax.tree.unflatten(structure, known))}
         return jnp.stack([found[name] for name in FACTORS])
 
-    return factors, len(places)
+    return factors, len(numbers)
 
 
 def _moments_and_counts(rule: HostRule, structure: Any) -> tuple[list[list[int]], list[int]]:
     """Where the moments of a state, and all else, which counts steps, are among its leaves."""
     numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
     moments = [jax.tree.leaves(moment) for moment in rule.moments(numbered)]
-    of_moments = {place for places in moments for place in places}
-    return moments, [place for place in range(structure.num_leaves) if place not in of_moments]
+    of_moments = {number for numbers in moments for number in numbers}
+    return moments, [number for number in range(structure.num_leaves) if number not in of_moments]
 
 
 class Factors:
@@ -280,11 +280,11 @@ class FusedUpdate:
         self._writes_in_place = writes_in_place
         self._copies = [vector for layer in layers for vector in layer.vectors]
         self._gradients = [(v.size, dtype) for v, dtype in zip(self._copies, gradient_dtypes, strict=True)]
-        places = sorted((leaf.index, number, leaf) for number, layer in enumerate(layers) for leaf in layer.leaves)
+        numbers = sorted((leaf.index, number, leaf) for number, layer in enumerate(layers) for leaf in layer.leaves)
         starts = np.cumsum([0, *(len(layer.vectors) for layer in layers)])
         self._parts = [
             StepPart(int(starts[number]) + leaf.vector, leaf.offset, decay)
-            for (_, number, leaf), decay in zip(places, decays, strict=True)
+            for (_, number, leaf), decay in zip(numbers, decays, strict=True)
         ]
         self._moments, self._counts = _moments_and_counts(rule, jax.tree.structure(state))
 
@@ -330,7 +330,7 @@ class FusedUpdate:
 
     def _prepare(self, unit: UpdateGroup) -> _Prepared:
         masters, state = (list(map(as_numpy, own)) for own in (unit.masters, unit.state))
-        moments, counts = [[state[i] for i in places] for places in self._moments], [state[i] for i in self._counts]
+        moments, counts = [[state[i] for i in numbers] for numbers in self._moments], [state[i] for i in self._counts]
         gradient_dtypes, copy_dtypes = [dtype for _, dtype in self._gradients], [copy.dtype for copy in self._copies]
         step = HostStep(
             self._rule.step, self._parts, masters, moments, gradient_dtypes, copy_dtypes, counts, self._factors.shared

@@ -21,7 +21,7 @@ from jaxferry.native import NativeLibrary, host_sums
 from jaxferry.partition import Gradient, Layer, RowGradient
 from jaxferry.processes import empty
 from jaxferry.step import NO_JOINS, Joins
-from jaxferry.transport.held import Addend, CopyInFlight, DeviceLayer, HeldBytes, HostGradient, PutCopy, delete_all
+from jaxferry.transport.copies import Addend, CopyInFlight, DeviceLayer, HostGradient, LoadedBytes, PutCopy, delete_all
 from jaxferry.transport.marks import TaskMark
 from jaxferry.transport.pinned import Vectors, as_numpy, borrowed, can_view, from_shares, on_cpu, writes_in_place
 from jaxferry.transport.placement import Placement
@@ -40,7 +40,7 @@ class Transport(abc.ABC):
     Attributes:
       library: the native library, if the transport uses it.
       staging_bytes: device memory that transfers need beside the moved bytes.
-      held: counts the bytes of parameters on the device.
+      loaded_bytes: counts the bytes of parameters on the device.
       made_ahead: vectors that `make_ahead` has asked for and that nothing has taken, by layer and whether of sums.
     """
 
@@ -59,18 +59,18 @@ class Transport(abc.ABC):
         self._spare: dict[Any, list[Vectors]] = {}
         self._written_before: dict[tuple[int, bool], list[Vectors]] = {}
         self._num_begun: collections.Counter[int] = collections.Counter()
-        self.held = HeldBytes()
+        self.loaded_bytes = LoadedBytes()
         self.made_ahead: dict[tuple[int, bool], Future[Vectors]] = {}
         self.staging_bytes = 0
 
     def load(self, layer: int, vectors: Vectors, mark: TaskMark | None = None) -> DeviceLayer:
         """Starts the copy of a layer's parameters from pinned memory to the device; `mark` records start and end."""
         size = self._layers[layer].num_bytes
-        self.held.add(size)
+        self.loaded_bytes.add(size)
         try:
             return self._load(layer, size, vectors, mark)
         except BaseException:
-            self.held.add(-size)
+            self.loaded_bytes.add(-size)
             raise
 
     def vacate(self, copy: DeviceLayer) -> None:  # noqa: B027 - nothing to do by default
@@ -96,13 +96,13 @@ class Transport(abc.ABC):
             return
         copy.is_dropped = True
         self._drop(copy, is_reused, is_reserved)
-        self.held.add(-copy.num_bytes)
+        self.loaded_bytes.add(-copy.num_bytes)
 
     def take(self, copy: DeviceLayer) -> list[jax.Array]:
         """The arrays of a device copy, for a program that donates them; the copy counts as freed."""
         arrays = copy.parameters()
         copy.is_dropped = True
-        self.held.add(-copy.num_bytes)
+        self.loaded_bytes.add(-copy.num_bytes)
         return arrays
 
     @property

@@ -12,8 +12,8 @@ from jaxferry.errors import InputError
 from jaxferry.native import DTYPES, is_usable, twins, unusable_reason
 from jaxferry.partition import Gradient, Layer, RowGradient
 from jaxferry.transport.base import Transport, split
+from jaxferry.transport.copies import CopyInFlight, DeviceLayer, HostGradient, PutCopy, delete_all
 from jaxferry.transport.ferry import Ferry
-from jaxferry.transport.held import CopyInFlight, DeviceLayer, HostGradient, PutCopy, delete_all
 from jaxferry.transport.marks import TaskMark
 from jaxferry.transport.pinned import Vectors, as_numpy, can_view
 from jaxferry.transport.placement import Placement

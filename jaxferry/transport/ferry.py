@@ -27,7 +27,7 @@ from jaxferry.native import Donating, NativeLibrary, Vacancy, library, targets
 from jaxferry.partition import Gradient, Layer, RowGradient
 from jaxferry.step import NO_JOINS, Joins
 from jaxferry.transport.base import Transport
-from jaxferry.transport.held import CopyInFlight, DeviceLayer, HostGradient, delete_all
+from jaxferry.transport.copies import CopyInFlight, DeviceLayer, HostGradient, delete_all
 from jaxferry.transport.interrupts import deferred_interrupts
 from jaxferry.transport.marks import TaskMark
 from jaxferry.transport.pinned import ORPHANED_COPIES, InFlight, Vectors

@@ -137,7 +137,7 @@ def test_a_device_that_runs_out_of_memory_in_the_first_backward_trains_on_with_a
     state = step.init(params)
     with pytest.raises(jaxferry.TaskError, match=r"RESOURCE_EXHAUSTED.*the state is that before the step"):
         step(state, BATCH)
-    assert state.step == 0 and transport_of(step, BATCH).held.now == 0
+    assert state.step == 0 and transport_of(step, BATCH).loaded_bytes.now == 0
     assert_same_bits(state.params, params)
     state = taken(step, state, small, 3)
     assert_same_bits(state.params, expected)

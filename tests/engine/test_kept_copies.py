@@ -60,13 +60,15 @@ def test_as_many_stay_as_fit_into_the_budget(gpt, excess):
     for group in loaded - kept:  # none of the others fits beside them
         more = dataclasses.replace(found.program, kept=kept | {group})
         known = found.runner.runnable.programs.temporary_bytes
-        assert peak_bytes(more, known, found.peak.held - peak_bytes(found.program, {}).held).total > budget
+        assert (
+            peak_bytes(more, known, found.peak.array_bytes - peak_bytes(found.program, {}).array_bytes).total > budget
+        )
 
 
 def test_copies_in_use_are_within_the_count_and_evaluation_frees_what_stays(gpt):
     step = jaxferry.train_step(gpt.loss_fn, ADAMW, accumulate=N)
     state, prepared = step.init(gpt.params), step.prepare(gpt.batch)
-    held = transport_of(step, gpt.batch).held
+    held = transport_of(step, gpt.batch).loaded_bytes
     whole = sum(layer.num_bytes for layer in prepared.partition.layers)
     for number in range(2 * N):
         state, metrics = step(state, gpt.batch)
@@ -90,7 +92,7 @@ def test_a_failed_micro_batch_frees_what_stays_and_costs_no_bit(gpt, monkeypatch
                 patch.setattr("jaxferry.engine.gradients._add_onto", lambda *args: 1 / 0)
                 with pytest.raises(jaxferry.TaskError, match="division by zero"):
                     step(state, gpt.batch)
-            assert transport.held.now == 0
+            assert transport.loaded_bytes.now == 0
         while state.updated_step < 2 * N:
             state, _ = step(state, gpt.batch)
         return state.params
@@ -146,7 +148,7 @@ def test_loads_run_ahead_where_only_some_copies_stay(gpt):
 def test_one_state_keeps_copies_at_a_time(gpt):
     step = jaxferry.train_step(gpt.loss_fn, ADAMW, accumulate=N)
     states = [step.init(gpt.params) for _ in range(2)]
-    held = transport_of(step, gpt.batch).held
+    held = transport_of(step, gpt.batch).loaded_bytes
     whole = sum(layer.num_bytes for layer in step.prepare(gpt.batch).partition.layers)
     for number in range(2 * N):
         for state in states:

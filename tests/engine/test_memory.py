@@ -36,7 +36,7 @@ def test_live_bytes_stay_under_the_predicted_peak_and_come_near_it(gpt, monkeypa
     """Layers that are loaded twice are two at a time; those that stay for the backward are the whole model."""
     with link(store=1e7):  # slow, so that gradients stay on the device as long as they may
         watch, metrics, prepared, _ = watched_steps(gpt, monkeypatch, plan=plan_of(gpt, modes))
-    assert 0.7 * prepared.peak.held <= watch.most <= prepared.peak.held <= prepared.peak.total
+    assert 0.7 * prepared.peak.array_bytes <= watch.most <= prepared.peak.array_bytes <= prepared.peak.total
     assert metrics["device_param_bytes_peak"] == prepared.peak.parameters
     parts = prepared.partition
     if len(modes) == 1:
@@ -126,7 +126,7 @@ def test_steps_in_a_row_need_no_more_memory_than_one(accumulate, num_frozen, mon
     plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.RELOAD, GradientPlace.DEVICE) for name in LAYERS))
     trainable = {name: index >= num_frozen for index, name in enumerate(LAYERS)}
     options = {"plan": plan, "transport": "ferry", "trainable": trainable}
-    held = prepared(models.Task(deep_loss, LAYERS, ROWS), ADAMW, **options).peak.held
+    held = prepared(models.Task(deep_loss, LAYERS, ROWS), ADAMW, **options).peak.array_bytes
     step = jaxferry.train_step(deep_loss, ADAMW, accumulate=accumulate, **options)
     state = step.init(LAYERS)
     with_sums_in_host_memory(step.prepare(ROWS))

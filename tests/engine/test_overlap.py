@@ -244,7 +244,7 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, option
     assert_same_bits(state.params, expected.params)
     step.prepare(batch).runner.runnable.resources.prefetch.take(None)
     resident, transport = state.resident.values(), transport_of(step, batch)
-    assert transport.held.now == sum(held.num_bytes for held in resident)
+    assert transport.loaded_bytes.now == sum(held.num_bytes for held in resident)
     assert transport.in_flight.keys() <= set(map(id, resident))  # the next step reads these first
 
 

@@ -46,9 +46,9 @@ def test_what_is_loaded_is_what_was_packed_and_is_counted_while_held(placement):
     held = transfers.load(0, vectors)
     assert_same_bits(held.parameters(), leaves)
     assert {p.sharding.memory_kind for p in held.parameters()} == {"device"}
-    assert transfers.held.now == transfers.held.peak == layer.num_bytes == 36
+    assert transfers.loaded_bytes.now == transfers.loaded_bytes.peak == layer.num_bytes == 36
     transfers.drop(held)
-    assert transfers.held.now == 0
+    assert transfers.loaded_bytes.now == 0
     assert all(p.is_deleted() for p in held.parameters())
 
 

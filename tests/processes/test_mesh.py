@@ -219,7 +219,7 @@ def test_each_device_holds_no_more_than_predicted_and_less_than_one_alone():
         state, given = step.init(params()), batches(2, 64)
         train(step, state, given)
         held = most_on_one_device(lambda: train(step, state, given))
-        return held, step.prepare(*given[0]).peak.held
+        return held, step.prepare(*given[0]).peak.array_bytes
 
     (alone, predicted_alone), (found, predicted) = most(transport="device_put"), most(mesh=mesh())
     assert 0 < found <= predicted + SCALARS_BYTES
@@ -312,7 +312,7 @@ def test_updates_on_devices_hold_a_share_of_the_state_on_each():
     filled_up = 4 * 3 * len(jax.tree.leaves(state.params))
     assert whole / 2 <= state.host.device_bytes <= whole / 2 + filled_up + 4 * len(NAMES)
     held = most_on_one_device(lambda: train(step, state, batches(2)))
-    assert held <= step.prepare(*batches(1)[0]).peak.held + SCALARS_BYTES
+    assert held <= step.prepare(*batches(1)[0]).peak.array_bytes + SCALARS_BYTES
 
 
 def test_auto_updates_on_several_devices_as_far_as_the_memory_goes():

@@ -1,4 +1,4 @@
-"""What transports hand out: device copies of layers, gradients on their way to the host, and a count of held bytes."""
+"""What transports hand out: device copies of layers, gradients on their way to the host, a count of loaded bytes."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class HostGradient:
         self.latest, self.is_summed_on_host = copy, True
 
 
-class HeldBytes:
+class LoadedBytes:
     """Counts bytes on the device, now and at their peak since `reset_peak`; several threads may add."""
 
     def __init__(self) -> None:
@@ -159,13 +159,13 @@ class HeldBytes:
             if now > self.peak:
                 self.peak = now
 
-    def reset_peak(self, held: Iterable[DeviceLayer] | None = None) -> None:
+    def reset_peak(self, copies: Iterable[DeviceLayer] | None = None) -> None:
         """Starts a new measurement of the peak.
 
         `held` are all live copies, if copies of other states or of another transport were counted; None if the count
         is right.
         """
         with self._lock:
-            if held is not None:
-                self.now = sum(layer.num_bytes for layer in held)
+            if copies is not None:
+                self.now = sum(layer.num_bytes for layer in copies)
             self.peak = self.now
