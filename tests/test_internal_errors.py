@@ -130,7 +130,7 @@ OF_THREADS = [
     Operation.OFFLOAD,
     Operation.UPDATE,
     *(f"ready_tasks.ReadyTasks.{name}" for name in ("_end_for", "arrive", "has_started", "take")),
-    *("step_run.Monitor.wake", "step_run.StepRun._next_task", "lanes._do_tasks"),
+    *("lanes.Monitor.wake", "lanes.StepRun._next_task", "lanes._do_tasks"),
 ]
 
 

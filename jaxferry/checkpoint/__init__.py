@@ -116,18 +116,13 @@ def _save(checkpoint: Checkpoint, path: Path, keep: Keep | None, messages: Messa
 
 
 def check_target(path: Path, step: int = 0, keep: Keep | None = None) -> None:
-    """Checks that a step's checkpoint can be written to a path, and creates its parent folders.
-
-    Raises:
-      CheckpointError: if the path is not a local one, exists and is not a checkpoint, or cannot be written.
-    """
+    """Creates the parent folders of a step's checkpoint; raises `CheckpointError` if it cannot be written there."""
     target = _target(path, step, keep)
     with _errors_about(target):
         check_writable(target)
 
 
 def _target(path: Path, step: int, keep: Keep | None) -> pathlib.Path:
-    """Returns the absolute path of a step's checkpoint."""
     target = local_path(path)
     if keep is None:
         return target
@@ -204,7 +199,6 @@ def load(path: Path, use: Callable[[Checkpoint], Any] | None = None) -> Any:
 
 
 def _current(target: pathlib.Path) -> pathlib.Path:
-    """Returns the folder to read for a path."""
     return newest_save(target) or newest_save(newest_in(target) or target) or target
 
 
@@ -233,7 +227,6 @@ def _content(folder: pathlib.Path, path: Path) -> Checkpoint:
 
 
 def _read(content: Checkpoint) -> Checkpoint:
-    """Returns the content with all arrays in host memory."""
     return content.with_arrays(
         {part: {name: leaf.read() for name, leaf in own.items()} for part, own in content.arrays.items()}
     )

@@ -35,9 +35,7 @@ from jaxferry.units import MAX_BYTES
 FORMAT = "jaxferry.checkpoint/2"
 IN_PIECES = "jaxferry.checkpoint/3"
 WITHOUT_DIGESTS = "jaxferry.checkpoint/1"
-FILE = "about/metadata"
-"""The file, relative to the save; the name is that of Orbax's `JsonSave`, which can read it."""
-
+FILE = "about/metadata"  # the file, relative to the save; the name is that of Orbax's `JsonSave`, which can read it
 _OF_FIRST = ("format", "step", "params", "dtypes", "dictionary_paths", "optimizer", "loss_scale", "optimizer_keys")
 _OF_SECOND = (*_OF_FIRST, "extra", "metric", "saved_at_s", "digest")
 _MAX_DIMENSIONS = 32
@@ -59,8 +57,6 @@ class Leaf:
 
     Attributes:
       path: its path in its tree.
-      shape: shape of the whole.
-      dtype: name of its dtype.
       axis: the axis along which it is stored in parts; None for a leaf stored whole.
       digest: digest of its elements; None in format 1, and of leaves in pieces.
       pieces: what each process has stored; empty if the first process has stored all.
@@ -131,11 +127,7 @@ def _digest(document: Mapping[str, Any]) -> str:
 
 
 def read_format(save: pathlib.Path) -> str | None:
-    """Returns the format of a save; None if it is not one of this package's formats.
-
-    Raises:
-      InputError: if the file exists but cannot be read.
-    """
+    """Returns the format of a save; None if it is not this package's. Raises `InputError` for an unreadable file."""
     if not os.path.lexists(save / FILE):
         return None
     found = read_json(save / FILE)
@@ -144,11 +136,7 @@ def read_format(save: pathlib.Path) -> str | None:
 
 
 def read_about(save: pathlib.Path) -> About:
-    """Reads and checks the file of a save.
-
-    Raises:
-      InputError: if it is missing or damaged; the message names the field.
-    """
+    """Reads and checks the file of a save; raises `InputError` with the field if it is missing or damaged."""
     document = read_json(save / FILE)
     if not isinstance(document, Mapping):
         raise InputError(f"{FILE} must be a JSON object")

@@ -29,17 +29,12 @@ from jaxferry.errors import CheckpointError
 from jaxferry.optimizer import Stored, stored_whole
 from jaxferry.processes import Messages, is_key
 
-FOLDER = "arrays"
-"""The folder of the first process, relative to the save."""
-
-CHUNK_BYTES = 4 * 2**20
-"""The most bytes of a new chunk; each is encoded by one thread."""
-
+FOLDER = "arrays"  # the folder of the first process, relative to the save
+CHUNK_BYTES = 4 * 2**20  # the most bytes of a new chunk; each is encoded by one thread
 _FILE_BYTES = 32 * 2**20
 """The most bytes that are encoded in memory at a time, and lie in a file; by default all arrays are, and 2 GiB."""
 
-Leaves = dict[str, dict[str, Stored]]
-"""Arrays in NumPy memory by part ("params", ...) and path."""
+Leaves = dict[str, dict[str, Stored]]  # arrays in NumPy memory by part ("params", ...) and path
 
 
 def arrays_of(checkpoint: Checkpoint) -> Leaves:
@@ -54,10 +49,7 @@ def _in_numpy(leaf: Any) -> Stored:
 
 
 def write_arrays(leaves: Leaves, save: pathlib.Path, messages: Messages | None = None) -> dict[str, dict[str, Leaf]]:
-    """Writes the arrays of a save, and lets the other processes write theirs.
-
-    Returns:
-      A `Leaf` for each array.
+    """Writes the arrays of a save, and lets the other processes write theirs; returns a `Leaf` for each.
 
     Raises:
       CheckpointError: if another process has failed.
@@ -228,7 +220,6 @@ class _Writes:
         return started
 
     def finish(self) -> None:
-        """Waits until all chunks are written."""
         while self._chunks:
             self._end_one()
 
@@ -273,12 +264,9 @@ def chunk_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def indices(shape: Sequence[int], chunk: Sequence[int], num_elements: int = 1) -> Iterator[tuple[slice, ...]]:
-    """Yields indices that together cover an array, in C order, cut at the bounds of chunks.
+    """Yields indices that together cover an array, in C order, cut at the bounds of chunks of any shape.
 
-    Args:
-      shape: shape of the array.
-      chunk: shape of its chunks; older checkpoints have chunks of any shape, such as a whole array.
-      num_elements: how many elements an index shall cover, unless the chunks force more.
+    An index covers `num_elements`, unless the chunks force more.
     """
     if not shape:
         yield ()

@@ -52,11 +52,7 @@ class Checkpoint:
         return dataclasses.replace(self, **{field: arrays[field] for field in self.arrays})  # type: ignore[arg-type]
 
     def dictionary(self) -> Any:
-        """Returns shapes and dtypes of the model's parameters as nested dictionaries.
-
-        Raises:
-          CheckpointError: if the tree has other containers.
-        """
+        """Returns the parameters' shapes and dtypes in nested dictionaries; `CheckpointError` for other trees."""
         if self.dictionary_paths is None:
             raise CheckpointError(
                 "the parameters of this checkpoint are not a tree of dictionaries: pass restore(path, params=...) a "
@@ -98,11 +94,7 @@ def is_numeric(dtype: Any) -> bool:
 
 
 def check_extra(extra: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the user's arrays as NumPy arrays.
-
-    Raises:
-      InputError: if `extra` is not a mapping from names to arrays of numbers.
-    """
+    """Returns the user's arrays as NumPy arrays; raises `InputError` unless names map to arrays of numbers."""
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) and name for name in extra):
         raise InputError(f"extra must be a mapping from names to arrays, got {type(extra).__name__}")
     arrays = {name: np.asarray(array) for name, array in extra.items()}
@@ -114,11 +106,7 @@ def check_extra(extra: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, Any], check_dtypes: bool = False) -> None:
-    """Checks names and shapes of saved leaves, and with `check_dtypes` their dtypes.
-
-    Raises:
-      CheckpointError: if they differ; it names the first difference.
-    """
+    """Raises `CheckpointError` with the first difference in names, shapes or (optionally) dtypes of leaves."""
     differs = f"the checkpoint does not match the {what}: "
     for name in [*expected, *saved]:
         if name not in saved:
@@ -139,11 +127,7 @@ def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, An
 def check_coded(
     saved: Mapping[str, Any], dtypes: Sequence[str], expected: Mapping[str, Any], masters: Sequence[Any]
 ) -> None:
-    """Checks that the same parameters are stored as bytes in the checkpoint and here, with the same dtypes.
-
-    Raises:
-      CheckpointError: if one differs.
-    """
+    """Raises `CheckpointError` unless the same parameters are stored as bytes here, with the same dtypes."""
     there = {
         name: dtype
         for (name, stored), dtype in zip(saved.items(), dtypes, strict=True)
@@ -172,17 +156,17 @@ def check_transformations(saved: Collection[str], expected: Collection[str], par
       CheckpointError: if the transformations differ; it names both.
     """
     found = [_fields(names, params) for names in (saved, expected)]
-    places = sorted(place for place in {*found[0], *found[1]} if found[0].get(place) != found[1].get(place))
-    if not places:
+    paths = sorted(path for path in {*found[0], *found[1]} if found[0].get(path) != found[1].get(path))
+    if not paths:
         return
     described = []
     for fields in found:
         names = []
-        for place in places[:_MAX_NAMED]:
-            if own := fields.get(place):
+        for path in paths[:_MAX_NAMED]:
+            if own := fields.get(path):
                 known = " or ".join(_transformations().get(own, [])[:2]) or "a transformation"
-                names.append(f"{known} ({', '.join(sorted(own))}) at {place or 'the top'}")
-        described.append(", ".join(names) or f"nothing at {', '.join(places[:_MAX_NAMED])}")
+                names.append(f"{known} ({', '.join(sorted(own))}) at {path or 'the top'}")
+        described.append(", ".join(names) or f"nothing at {', '.join(paths[:_MAX_NAMED])}")
     raise CheckpointError(
         f"the checkpoint does not match the optimizer: it was saved with {described[0]}, and this optimizer has "
         f"{described[1]}: pass the optimizer that it was saved with"
@@ -190,14 +174,13 @@ def check_transformations(saved: Collection[str], expected: Collection[str], par
 
 
 def _fields(names: Collection[str], params: Collection[str]) -> dict[str, frozenset[str]]:
-    """Returns the names of each state's fields, by the state's path."""
     ends, found = sorted(params, key=len, reverse=True), dict[str, set[str]]()
     for name in names:
         end = next((end for end in ends if end and name.endswith(end)), "")
         match = _FIELD.match(name.removesuffix(end))
         if match is not None:
             found.setdefault(match[1], set()).add(match[2])
-    return {place: frozenset(fields) for place, fields in found.items()}
+    return {path: frozenset(fields) for path, fields in found.items()}
 
 
 @functools.cache

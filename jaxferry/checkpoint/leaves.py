@@ -25,8 +25,7 @@ from jaxferry.partition import Span
 PIECE_BYTES = 16 * 2**20
 """The bytes that are read at a time, where a chunk does not force more; they are in memory encoded as well."""
 
-_PLACED = 1 << 18
-"""Elements whose places are computed at a time."""
+_PLACED = 1 << 18  # elements whose places are computed at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +56,7 @@ class StoredLeaf:
         return made
 
     def read_into(self, made: np.ndarray, span: Span | None = None) -> None:
-        """Reads the array, or some elements of it, and compares the digest.
-
-        Args:
-          made: receives the elements, in any dtype; it may be changed before an error.
-          span: the elements, flat in `made`; None for all, in the shape of the whole.
+        """Reads the array, or a span of its elements, into `made`, in any dtype, and compares the digest.
 
         Raises:
           CheckpointError: if the array is missing or damaged; the message names the leaf and the file.

@@ -26,8 +26,7 @@ from jaxferry.partition import leaf_paths
 from jaxferry.processes import is_key
 
 INDEX_FILE = "model.safetensors.index.json"
-MAX_FILE_BYTES = 5_000_000_000
-"""Maximum bytes of the tensors in one file that `save_safetensors` writes, by default."""
+MAX_FILE_BYTES = 5_000_000_000  # maximum bytes of the tensors in one file that `save_safetensors` writes, by default
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -49,15 +48,7 @@ _MOST_NAMED = 20
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file; `np.asarray` reads it whole, `blocks` in pieces.
-
-    Attributes:
-      file: the file.
-      name: the tensor's name in the file.
-      shape: its shape, after the transpose if `is_transposed`.
-      dtype: its dtype.
-      is_transposed: whether it is transposed when read.
-    """
+    """A tensor in a safetensors file; `np.asarray` reads it whole, `blocks` in pieces, transposed if it says so."""
 
     file: Path
     name: str
@@ -345,11 +336,7 @@ def _tensors_of(file: Path) -> dict[str, StoredTensor]:
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[Any]:
-    """Opens a safetensors file with the package `safetensors`.
-
-    Raises:
-      InputError: if the file or the package is missing, or the file is damaged.
-    """
+    """Opens a safetensors file; raises `InputError` if it is missing or damaged, or the package is missing."""
     try:
         import safetensors
     except ImportError as error:

@@ -30,8 +30,7 @@ from jaxferry.checkpoint.about import FILE, read_about, read_format
 from jaxferry.checkpoint.arrays import FOLDER, folder_of, reason
 from jaxferry.errors import CheckpointError, InputError
 
-_MARK = ".jaxferry-save-"
-"""Between the names of a checkpoint and of the folder of a save in progress."""
+_MARK = ".jaxferry-save-"  # between the names of a checkpoint and of the folder of a save in progress
 _SAVE = re.compile(r"save_(\d+)")
 _STEP = re.compile(rf"\.?(\d{{8,}})(?:{re.escape(_MARK)}\w+)?")
 # `pathlib` shortens "gs://bucket" to "gs:/bucket".
@@ -44,11 +43,7 @@ _QUIET_S = 1.0
 
 
 def local_path(path: str | bytes | os.PathLike[str]) -> pathlib.Path:
-    """Returns the absolute path of a local folder, with symbolic links followed.
-
-    Raises:
-      CheckpointError: if it is a URL, a broken link, or no path at all.
-    """
+    """Returns the absolute path of a local folder, symbolic links followed; raises `CheckpointError` for others."""
     try:
         shown = os.fsdecode(path)
     except TypeError as error:
@@ -82,7 +77,6 @@ def newest_save(target: pathlib.Path) -> pathlib.Path | None:
 
 
 def _numbers(target: pathlib.Path) -> list[int]:
-    """Returns the numbers of all saves in a folder, in ascending order."""
     try:
         return sorted(int(match[1]) for entry in os.listdir(target) if (match := _SAVE.fullmatch(entry)))
     except OSError:
@@ -107,11 +101,10 @@ def check_replaceable(target: pathlib.Path) -> None:
 def new_save(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """Publishes what the block writes as the newest save of a checkpoint; removes the older saves.
 
+    Yields an empty folder.
+
     At every moment the path holds a whole save: the older one until the new one is on the disk, then the new one.
     Files of the user in the checkpoint's folder stay.
-
-    Yields:
-      The empty folder to write to.
 
     Raises:
       CheckpointError: if something else than a checkpoint is at the path.
@@ -170,7 +163,6 @@ def _take_older(target: pathlib.Path, number: int, scratch: pathlib.Path) -> Non
 
 
 def _own_arrays(save: pathlib.Path) -> list[str]:
-    """Returns the names of the folders with a save's arrays."""
     try:
         return [folder_of(process) for process in range(read_about(save).num_processes)]
     except InputError:
@@ -184,7 +176,6 @@ def _foreign(target: pathlib.Path) -> list[str]:
 
 
 def _sync(path: str | pathlib.Path) -> None:
-    """Writes a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -198,10 +189,7 @@ def _sync(path: str | pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _scratch_beside(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Creates a hidden folder beside a checkpoint, and the folders above it; removes it at the end.
-
-    Folders above it that did not exist are removed as well if the block raises.
-    """
+    """Creates a hidden folder beside a checkpoint, and those above; removes it, after an error also new ones above."""
     missing = [parent for parent in target.parents if not parent.exists()]
     has_failed = True
     try:
@@ -291,13 +279,9 @@ def _lock(folder: pathlib.Path, is_needed: bool) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint in a folder.
+    """A checkpoint in a folder: `path` is for `step.restore`, `saved_at_s` seconds since 1970.
 
-    Attributes:
-      path: its folder, for `step.restore`.
-      step: number of steps taken.
-      saved_at_s: when it was saved, in seconds since 1970.
-      metric: the metric given when it was saved; None if there was none, or it was not finite.
+    `metric` is the one given when it was saved; None if there was none, or it was not finite.
     """
 
     path: pathlib.Path
@@ -308,12 +292,7 @@ class SavedCheckpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """Which checkpoints of a folder to keep.
-
-    Attributes:
-      last: the number of last saves to keep; at least 1.
-      best: the number of checkpoints with the lowest metrics to keep as well.
-    """
+    """Which checkpoints of a folder to keep: the last saves, at least 1, and those with the lowest metrics."""
 
     last: int
     best: int = 0
@@ -338,8 +317,8 @@ def path_in(folder: pathlib.Path, step: int) -> pathlib.Path:
 def list_in(folder: pathlib.Path, warns: bool = True) -> list[SavedCheckpoint]:
     """Returns the checkpoints of a folder by the time of their save, oldest first.
 
-    After a return to an older checkpoint, the newest is thus the last save of the run that continues. A checkpoint that
-    is not named by its step is the user's own, and is left out.
+    After a return to an older checkpoint, the newest is thus the last save of the run that continues. A checkpoint
+    that is not named by its step is the user's own, and is left out.
 
     Warns:
       UserWarning: if one cannot be read; it is left out.
@@ -366,11 +345,7 @@ def next_time_s(folder: pathlib.Path) -> float:
 
 
 def newest_in(folder: pathlib.Path) -> pathlib.Path | None:
-    """Returns the newest checkpoint of a folder; None if the folder has none.
-
-    Raises:
-      CheckpointError: if there are only damaged ones.
-    """
+    """Returns the newest checkpoint of a folder, None if it has none; raises `CheckpointError` if all are damaged."""
     if not _paths(folder):
         return None
     checkpoints = list_in(folder)

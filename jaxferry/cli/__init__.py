@@ -93,11 +93,7 @@ _UsageError: type[Exception] = next(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a command and exits, as `run` says.
-
-    Args:
-      arguments: the command line without the program's name; None uses this process's own. An empty one prints help.
-    """
+    """Runs a command and exits, as `run` says; an empty command line prints help."""
 
     def call(arguments: list[str]) -> Any:
         command = next((argument for argument in arguments if not argument.startswith("-")), None)
@@ -110,15 +106,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(call: Callable[[list[str]], Any], arguments: list[str] | None, program: str) -> int:
-    """Runs a command line and returns its exit status; an error is one line on standard error.
+    """Runs a command line, by default the process's own, and returns its exit status; an error is one line on stderr.
 
     The status is the command's own, 130 for an interrupt, 2 for what is refused, such as wrong input, and 1 for any
-    other error. `--traceback`, or `JAXFERRY_TRACEBACK=1`, prints the error's traceback too.
-
-    Args:
-      call: runs the command for its arguments, without `--traceback`.
-      arguments: as for `main`.
-      program: the beginning of the line.
+    other error. `--traceback`, or `JAXFERRY_TRACEBACK=1`, prints the error's traceback too; `call` does not see the
+    flag.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):

@@ -90,7 +90,7 @@ def bench(
         "granularity": granularity,
         "record_steps": steps,
     }
-    given = None if profile is None else _load(profile, remat)
+    loaded = None if profile is None else _load(profile, remat)
     with user_code(model):
         update, user = make_optimizer(optimizer), call_model(model)
 
@@ -100,27 +100,16 @@ def bench(
         if not dry:
             user.check_is_whole()
         params, batch = user.shapes(), user.batch_of(0)
-        planned = given or make_step(None, "measure").measure(params, batch)
-        of_policy = functools.partial(make_step, profile=planned)
-        with (
-            naming(*(() if profile is None else (profile,))),
-            progress_bar("preparing" if dry else "training") as report,
-        ):
+        planned = loaded or make_step(None, "measure").measure(params, batch)
+        compared = names, planned, functools.partial(make_step, profile=planned)
+        new_state, record = functools.partial(user.new_state, seed=seed), functools.partial(make_recording, model=model)
+        taken: dict[str, Any] = {"num_steps": steps, "num_rounds": rounds, "one_at_a_time": one_at_a_time}
+        files = () if profile is None else (profile,)
+        with naming(*files), progress_bar("preparing" if dry else "training") as report:
             if dry:
-                result = dry_run(names, planned, of_policy, params, batch, report=report)
+                result = dry_run(*compared, params, batch, report=report)
             else:
-                result = compare_policies(
-                    names,
-                    planned,
-                    of_policy,
-                    functools.partial(user.new_state, seed=seed),
-                    batch,
-                    num_steps=steps,
-                    num_rounds=rounds,
-                    one_at_a_time=one_at_a_time,
-                    record=functools.partial(make_recording, model=model),
-                    report=report,
-                )
+                result = compare_policies(*compared, new_state, batch, **taken, record=record, report=report)
     if plot is not None:
         plot_timelines(result, plot)
     document = {**result.to_json(), "model": model, "optimizer": optimizer}
@@ -131,7 +120,7 @@ def bench(
 
 def _load(profile: Path, remat: str) -> Profile:
     """Loads the given profile; warns if it is for another rematerialization."""
-    given = Profile.load(profile)
-    if (known := given.machine.get("remat", remat)) != remat:
+    loaded = Profile.load(profile)
+    if (known := loaded.machine.get("remat", remat)) != remat:
         typer.echo(f"{profile} is for --remat {known}, and this bench has --remat {remat}: plans may differ", err=True)
-    return given
+    return loaded

@@ -99,23 +99,14 @@ def naming(*paths: Path) -> Iterator[None]:
 
 
 class Budget(NamedTuple):
-    """A memory budget.
-
-    Attributes:
-      num_bytes: the limit on device memory; None for no limit.
-      note: where a default comes from; empty if the budget was given.
-    """
+    """A limit on device memory, None for no limit; `note` says where a default comes from."""
 
     num_bytes: int | None
     note: str = ""
 
 
 def read_budget_on(machine: Mapping[str, Any], size: str | None) -> Budget:
-    """Reads a memory budget.
-
-    Args:
-      machine: the machine's facts, as in a profile.
-      size: such as "8GiB", `none` for no limit, or None for what the machine's device has (`default_budget_bytes`).
+    """Reads a memory budget such as "8GiB", or `none` for no limit; by default, what a machine's device has.
 
     Raises:
       InputError: if it is not a size.

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 BENCH_FORMAT = "jaxferry.bench/1"
 _SHOWN_STEPS = 2
 
-Bars = Mapping[Lane, Sequence[tuple[float, float]]]
-"""Start and end of each lane's tasks, in seconds."""
-
+Bars = Mapping[Lane, Sequence[tuple[float, float]]]  # start and end of each lane's tasks, in seconds
 Record = Callable[["TrainStep", "TrainState", "Prepared"], Recording]
 
 
@@ -38,14 +36,11 @@ class PolicyRun:
     """The results of training under a policy.
 
     Attributes:
-      policy: the policy's name.
       step_s: seconds of each step, from the end of the previous step's last program to the end of its own.
       predicted_s: the simulated steady step of the same tasks, with the profile's times.
       own_bound_s: the work of the busiest lane under this plan.
-      peak_device_bytes: device memory that a step needs.
       losses: losses of all steps, including the warm-up.
-      measured: the lanes in two steps in the middle of the run; times count from the end of the program before them.
-      predicted: the lanes in two simulated steps.
+      measured, predicted: the lanes in two steps in the middle of the run; times count from the program before them.
       recording: the last round's steps; None if they were not recorded.
     """
 
@@ -112,15 +107,11 @@ class PolicyRun:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyForecast:
-    """The step that a policy would run.
+    """The step that a policy would run; `plan` is None if no plan fits into the memory budget.
 
-    Attributes:
-      policy: the policy's name.
-      plan: the plan that would run, with its prediction, or None if no plan fits into the memory budget.
-      own_bound_s: the work of the busiest lane under this plan.
-      peak_device_bytes: device memory that a step needs, with the temporaries of its compiled programs.
-      is_changed: whether the memory budget has changed the modes that the policy chose.
-      smallest_bytes: the smallest feasible budget, if no plan fits.
+    `own_bound_s` is the work of the busiest lane. `peak_device_bytes` counts the temporaries of compiled programs.
+    `is_changed`: the budget has changed the modes that the policy chose. `smallest_bytes` is the smallest feasible
+    budget.
     """
 
     policy: str
@@ -161,12 +152,7 @@ class PolicyForecast:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Policies side by side, all trained or all predicted.
-
-    Attributes:
-      work_s: seconds of compute, upload, download and host update per step, independent of the plan.
-      rows: a `PolicyRun` or a `PolicyForecast` for each policy.
-    """
+    """Policies side by side, all trained or all predicted; `work_s` is each lane's work a step, whatever the plan."""
 
     work_s: Mapping[str, float]
     rows: tuple[Any, ...]
@@ -272,21 +258,12 @@ def compare_policies(
     record: Record | None = None,
     report: Report = lambda part, done, total: None,
 ) -> Comparison:
-    """Trains under each policy.
+    """Trains under each policy, in rounds of at least 4 steps of which the first is not timed, after a warm-up round.
 
-    Args:
-      policies: the policies' names.
-      profile: the profile for plans and predictions.
-      make_step: makes a policy's training step, which plans with the profile and records at least `num_steps` steps.
-      new_state: makes the step's initial state.
-      batch: the batch of every step.
-      num_steps: steps per round, of which the first is not timed; at least 4.
-      num_rounds: timed rounds, after one warm-up round.
-      one_at_a_time: whether each policy finishes all its rounds and frees its state before the next one starts.
-        Otherwise policies take turns, so that other work on the machine affects all alike; host memory then holds a
-        state for each.
-      record: makes the recording of a step's last steps; None makes none.
-      report: called before each round.
+    Policies take turns, so that other work on the machine affects all alike; host memory holds a state for each. With
+    `one_at_a_time` each finishes all its rounds and frees its state before the next one starts. `make_step` makes a
+    policy's training step, which plans with the profile and records at least `num_steps` steps. `record` makes the
+    recording of the last steps.
 
     Raises:
       InputError: if there are too few steps or rounds.
@@ -341,7 +318,6 @@ class _Trained:
         self.step_s += [after - before for before, after in itertools.pairwise(ends)]
 
     def row(self, record: Record | None) -> PolicyRun:
-        """Returns the results."""
         assert self._run is not None
         schedule = self._prepared.schedule
         return PolicyRun(

@@ -79,12 +79,7 @@ def build_native(
 
 
 def examine(link_bytes: int) -> dict[str, Any]:
-    """Returns what the command prints, as JSON.
-
-    Raises:
-      InputError: if JAX has no device, for example because JAX_PLATFORMS names a platform that the machine lacks; if
-        the environment's limit of pinned memory is not a number.
-    """
+    """Returns what the command prints, as JSON; raises `InputError` if JAX has no device, or a limit is no number."""
     pinned, (locked, _) = host_memory.pinned_limit(), resource.getrlimit(resource.RLIMIT_MEMLOCK)
     try:
         devices = jax.devices()
@@ -185,13 +180,13 @@ def _xla_pool() -> dict[str, Any]:
 def _blas_pools() -> list[dict[str, Any]]:
     """Returns the pools of the OpenBLAS libraries that NumPy and SciPy have loaded."""
     files = {line.split()[-1] for line in read_lines(pathlib.Path("/proc/self/maps")) if "openblas" in line}
-    given = next((name for name in _BLAS_VARIABLES if os.environ.get(name)), None)
+    variable = next((name for name in _BLAS_VARIABLES if os.environ.get(name)), None)
     found = []
     for file in sorted(files):
         library = ctypes.CDLL(file)
         counts = [getattr(library, name)() for name in _BLAS_FUNCTIONS if hasattr(library, name)]
         if counts:
-            source = given or "affinity of the process; OPENBLAS_NUM_THREADS sets another"
+            source = variable or "affinity of the process; OPENBLAS_NUM_THREADS sets another"
             found.append({"name": f"OpenBLAS ({pathlib.Path(file).name})", "num_threads": counts[0], "source": source})
     return found
 
@@ -202,7 +197,10 @@ def _lines(found: dict[str, Any]) -> list[str]:
     return [
         f"versions   {versions}; XLA FFI {found['ffi_version'] or '(no headers)'}",
         *(f"device {device['id']}   {_device_line(device)}" for device in found["devices"]),
-        *(f"library    {_library_line(library)}" for library in found["libraries"]),
+        *(
+            f"library    {each['platform']}{': ' + each['path'] if each['is_available'] else ''}: {each['message']}"
+            for each in found["libraries"]
+        ),
         f"link       load {_speed(link['load_bytes_per_s'])}, store {_speed(link['store_bytes_per_s'])}"
         f" (device_put of {format_bytes(link['bytes'])}, device 0)",
         *(f"self-test  {line}" for line in _self_test_lines(found["self_test"])),
@@ -217,11 +215,6 @@ def _device_line(device: dict[str, Any]) -> str:
     share = f"JAX's share, {JAX_SHARE:.0%} unless {JAX_SHARE_VARIABLE} is set"
     memory = "" if device["memory_bytes"] is None else f", {format_bytes(device['memory_bytes'])} ({share})"
     return f"{device['platform']} {device['kind']}{memory}; memory kinds {', '.join(device['memory_kinds'])}"
-
-
-def _library_line(library: dict[str, Any]) -> str:
-    path = f": {library['path']}" if library["is_available"] else ""
-    return f"{library['platform']}{path}: {library['message']}"
 
 
 def _cpu_lines(found: dict[str, Any]) -> list[str]:

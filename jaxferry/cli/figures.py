@@ -40,23 +40,14 @@ _COLOURS_OF_LANES = {
     Lane.HOST: COLOURS["update"],
 }
 _FORMATS = ("png", "pdf", "svg")
-_MOST_NAMED = 6
-"""Reserve factors in the legend of a sweep."""
-
-_LEAST_WIDTH = 4e-4
-"""The width of the thinnest bar, as a share of its axes."""
-
-_LEGEND_WIDTH = 125
-"""Letters in a row of a legend."""
-
-_TITLE = "title: "
-"""What the ids of artists with a title start with."""
-
+_MOST_NAMED = 6  # reserve factors in the legend of a sweep
+_LEAST_WIDTH = 4e-4  # the width of the thinnest bar, as a share of its axes
+_LEGEND_WIDTH = 125  # letters in a row of a legend
+_TITLE = "title: "  # what the ids of artists with a title start with
 Span = tuple[float, float, str, str]
 """Start and end of a bar in seconds, its colour, and the text that a browser shows under the pointer."""
 
-Changes = Sequence[tuple[float, float]]
-"""Times in seconds in ascending order, and the value from each time on."""
+Changes = Sequence[tuple[float, float]]  # times in seconds in ascending order, and the value from each time on
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -73,11 +64,7 @@ def plot_format(path: str | os.PathLike[str]) -> str:
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a figure in the format that the file's name implies.
-
-    Raises:
-      InputError: if the format is not supported, or the file cannot be written.
-    """
+    """Writes a figure in the format of the file's name; raises `InputError` if that or the file is refused."""
     try:
         figure.savefig(path, dpi=120, format=plot_format(path))
     except OSError as error:
@@ -163,21 +150,13 @@ def counts_figure(charts: Sequence[tuple[str, str, Mapping[int, int]]]) -> Any:
     return figure
 
 
-def plot_sweep(points: list[SweepPoint], best: SweepPoint | None, path: str | os.PathLike[str]) -> None:
-    """Writes the figure of `sweep_figure`; errors are those of `save_figure`."""
-    save_figure(sweep_figure(points, best), path)
-
-
 def sweep_figure(points: list[SweepPoint], best: SweepPoint | None) -> Any:
-    """Draws step time against device memory: all points, their Pareto front, and the knee.
-
-    The front is a staircase: the fastest step within each size of device memory. The legend stands beside the axes.
-    """
+    """Draws step time against device memory: all points, the staircase of their Pareto front, and the knee."""
     figure = new_figure(9, 4.5)
     axes, colours = figure.add_subplot(), importlib.import_module("matplotlib").colormaps["viridis"]
     factors = sorted({point.reserve_factor for point in points})
-    front = [_place(point) for point in pareto_front(points)]
-    end = max((_place(point)[0] for point in points if point.plan is not None), default=0.0)
+    front = [_coordinates(point) for point in pareto_front(points)]
+    end = max((_coordinates(point)[0] for point in points if point.plan is not None), default=0.0)
     stairs = [*front, *((end, front[-1][1]) for _ in front[:1])]
     axes.step(*zip(*stairs, strict=True), where="post", color="black", linewidth=1, label="Pareto front", zorder=1)
     named = _evenly(factors, _MOST_NAMED)
@@ -185,14 +164,14 @@ def sweep_figure(points: list[SweepPoint], best: SweepPoint | None) -> Any:
         # Later dots are smaller, so that earlier dots at the same place stay visible.
         share = number / max(len(factors) - 1, 1)
         look = {"color": colours(share), "markersize": 11 - 7 * share, "linestyle": "none", "marker": "o"}
-        places = {_place(point) for point in points if point.reserve_factor == factor and point.plan is not None}
-        for place in sorted(places):
-            is_beaten = place not in front
-            axes.plot(*place, alpha=0.3 if is_beaten else 1, zorder=2 if is_beaten else 3, **look)
-        if places and factor in named:
+        spots = {_coordinates(point) for point in points if point.reserve_factor == factor and point.plan is not None}
+        for spot in sorted(spots):
+            is_beaten = spot not in front
+            axes.plot(*spot, alpha=0.3 if is_beaten else 1, zorder=2 if is_beaten else 3, **look)
+        if spots and factor in named:
             axes.plot([], [], label=f"reserve factor {factor:g}", **look)
     if best is not None:
-        axes.plot(*_place(best), "*", color="crimson", markersize=9, label="knee", zorder=4)
+        axes.plot(*_coordinates(best), "*", color="crimson", markersize=9, label="knee", zorder=4)
     axes.margins(0.08)
     axes.set(xlabel="peak device memory / GiB", ylabel="steady step / s", title="step time against device memory")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
@@ -246,8 +225,8 @@ def _add_legend(figure: Any, entries: Sequence[tuple[str, str]]) -> None:
 def _values_at(changes: Changes, times: Sequence[float]) -> list[float]:
     """Returns the value at each of these ascending times; 0 before the first change."""
     starts = [start for start, _ in changes]
-    places = [bisect.bisect_right(starts, time) for time in times]
-    return [changes[place - 1][1] if place else 0.0 for place in places]
+    counts = [bisect.bisect_right(starts, time) for time in times]
+    return [changes[count - 1][1] if count else 0.0 for count in counts]
 
 
 def _evenly(values: Sequence[float], most: int) -> list[float]:
@@ -257,6 +236,6 @@ def _evenly(values: Sequence[float], most: int) -> list[float]:
     return [values[round(number * (len(values) - 1) / (most - 1))] for number in range(most)]
 
 
-def _place(point: SweepPoint) -> tuple[float, float]:
+def _coordinates(point: SweepPoint) -> tuple[float, float]:
     assert point.plan is not None and point.plan.predicted is not None
     return point.plan.predicted.peak_device_bytes / 2**30, point.plan.predicted.steady_step_s

@@ -21,7 +21,7 @@ from jaxferry.cli.common import (
     progress,
     read_budget_on,
 )
-from jaxferry.cli.figures import plot_format, plot_sweep
+from jaxferry.cli.figures import plot_format, save_figure, sweep_figure
 from jaxferry.costs import Profile, shared_by
 from jaxferry.errors import InputError
 from jaxferry.modes import MODULE
@@ -49,9 +49,7 @@ from jaxferry.step import simulate as simulate_plan
 from jaxferry.units import format_bytes, format_seconds, parse_bytes
 
 _MAX_POINTS = 1000
-_MOST_OF_PATH = 12
-"""Tasks of the critical path that are printed."""
-
+_MOST_OF_PATH = 12  # tasks of the critical path that are printed
 Number = TypeVar("Number", int, decimal.Decimal)
 
 
@@ -183,7 +181,7 @@ def tune(
     best = knee(points)
     assert best is not None and best.plan is not None and best.plan.predicted is not None
     if plot is not None:
-        plot_sweep(points, best, plot)
+        save_figure(sweep_figure(points, best), plot)
     if output is not None:
         best.plan.save(output)
     predicted = best.plan.predicted
@@ -194,11 +192,7 @@ def tune(
 
 
 def read_range(text: str, read: Callable[[str], Number]) -> list[Number]:
-    """Reads "start:stop:step", both ends included, or a single value.
-
-    Raises:
-      InputError: if it is neither, if the step is not positive, or if the range has too many values.
-    """
+    """Reads "start:stop:step", both ends included, or a single value; raises `InputError` for anything else."""
     parts = text.split(":")
     if len(parts) == 1:
         return [read(text)]
@@ -260,7 +254,11 @@ def host_memory_lines(machine: Mapping[str, Any], copies_bytes: int = 0, saved_b
 
 def comparison_table(compared: Compared) -> Table:
     """Returns all policies side by side."""
-    updates = {row.policy: _updates_on_gpu(row.plan) for row in compared.rows}
+    updates = dict[str, list[str]]()
+    for row in compared.rows:
+        counts = () if row.plan is None else (sum(row.plan.updates_on_device), sum(row.plan.updates_streamed))
+        num = 0 if row.plan is None else len(row.plan.layers)
+        updates[row.policy] = [f"{count} of {num}" for count in counts] if any(counts) else []
     heads = ["reserve factor", "forward", "step", "steady step", "peak device", "link bytes", "gap"]
     more = ["updates on device", "streamed"] if any(updates.values()) else []
     table = make_table("policy", *heads, *more, title="policies")
@@ -284,16 +282,7 @@ def comparison_table(compared: Compared) -> Table:
     return table
 
 
-def _updates_on_gpu(plan: Plan | None) -> list[str]:
-    """Returns how many layers are updated on the device, and how many updates stream through it; empty for none."""
-    if plan is None:
-        return []
-    counts = sum(plan.updates_on_device), sum(plan.updates_streamed)
-    return [f"{count} of {len(plan.layers)}" for count in counts] if any(counts) else []
-
-
 def _sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
-    """Returns step time against device memory, with the knee marked."""
     table = make_table("reserve factor", "budget", "steady step", "step", "peak device", "", title="sweep")
     for point in points:
         budget = "-" if point.memory_budget_bytes is None else format_bytes(point.memory_budget_bytes)
@@ -307,7 +296,6 @@ def _sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
 
 
 def _lane_table(simulation: Simulation) -> Table:
-    """Returns the use of the lanes in one step."""
     table = make_table("lane", "busy", "idle", "used", title="lanes, one step")
     for lane, use in simulation.lanes.items():
         total_s = use.busy_s + use.idle_s
@@ -317,11 +305,10 @@ def _lane_table(simulation: Simulation) -> Table:
 
 
 def _simulation_lines(simulation: Simulation) -> list[str]:
-    """Returns times, memory and the critical path."""
     path, half = list(simulation.critical_path), _MOST_OF_PATH // 2
     if len(path) > _MOST_OF_PATH:
         path = [*path[:half], f"... {len(path) - _MOST_OF_PATH} more ...", *path[-half:]]
-    one_step = max(held for _, held in simulation.device_bytes)
+    one_step = max(num_bytes for _, num_bytes in simulation.device_bytes)
     streamed = simulation.streamed_state_bytes
     where = "of masters and optimizer state in pinned host memory, streamed through the GPU"
     return [

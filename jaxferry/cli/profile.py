@@ -216,8 +216,7 @@ def profile(
     ] = None,
     compute_dtype: ComputeDtype = None,
     remat: Annotated[
-        str,
-        typer.Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}; {AUTO} leaves it to plans."),
+        str, typer.Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}; {AUTO} leaves it to plans.")
     ] = AUTO,
     optimizer: Annotated[
         str, typer.Option(help=f"The measured optimizer: {', '.join(OPTIMIZERS)}. Estimates assume adamw.")
@@ -281,8 +280,8 @@ def _estimated(
     sizes = Model(params, OPTIMIZERS["adamw"](1e-3), Numerics(compute_dtype=dtype), make_placement(), None)
     in_all = sizes.host_bytes(made.variants.base.layers, widened=made.widened)
     host_bytes = {name: -(-size // processes) for name, size in in_all.items()}
-    facts = {"model": model, "remat": remat, "host_bytes": host_bytes}
-    return dataclasses.replace(made.profile, machine={**made.profile.machine, **facts})
+    described = {"model": model, "remat": remat, "host_bytes": host_bytes}
+    return dataclasses.replace(made.profile, machine={**made.profile.machine, **described})
 
 
 def _measured(

@@ -73,8 +73,7 @@ STAGE_OF = {kind: stage for stage, kinds in STAGES.items() for kind in kinds}
 _AFTER_UPDATES = (Kind.REFRESH, Kind.STATE_UP, Kind.STATE_DOWN)
 _PREDICTED_STEPS = 4
 
-Changes = tuple[tuple[float, int], ...]
-"""Seconds, and bytes from then on."""
+Changes = tuple[tuple[float, int], ...]  # seconds, and bytes from then on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +82,6 @@ class RecordedTask:
 
     Attributes:
       name: kind and layer, for display.
-      kind, lane: as of `jaxferry.step.schedule.Task`.
       layer: the name of the segment; for updates and refreshes, the name of the parameter group's first segment.
       step: the number of the training step.
       micro_batch: the step's number among the steps that share an update, counted from 0.
@@ -133,9 +131,7 @@ class Recording:
     """Recorded training steps.
 
     Attributes:
-      model: the model's name.
       machine: facts about the machine, JSON values by name.
-      accumulate: number of micro-batches whose gradients one update applies.
       memory_budget_bytes: device memory that the step may take; None for no limit.
       plan: the plan that ran.
       profile: the profile that the plan was made from; without times if the policy needs none.
@@ -165,8 +161,8 @@ class Recording:
         if not isinstance(values["machine"], Mapping):
             raise InputError(f"recording: machine must be a JSON object, got {values['machine']!r}")
         if type(values["accumulate"]) is not int or values["accumulate"] < 1:
-            given = values["accumulate"]
-            raise InputError(f"recording: accumulate must be a number of micro-batches, 1 or more, got {given!r}")
+            accumulate = values["accumulate"]
+            raise InputError(f"recording: accumulate must be a number of micro-batches, 1 or more, got {accumulate!r}")
         if values["memory_budget_bytes"] is not None:
             check_bytes(values["memory_budget_bytes"], "memory_budget_bytes", "recording")
         tasks = check_list(values["tasks"], "tasks", "task")
@@ -180,11 +176,10 @@ class Recording:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the recording as `jaxferry.recording/1`."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         records = {"plan": self.plan.to_json(), "profile": self.profile.to_json()}
         memory = {kind: [list(change) for change in changes] for kind, changes in self.device_bytes.items()}
         tasks = [task.to_json() for task in self.tasks]
-        return {"format": RECORDING_FORMAT, **fields, **records, "tasks": tasks, "device_bytes": memory}
+        return {"format": RECORDING_FORMAT, **vars(self), **records, "tasks": tasks, "device_bytes": memory}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -199,7 +194,7 @@ class Recording:
 def _read_changes(document: Any) -> dict[str, Changes]:
     try:
         found = {
-            kind: tuple((float(time_s), check_bytes(held, kind, "device_bytes")) for time_s, held in changes)
+            kind: tuple((float(time_s), check_bytes(num_bytes, kind, "device_bytes")) for time_s, num_bytes in changes)
             for kind, changes in document.items()
         }
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
@@ -219,12 +214,8 @@ def make_recording(
 ) -> Recording:
     """Makes a recording of the last steps, which `step.recorded()` returns. Waits for them to end.
 
-    Args:
-      step: the training step, made with `record_steps`.
-      state: the state after the last step.
-      prepared: the step that ran: `step.prepare(batch)`.
-      model: a name for the page.
-      machine: facts about the machine; by default the device's name and JAX's version.
+    The step was made with `record_steps`; `state` is the state after its last step, and `prepared` the step that ran:
+    `step.prepare(batch)`. `machine` has facts, by default the device's name and JAX's version.
 
     Raises:
       StateError: if no step was recorded.
@@ -276,10 +267,8 @@ def _moved_bytes(prepared: Prepared, task: Task, batch: int, is_last: bool) -> i
 class Window:
     """The tasks that run during one step, including tasks of the neighbouring steps.
 
-    Attributes:
-      begin_s: the end of the last program of the step before; the first task's start if no step surrounds it.
-      end_s: the end of the step's own last program; the last task's end if no step follows.
-      tasks: the tasks that run meanwhile.
+    It lasts from the end of the last program of the step before to that of its own; without such steps, from the first
+    task's start, to the last one's end.
     """
 
     begin_s: float
@@ -387,10 +376,7 @@ def bytes_by_link(recording: Recording) -> dict[tuple[Lane, str], float]:
 
 
 def bytes_over_time(recording: Recording, lane: Lane, num_bins: int) -> list[float]:
-    """Returns the bytes that a lane moves in each of `num_bins` equal parts of the recorded time.
-
-    A task moves its bytes evenly over its time.
-    """
+    """Returns the bytes that a lane moves in each of `num_bins` equal parts of the time, evenly over each task."""
     end = max(task.end_s for task in recording.tasks)
     width = end / num_bins or 1.0
     moved = [0.0] * num_bins

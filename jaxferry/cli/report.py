@@ -87,8 +87,7 @@ _MOST_LAYERS = 64
 So are plans that stream updates.
 """
 
-_SAME = 5e-3
-"""Step times that differ by less count as the same."""
+_SAME = 5e-3  # step times that differ by less count as the same
 
 
 def report(
@@ -159,7 +158,7 @@ def _title(recording: Recording) -> str:
 def _page_run(recording: Recording, policy: str = "") -> dict[str, Any]:
     """Returns what the template states of a recording: tables as heads and rows, figures as SVG."""
     summary = Summary(recording)
-    facts = (_fact(key, value) for key, value in recording.machine.items() if isinstance(value, str | int))
+    described = (_fact(key, value) for key, value in recording.machine.items() if isinstance(value, str | int))
     total = sum(recording.host_bytes.values())
     reasons = layer_reasons(recording.profile, recording.plan, recording.memory_budget_bytes)
     layers = [
@@ -178,7 +177,7 @@ def _page_run(recording: Recording, policy: str = "") -> dict[str, Any]:
         "recording": recording,
         "summary": summary,
         "steps": sorted({task.step for task in recording.tasks}),
-        "machine": ", ".join(facts),
+        "machine": ", ".join(described),
         "stages": _stages(recording),
         "links": _links(recording),
         "host_memory": (
@@ -205,7 +204,6 @@ def _fact(name: str, value: object) -> str:
 
 
 def _batches(recording: Recording) -> dict[int, str]:
-    """Returns the micro-batches with their names."""
     last = recording.accumulate - 1 if recording.accumulate > 1 else None
     batches = sorted({task.micro_batch for task in recording.tasks})
     return {batch: f"micro-batch {batch}{' (gradient boundary)' * (batch == last)}" for batch in batches}
@@ -295,8 +293,10 @@ def memory_figure(recording: Recording) -> Any:
     series = []
     for kind, colour in _KINDS.items():
         if changes := recording.device_bytes.get(kind):
-            name = f"{kind}, at most {format_bytes(max(held for _, held in changes))}"
-            series.append((name, colour, [(time_s - shown.begin_s, held / 2**20) for time_s, held in changes]))
+            name = f"{kind}, at most {format_bytes(max(num_bytes for _, num_bytes in changes))}"
+            series.append(
+                (name, colour, [(time_s - shown.begin_s, num_bytes / 2**20) for time_s, num_bytes in changes])
+            )
     return areas_figure(series, shown.end_s - shown.begin_s, "MiB")
 
 
@@ -317,7 +317,9 @@ def layer_reasons(profile: Profile, plan: Plan, budget_bytes: int | None = None)
         return costs
     choices = [list(_others(profile, plan, number)) for number in range(len(plan.layers))]
     plans = [_with(profile, plan, number, other) for number, own in enumerate(choices) for _, other in own]
-    own, *outcomes = (_evaluate(profile, each) for each in (plan, *plans))
+    by_need = plan.update_order is UpdateOrder.NEED
+    schedules = [StepSchedules(profile, each) for each in (plan, *plans)]
+    own, *outcomes = (_Outcome(s.steady(plan.memory_bytes).seconds(by_need), s.needs.natural) for s in schedules)
     reasons = []
     for cost, layer_choices in zip(costs, choices, strict=True):
         tried = [outcomes.pop(0)._replace(choice=name) for name, _ in layer_choices]
@@ -408,10 +410,3 @@ def _with(profile: Profile, plan: Plan, number: int, other: LayerPlan) -> Plan:
         layers[member] = dataclasses.replace(layers[member], update=other.update)
     layers[number] = other
     return dataclasses.replace(plan, layers=tuple(layers))
-
-
-def _evaluate(profile: Profile, plan: Plan) -> _Outcome:
-    """Simulates a plan."""
-    steps = StepSchedules(profile, plan)
-    by_need = plan.update_order is UpdateOrder.NEED
-    return _Outcome(steps.steady(plan.memory_bytes).seconds(by_need), steps.needs.natural)

@@ -131,18 +131,18 @@ def train(
     console = Console(stderr=True, highlight=False)
     values = {name: context.params[name] for name in _KEPT}
     sources = {name: context.get_parameter_source(name) for name in _KEPT}
-    given = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+    chosen = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
     if resume is not None:
-        resumed = resumed_options(resume, _KEPT, given)
+        resumed = resumed_options(resume, _KEPT, chosen)
         values |= resumed
         if resumed:
             console.print(f"as the saved run: {as_arguments(resumed)}", soft_wrap=True, markup=False)
-        given |= resumed.keys()
+        chosen |= resumed.keys()
     if join_timeout is not None and not distributed:
         raise InputError("--join-timeout needs --distributed")
     mesh = _started(values["devices"], join_timeout or JOIN_TIMEOUT_S) if distributed else mesh_of(values["devices"])
     console.quiet = not is_first()
-    saves = _Saves(save, save_every, keep_last, {name: values[name] for name in _KEPT if name in given})
+    saves = _Saves(save, save_every, keep_last, {name: values[name] for name in _KEPT if name in chosen})
     for path in (trace, record):
         if path is not None and not path.absolute().parent.is_dir():
             raise InputError(f"cannot write {path}: {path.parent} is not a folder")
@@ -243,15 +243,12 @@ class _Run:
         self._peak = int(metrics["device_param_bytes_peak"])
 
     def _batch(self, step: int) -> Any:
-        """Returns this process's rows of a step's batch."""
         return own_rows(self._user.batch_of(step))
 
     def _prepared(self) -> Prepared:
-        """Returns the last step as it was compiled."""
         return self._step.prepare(self._batch(self.state.step - 1))
 
     def save_at_end(self) -> None:
-        """Saves the state if there is a folder for it."""
         if self._saves.path is not None:
             with self._warning():
                 self._step.wait_for_saves()
@@ -286,7 +283,6 @@ class _Run:
             make_recording(self._step, self.state, self._prepared(), model=self._user.name).save(record)
 
     def report(self, as_json: bool) -> None:
-        """Prints the results."""
         document = {"model": self._user.name, "steps": self.state.step, "losses": self._losses, "step_s": self._step_s}
         if not self._losses:
             print_result(as_json, document, f"nothing to do: the state is already at step {self.state.step}")
@@ -314,12 +310,8 @@ def save_options(folder: Path, options: Mapping[str, Any]) -> None:
     os.replace(fresh, folder / _FILE)
 
 
-def resumed_options(folder: Path, known: Collection[str], given: Collection[str]) -> dict[str, Any]:
-    """Returns the saved run's options that this command line does not give.
-
-    Raises:
-      InputError: if the file is damaged.
-    """
+def resumed_options(folder: Path, known: Collection[str], chosen: Collection[str]) -> dict[str, Any]:
+    """Returns the saved run's options that this command line does not give; raises `InputError` for a damaged file."""
     # One of several saved states, named by its step, and a numbered save of it have their options above them.
     while not (file := folder / _FILE).is_file():
         if not folder.name.removeprefix("save_").isdigit():
@@ -332,7 +324,7 @@ def resumed_options(folder: Path, known: Collection[str], given: Collection[str]
         what, types = _TYPES.get(name, ("a string", str))
         if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
             raise InputError(f"{file}: option {name} must be {what}, got {value!r}")
-    replaced = {*given, *(_EXCLUDING[name] for name in given if name in _EXCLUDING)}
+    replaced = {*chosen, *(_EXCLUDING[name] for name in chosen if name in _EXCLUDING)}
     return {name: value for name, value in options.items() if name not in replaced}
 
 

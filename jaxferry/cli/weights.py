@@ -16,8 +16,7 @@ from jaxferry.step import predict
 from jaxferry.units import format_bytes, format_seconds
 from jaxferry.weights import POLICIES, Instance, Outcome, check_policy, export_plan, instance_from_profile, solve
 
-_MAX_ROWS = 60
-"""The table of a schedule shows at most this many events; `--json` prints longer schedules."""
+_MAX_ROWS = 60  # the table of a schedule shows at most this many events; `--json` prints longer schedules
 
 
 def weights(
@@ -73,27 +72,29 @@ def _load(path: pathlib.Path, budget: int | None) -> tuple[Instance, Profile | N
 
 
 def _tables(instance: Instance, outcome: Outcome) -> list[Any]:
-    facts = rich.table.Table(show_header=False, box=None, pad_edge=False)
+    summary = rich.table.Table(show_header=False, box=None, pad_edge=False)
     memory, smallest = format_bytes(instance.memory_bytes), format_bytes(instance.smallest_memory_bytes)
-    facts.add_row("policy", outcome.policy)
-    facts.add_row("duration", format_seconds(outcome.duration_s))
-    facts.add_row("compute", format_seconds(outcome.compute_s))
-    facts.add_row("overhead", "-" if outcome.overhead is None else f"{100 * outcome.overhead:.2f} %")
-    facts.add_row("memory", f"{memory}, at least {smallest} for any schedule")
-    facts.add_row("absent from forward to backward", _ranges(c.layer for c in outcome.choices if c.before_backward))
-    facts.add_row("absent from backward to forward", _ranges(c.layer for c in outcome.choices if not c.before_backward))
+    summary.add_row("policy", outcome.policy)
+    summary.add_row("duration", format_seconds(outcome.duration_s))
+    summary.add_row("compute", format_seconds(outcome.compute_s))
+    summary.add_row("overhead", "-" if outcome.overhead is None else f"{100 * outcome.overhead:.2f} %")
+    summary.add_row("memory", f"{memory}, at least {smallest} for any schedule")
+    summary.add_row("absent from forward to backward", _ranges(c.layer for c in outcome.choices if c.before_backward))
+    summary.add_row(
+        "absent from backward to forward", _ranges(c.layer for c in outcome.choices if not c.before_backward)
+    )
     if outcome.schedule is not None:
         for kind in ("prefetch", "offload"):
-            facts.add_row({"prefetch": "prefetches", "offload": "offloads"}[kind], _traffic(instance, outcome, kind))
+            summary.add_row({"prefetch": "prefetches", "offload": "offloads"}[kind], _traffic(instance, outcome, kind))
     if outcome.note:
-        facts.add_row("note", outcome.note)
+        summary.add_row("note", outcome.note)
     events = () if outcome.schedule is None else outcome.schedule.events
     if len(events) > _MAX_ROWS:
-        return [facts, f"\nschedule: {len(events)} events, printed by --json"]
+        return [summary, f"\nschedule: {len(events)} events, printed by --json"]
     table = rich.table.Table("start", "end", "what", "layer", box=None, pad_edge=False)
     for event in events:
         table.add_row(format_seconds(event.start_s), format_seconds(event.end_s), event.kind, str(event.layer))
-    return [facts, "", table] if events else [facts]
+    return [summary, "", table] if events else [summary]
 
 
 def _traffic(instance: Instance, outcome: Outcome, kind: str) -> str:

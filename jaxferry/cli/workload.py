@@ -76,10 +76,9 @@ Seed = Annotated[int, typer.Option(help="Seed of the initial parameters, if a fu
 
 @dataclasses.dataclass(frozen=True)
 class UserModel:
-    """The return value of the user's function.
+    """The return value of the user's function, with the name given on the command line.
 
     Attributes:
-      name: as given on the command line.
       loss_fn: `loss_fn(params, batch)`.
       params: a tree of arrays or shapes; or a function from a PRNG key to the tree, evaluated layer by layer.
       batch: a tree of arrays or shapes; or a function from a step's number to the tree.
@@ -144,15 +143,10 @@ def check_fixed_granularity(granularity: str) -> None:
 
 
 def find_function(name: str, option: str = "--model") -> Callable[..., Any]:
-    """Finds the function that makes a workload.
+    """Finds the function that makes a workload; raises `InputError` if there is none.
 
-    Args:
-      name: `module:function`, also in modules of the current directory; `file.py:function`; or the name and size of an
-        example's model, such as `gpt2:6.7b`.
-      option: the option or argument that gives the name, for errors.
-
-    Raises:
-      InputError: if there is none.
+    The name is `module:function`, also in modules of the current directory, `file.py:function`, or the name and size
+    of an example's model, such as `gpt2:6.7b`. `option` is named in errors.
     """
     module_name, colon, function_name = name.rpartition(":")
     if not (module_name and colon and function_name):

@@ -5,6 +5,7 @@ from .budget import loads_ahead as loads_ahead
 from .device_updates import DeviceUpdateCompiler as DeviceUpdateCompiler
 from .evaluator import Evaluator as Evaluator
 from .executor import OPERATIONS as OPERATIONS
+from .gradients import Norms as Norms
 from .gradients import StepGradients as StepGradients
 from .lanes import ONE_EACH as ONE_EACH
 from .lanes import Lanes as Lanes
@@ -17,9 +18,8 @@ from .lowering import widened_groups as widened_groups
 from .memory import Peak as Peak
 from .memory import footprints as footprints
 from .memory import peak_bytes as peak_bytes
-from .norms import UNSCALED as UNSCALED
-from .norms import LossScale as LossScale
-from .norms import Norms as Norms
+from .pending import UNSCALED as UNSCALED
+from .pending import LossScale as LossScale
 from .pending import Owner as Owner
 from .prefetch import DeviceCopies as DeviceCopies
 from .prefetch import PrefetchSlot as PrefetchSlot

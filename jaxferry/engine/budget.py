@@ -33,16 +33,9 @@ def fit(
 ) -> Plan:
     """Switches as few segments as possible to RELOAD. If that is not enough, as few as possible also recompute.
 
-    Before that, as few updates as possible move from the device to the host; all of them if that is not enough.
-
-    Args:
-      plan: the plan to fit.
-      budget_bytes: device memory; None for no limit.
-      peak_of: the most device memory that a step of a plan needs.
-      may_recompute: segments that may recompute, in the order in which they are chosen.
-      layers: the parameter groups, for the error.
-      updates: the segments of each update, in the order in which updates move to the host.
-      is_devices: whether the budget is the device's own limit, which JAX sets.
+    Before that, as few updates as possible move from the device to the host, else all. `may_recompute` and `updates`
+    (the segments of each update) are in the order in which they are chosen. `is_devices`: the budget is JAX's own
+    limit.
 
     Raises:
       BudgetError: if no such plan fits; it names the smallest budget.
@@ -108,31 +101,20 @@ def _recomputing(plan: Plan, may_recompute: Sequence[int]) -> list[Plan]:
 
 
 def _fallbacks(plan: Plan) -> list[Plan]:
-    """The plans that need the least memory, in order of preference.
-
-    DHA segments hold no parameters, so they stay DHA unless the temporaries of their programs do not fit.
-    """
+    """The plans that need the least memory, in order of preference. DHA stays unless its temporaries do not fit."""
     modes = [[mode if mode is Mode.DHA else Mode.RELOAD for mode in plan.modes]]
     if Mode.DHA in modes[0]:
         modes.append([Mode.RELOAD] * len(plan.layers))
-    return [_with_modes(plan, each) for each in modes]
+    return [_with_layers(plan, {i: plan.layers[i].with_mode(mode) for i, mode in enumerate(each)}) for each in modes]
 
 
 def _fewest_reloads(plan: Plan, fallback: Plan, budget_bytes: int, peak_of: PeakOf) -> Plan:
-    """Switches segments to the fallback's modes, first to last, until the step fits.
-
-    The first segments hold their parameters longest between forward and backward, so dropping these frees the most.
-    """
+    """Switches segments until the step fits, first to last: the first hold parameters longest, so free the most."""
     for number in range(len(plan.layers)):
         if peak_of(plan).fits(budget_bytes):
             break
         plan = _with_layers(plan, {number: fallback.layers[number]})
     return plan
-
-
-def _with_modes(plan: Plan, modes: Sequence[Mode]) -> Plan:
-    layers = zip(plan.layers, modes, strict=True)
-    return _with_layers(plan, {i: layer.with_mode(mode) for i, (layer, mode) in enumerate(layers)})
 
 
 def _with_layers(plan: Plan, changed: dict[int, LayerPlan]) -> Plan:
@@ -161,44 +143,35 @@ def _too_small(
 def loads_ahead(
     program: StepProgram, peak_of: Callable[[Sequence[int]], Peak], budget_bytes: int | None = None
 ) -> tuple[int, ...]:
-    """The loads that may run before their step is called, as soon as the previous step's updates allow it.
+    """Returns the loads that may run before their step is called: as many leading loads as fit.
 
-    These are as many leading loads as fit: they never raise the peak of parameters within one step, and keep the total
-    within the budget.
-
-    Args:
-      program: the instructions of a step.
-      peak_of: the most device memory that a step needs if these loads run in the previous step.
-      budget_bytes: device memory; None for no limit.
+    They never raise the peak of parameters within one step, and keep the total within the budget. `peak_of` takes the
+    loads that run in the previous step.
     """
-    leading, within = leading_loads(program.schedule), peak_of(())
+    leading = leading_loads(program.schedule)
+    return leading[: _most(len(leading), lambda count: peak_of(leading[:count]), budget_bytes)]
+
+
+def _most(num: int, peak_of: Callable[[int], Peak], budget_bytes: int | None) -> int:
+    """How many of `num` fit into the budget without a higher peak of parameters than with none."""
+    within = peak_of(0)
 
     def takes_more(count: int) -> bool:
-        peak = peak_of(leading[:count])
+        peak = peak_of(count)
         return peak.parameters > within.parameters or not peak.fits(budget_bytes)
 
-    counts = range(1, len(leading) + 1)
-    return leading[: bisect.bisect_right(counts, False, key=takes_more)]
+    return bisect.bisect_right(range(1, num + 1), False, key=takes_more)
 
 
 def groups_to_reserve(
-    program: StepProgram,
-    ahead: Sequence[int],
-    peak_of: Callable[[StepProgram], Peak],
-    budget_bytes: int | None = None,
+    program: StepProgram, ahead: Sequence[int], peak_of: Callable[[StepProgram], Peak], budget_bytes: int | None = None
 ) -> frozenset[int]:
-    """Groups whose device buffers may stay allocated until their load for the next step.
+    """Returns the groups whose device buffers may stay allocated until their load for the next step.
 
     In new memory, a load would wait for all programs issued before, which may use it. The layer's own buffers are free:
     the load waits for the group's update on the host, the update for the gradient, and the gradient for the last
     program that reads the copy. Groups that are loaded first are taken, as long as the peak of parameters does not rise
     and the total is within the budget. Buffers that another load of the step takes over are left to it.
-
-    Args:
-      program: the instructions of a step.
-      ahead: its loads that may run in the previous step.
-      peak_of: the most device memory that a step needs.
-      budget_bytes: device memory; None for no limit.
     """
     tasks, left = program.schedule.tasks, {d.load for i in program.programs for d in i.drops if not d.is_reused}
     untrained = {use.group for use in program.partition.uses if not use.is_trained}
@@ -208,14 +181,11 @@ def groups_to_reserve(
         if load in left and any(tasks[other].lane is Lane.HOST for other in tasks[load].after_previous)
     ]
     groups = [g for g in groups if program.loaded[g] == 1 and g not in untrained and g not in program.kept]
-    within = peak_of(program)
 
-    def takes_more(count: int) -> bool:
-        peak = peak_of(dataclasses.replace(program, reserved=frozenset(groups[:count])))
-        return peak.parameters > within.parameters or not peak.fits(budget_bytes)
+    def reserved(count: int) -> Peak:
+        return peak_of(dataclasses.replace(program, reserved=frozenset(groups[:count])))
 
-    counts = range(1, len(groups) + 1)
-    return frozenset(groups[: bisect.bisect_right(counts, False, key=takes_more)])
+    return frozenset(groups[: _most(len(groups), reserved, budget_bytes)])
 
 
 def groups_to_keep(
@@ -224,15 +194,10 @@ def groups_to_keep(
     other_bytes: int = 0,
     budget_bytes: int | None = None,
 ) -> frozenset[int]:
-    """Groups whose loaded copies may stay on the device between micro-batches.
+    """Returns the groups whose loaded copies may stay on the device between micro-batches.
 
     Each that fits beside the others is taken: first those that are loaded twice, then those that are needed first.
-
-    Args:
-      program: the instructions of a step.
-      temporary_bytes: as for `footprints`.
-      other_bytes: likewise.
-      budget_bytes: device memory; None for no limit.
+    Arguments as for `footprints`.
     """
     groups = sorted(program.loaded, key=lambda group: -program.loaded[group])
     if budget_bytes is None:

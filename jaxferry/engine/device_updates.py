@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxferry.engine.norms import gathered, have_rows, total_of
-from jaxferry.engine.program_functions import squared_norm
+from jaxferry.engine.program_functions import has_rows, squared_norm
 from jaxferry.engine.programs import Programs, lower_traced
 from jaxferry.engine.streamed_updates import Compiled, StreamedUpdates, Uses
+from jaxferry.native import as_stored
 from jaxferry.optimizer import (
     HostOptimizer,
     Subgroup,
@@ -33,23 +33,17 @@ from jaxferry.optimizer import (
     unit_on_devices,
     where_on_devices,
 )
-from jaxferry.partition import Gradient, Layer, Leaf, Span
+from jaxferry.partition import Gradient, Layer, Leaf, RowGradient, SharedLayer, Span
 from jaxferry.step import SLOTS, Operation, StepProgram
-from jaxferry.transport import Placement, Transport, compile_shared, transport_like
+from jaxferry.transport import Placement, Transport, added, compile_shared, split, transport_like
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceUpdates:
-    """The compiled updates of one step program.
+    """The compiled updates of one step program, by the layers of their units.
 
-    Attributes:
-      updates: by the layers of the unit.
-      folds: by group and whether there is an earlier sum, adds up its gradients.
-      norms: by group, the squared norm of the sum of its gradients.
-      streamed: the updates whose masters and state come to the device for the update only.
-      device_bytes: device memory for masters, optimizer state, sums of micro-batches, and what one update needs
-        besides.
-      in_turn: see `Placement.in_turn`.
+    `folds` adds up the gradients of a group, with an earlier sum or not; `norms` has the squared norm of their sum.
+    `device_bytes` counts masters, optimizer state, sums of micro-batches, and what one update needs besides.
     """
 
     updates: Mapping[tuple[int, ...], Compiled]
@@ -69,32 +63,23 @@ class DeviceUpdates:
         loss: jax.Array,
         extra: Sequence[Any],
     ) -> tuple[list[jax.Array], list[jax.Array], list[list[jax.Array]]]:
-        """Updates a unit.
+        """Updates a unit; returns its masters, state and copies, in the memory of the former ones.
 
         Args:
           unit: the unit; its masters and state are on the device and are donated.
-          copies: for each of its layers the trained parameters in the compute dtype, on the device; donated.
+          copies: for each of its layers the trained parameters in the compute dtype; donated.
           gradients: for each of its layers its uses; none for a layer that no segment reads.
           norm: the global norm of the gradients after the division by `scale`; read only if the optimizer clips.
           scale: divides the gradients.
-          loss: nothing changes unless it is finite, a scalar on the device.
+          loss: a scalar on the device; nothing changes unless it is finite.
           extra: what `HostOptimizer.extra` describes.
-
-        Returns:
-          Masters, state and copies.
         """
         update = self.updates[unit.layers]
         made: Any = update(unit.masters, unit.state, copies, gradients, norm, scale, loss, *extra)
         return made
 
     def fold(self, group: int, earlier: Sequence[list[jax.Array]], uses: Uses) -> list[jax.Array]:
-        """Adds up the uses of a group and an earlier sum: one dense gradient in fp32, joined by `Layer.join_small`.
-
-        Args:
-          group: the group.
-          earlier: the sum of earlier micro-batches, which is donated; empty with the first one.
-          uses: the gradients of this micro-batch.
-        """
+        """Adds the uses of a group to an earlier sum, which is donated: a dense fp32 gradient, joined."""
         folded: list[jax.Array] = self.in_turn(self.folds[group, bool(earlier)](earlier, uses))
         return folded
 
@@ -114,15 +99,7 @@ class _Wanted(NamedTuple):
 
 
 class DeviceUpdateCompiler:
-    """Compiles updates on the device; equal ones are compiled once.
-
-    Args:
-      optimizer: knows the units and their updates.
-      layers: the parameter groups.
-      placement: where arrays live.
-      transport: moves the layers; another one like it moves masters and state.
-      accumulates: whether gradients of several micro-batches are summed.
-    """
+    """Compiles updates on the device, equal ones once. Another transport like `transport` moves masters and state."""
 
     def __init__(
         self,
@@ -143,23 +120,20 @@ class DeviceUpdateCompiler:
         self._transports: dict[tuple[Layer, ...], Transport] = {}
 
     def compile(self, program: StepProgram, programs: Programs) -> DeviceUpdates:
-        """Returns the compiled updates of a step.
-
-        Args:
-          program: the step.
-          programs: its programs, compiled; they state the shapes of the gradients.
-        """
+        """Returns the compiled updates of a step; the compiled `programs` state the shapes of the gradients."""
         units = [unit for unit in self._units if program.stays_on_device.issuperset(unit.layers)]
         uses = _uses(program, programs)
         folds, sums = {}, {}
         if self._accumulates:
             # A sum has the shapes that its program returns.
-            folds = self._all({(group, False): self._fold(group, [], given) for group, given in uses.items()})
+            folds = self._all({(group, False): self._fold(group, [], shapes) for group, shapes in uses.items()})
             sums = {group: program.out_info for (group, _), program in folds.items()}
             folds |= self._all({(group, True): self._fold(group, [sums[group]], uses[group]) for group in sums})
-        read = {group: [sums[group]] if group in sums else given for group, given in uses.items()}
+        read = {group: [sums[group]] if group in sums else shapes for group, shapes in uses.items()}
         # The program that makes a gradient returns its norm as well, unless some are rows.
-        unknown = [group for group, given in read.items() if group in sums or len(given) > 1 or have_rows(given)]
+        unknown = [
+            group for group, shapes in read.items() if group in sums or len(shapes) > 1 or any(map(has_rows, shapes))
+        ]
         norms = self._all({group: self._norm(group, read[group]) for group in unknown})
         loss = program.partition.graph.avals[program.partition.loss]
         gradients = {unit.layers: [read.get(group, []) for group in unit.layers] for unit in units}
@@ -172,26 +146,21 @@ class DeviceUpdateCompiler:
         return DeviceUpdates(updates, folds, norms, streamed, held, self._placement.in_turn)
 
     def _sum_bytes(self, group: int) -> int:
-        """The bytes of a sum over micro-batches on each device."""
         return -(-4 * self._layers[group].num_parameters // self._placement.num_devices)
 
     def alone(self, unit: UpdateGroup, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The update of a unit of one layer that stays on the device: the program, not compiled, and its arguments.
+        """Returns the update of a unit of one layer that stays on the device, lowered, and its arguments' shapes.
 
-        Args:
-          unit: one of `HostOptimizer.units_of`; masters and state may be shapes.
-          gradients: the shapes of the layer's gradients, as one segment's program returns them.
-
-        Returns:
-          A `jax.stages.Lowered`, and shapes of masters, state, copies, gradients, norm, scale, loss and `extra`.
+        These are masters, state, copies, gradients, norm, scale, loss and `extra`. `gradients` are shapes as one
+        segment's program returns them.
         """
         wanted = self._update(unit, [[list(gradients)]], jax.ShapeDtypeStruct((), jnp.float32))
         return wanted.lower(), wanted.arguments
 
     def alone_streamed(self, unit: UpdateGroup, gradients: Sequence[Any], count: int) -> tuple[Any, list[Any]]:
-        """Likewise the update of the first of `count` subgroups of a unit that streams, which has some elements.
+        """Returns the same for the first of `count` subgroups of a unit that streams; it has some elements.
 
-        Arguments are shapes of masters and state that move, state that stays, no copies, and the others.
+        The arguments are masters and state that move, state that stays, no copies, and the others.
         """
         [group], loss = unit.layers, jax.ShapeDtypeStruct((), jnp.float32)
         subgroup = next(each for each in self._subgroups(group, count) if each.unit.leaves)
@@ -207,19 +176,19 @@ class DeviceUpdateCompiler:
             self._transports[layouts] = transport_like(self._transport, self._placement, layouts)
         transport = self._transports.get(layouts, self._transport)
         wanted = {
-            place: self._streamed_update(each, place[0], uses.get(place[0], []), loss, place[0] in program.resident)
-            for place, each in subgroups.items()
+            key: self._streamed_update(each, key[0], uses.get(key[0], []), loss, key[0] in program.resident)
+            for key, each in subgroups.items()
             if each.unit.leaves
         }
-        numbers = {place: 2 * number for number, place in enumerate(subgroups)}
-        staying = {place: each for place, each in subgroups.items() if place[0] in program.resident}
+        numbers = {key: 2 * number for number, key in enumerate(subgroups)}
+        staying = {key: each for key, each in subgroups.items() if key[0] in program.resident}
         sizes = sorted(
-            each.streamed.num_bytes + (0 if place in staying else each.trained.num_bytes)
-            for place, each in subgroups.items()
+            each.streamed.num_bytes + (0 if key in staying else each.trained.num_bytes)
+            for key, each in subgroups.items()
         )
-        held = sum(sizes[-SLOTS:]) + (transport.staging_bytes if sizes else 0)
-        copies = {place: _places_in(self._groups[place[0]], each.trained) for place, each in staying.items()}
-        return StreamedUpdates(self._all(wanted), numbers, transport, copies), held
+        on_device_bytes = sum(sizes[-SLOTS:]) + (transport.staging_bytes if sizes else 0)
+        copies = {key: _places_in(self._groups[key[0]], each.trained) for key, each in staying.items()}
+        return StreamedUpdates(self._all(wanted), numbers, transport, copies), on_device_bytes
 
     def _subgroups(self, group: int, count: int) -> list[Subgroup]:
         if (group, count) not in self._cut:
@@ -228,7 +197,6 @@ class DeviceUpdateCompiler:
         return self._cut[group, count]
 
     def _all(self, wanted: Mapping[Any, _Wanted]) -> dict[Any, Any]:
-        """Compiles what is missing."""
         missing = {each.own: each for each in wanted.values() if each.own not in self._compiled}
         contents = {own: each.shared for own, each in missing.items()}
         self._compiled |= compile_shared(contents, lambda own: missing[own].lower())
@@ -238,7 +206,7 @@ class DeviceUpdateCompiler:
         layer, where = self._there[group], self._placement.shares_of(self._groups[group])
 
         def fold(earlier: Any, uses: Any) -> Any:
-            return layer.join_small(total_of(layer, [*earlier, *uses], adds_rows=True))
+            return layer.join_small(_total_of(layer, [*earlier, *uses], adds_rows=True))
 
         placed = [self._of_gradients(group, [*earlier]), self._of_gradients(group, uses)]
         return self._of_layer("fold", layer, fold, placed, where, donate=(0,))
@@ -247,7 +215,7 @@ class DeviceUpdateCompiler:
         layer = self._there[group]
 
         def squared_norm_of(uses: Any) -> Any:
-            return squared_norm(total_of(layer, uses))
+            return squared_norm(_total_of(layer, uses))
 
         placed = [self._of_gradients(group, uses)]
         return self._of_layer("norm", layer, squared_norm_of, placed, self._placement.device)
@@ -268,7 +236,7 @@ class DeviceUpdateCompiler:
     def _of_gradients(self, group: int, uses: Sequence[Sequence[Gradient]]) -> list[Any]:
         """The gradients of a group as arguments: devices share them, but each has all of some with rows."""
         shares, whole = self._placement.shares_of(self._groups[group]), self._placement.device
-        return [_structs(use, whole if have_rows([use]) else shares) for use in uses]
+        return [_structs(use, whole if has_rows(use) else shares) for use in uses]
 
     def _update(self, unit: UpdateGroup, uses: list[Any], loss: Any) -> _Wanted:
         own, layers = self._on_devices[unit.layers], [self._layers[group] for group in unit.layers]
@@ -276,7 +244,7 @@ class DeviceUpdateCompiler:
 
         def update(masters: Any, state: Any, copies: Any, gradients: Any, *numbers: jax.Array) -> Any:
             masters, state, by_leaf = compute(masters, state, gradients, *numbers)
-            return masters, state, [[gathered(by_leaf[leaf.index], leaf) for leaf in layer.leaves] for layer in layers]
+            return masters, state, [[_gathered(by_leaf[leaf.index], leaf) for leaf in layer.leaves] for layer in layers]
 
         where, device = where_on_devices(own, self._placement), self._placement.device
         held = [
@@ -284,11 +252,11 @@ class DeviceUpdateCompiler:
             for arrays, of_each in zip((own.masters, own.state), where, strict=True)
         ]
         copies, number = [_shapes(layer.leaves) for layer in layers], jax.ShapeDtypeStruct((), jnp.float32)
-        given = [self._of_gradients(group, of_group) for group, of_group in zip(unit.layers, uses, strict=True)]
+        of_groups = [self._of_gradients(group, of_group) for group, of_group in zip(unit.layers, uses, strict=True)]
         arguments = [
             *held,
             self._on_device(copies),
-            given,
+            of_groups,
             *self._on_device([number, number, loss, *self._optimizer.extra]),
         ]
         content, is_for_all = self._updates.plain_content(unit)
@@ -310,8 +278,8 @@ class DeviceUpdateCompiler:
         stays = [i for i in range(len(avals)) if i not in set(moved)]
 
         def update(moved_arrays: Any, kept: Any, copies: Any, uses: Any, *numbers: jax.Array) -> Any:
-            given = dict(zip((*moved, *stays), (*moved_arrays, *kept), strict=True))
-            arrays = [given[i] for i in range(len(given))]
+            by_number = dict(zip((*moved, *stays), (*moved_arrays, *kept), strict=True))
+            arrays = [by_number[i] for i in range(len(by_number))]
             masters, state, by_leaf = compute(arrays[:num], arrays[num:], [uses], *numbers)
             made = [*masters, *state]
             parameters = [by_leaf[leaf.index] for leaf in trained.leaves]
@@ -341,19 +309,14 @@ class DeviceUpdateCompiler:
         self,
         unit: UpdateGroup,
         layers: Sequence[Layer],
-        given: Sequence[Layer],
+        sources: Sequence[Layer],
         spans: Mapping[int, Span] | None = None,
     ) -> Callable[..., Any]:
-        """The update of a unit, for a jitted function.
+        """The update of a unit, for a jitted function; nothing changes unless the loss is finite.
 
-        It maps `(masters, state, gradients, norm, scale, loss, *extra)` to masters, state and the parameters in the
-        compute dtype by index of the leaf. Nothing changes unless the loss is finite.
-
-        Args:
-          unit: the unit.
-          layers: its parameters.
-          given: the layers that `gradients` hold the uses of; they may have further parameters.
-          spans: by index of the leaf, the elements that the unit holds where these are not all.
+        It maps `(masters, state, gradients, norm, scale, loss, *extra)` to masters, state and compute parameters by
+        index of the leaf. `sources` are the layers of `gradients`; `spans` the elements of leaves that the unit has in
+        part.
         """
         spans = {} if spans is None else spans
         own = {leaf.index for layer in layers for leaf in layer.leaves}
@@ -364,10 +327,10 @@ class DeviceUpdateCompiler:
             masters: Any, state: Any, gradients: Any, norm: jax.Array, scale: jax.Array, loss: jax.Array, *extra: Any
         ) -> Any:
             found: dict[int, jax.Array] = {}
-            for layer, uses in zip(given, gradients, strict=True):
-                for leaf, gradient in zip(layer.leaves, total_of(layer, uses), strict=True):
+            for layer, uses in zip(sources, gradients, strict=True):
+                for leaf, gradient in zip(layer.leaves, _total_of(layer, uses), strict=True):
                     if leaf.index in own:
-                        held = gathered(gradient, leaf) if is_whole else gradient
+                        held = _gathered(gradient, leaf) if is_whole else gradient
                         held = spans[leaf.index].of(held) if leaf.index in spans else held
                         found[leaf.index] = held / scale.astype(gradient.dtype)
             made, is_finite = plain(masters, state, found, norm, extra), jnp.isfinite(loss)
@@ -387,6 +350,45 @@ class DeviceUpdateCompiler:
 
     def _on_device(self, tree: Any) -> Any:
         return _structs(tree, self._placement.device)
+
+
+def _total_of(layer: Layer, uses: Uses, adds_rows: bool = False) -> list[jax.Array]:
+    """The sum over all uses, in the master dtypes, one array for each leaf; zeros without any.
+
+    Of a layer that devices share, they are flat, as of `SharedLayer.filled_up`. With `adds_rows`, rows of the first use
+    are added in the master dtypes as well, as the host does over micro-batches.
+    """
+    zeros = [jnp.zeros(leaf.shape, leaf.master_dtype) for leaf in layer.leaves]
+    total = None
+    for use in uses:
+        gradients = _of_shares(layer, use, zeros, adds_rows) if isinstance(layer, SharedLayer) else split(layer, use)
+        if total is None:
+            total = [_widened(g, z, adds_rows) for g, z in zip(gradients, zeros, strict=True)]
+        else:
+            total = [added(a, g) for a, g in zip(total, gradients, strict=True)]
+    if total is None and isinstance(layer, SharedLayer):
+        return layer.filled_up(zeros)
+    return zeros if total is None else total
+
+
+def _of_shares(
+    layer: SharedLayer, use: Sequence[Gradient], zeros: Sequence[jax.Array], adds_rows: bool
+) -> list[Gradient]:
+    """The gradients of a use as devices share them; those with rows are whole until now."""
+    if not has_rows(use):
+        return [*layer.split_shares([array for array in use if not isinstance(array, RowGradient)])]
+    return [*layer.filled_up([_widened(g, z, adds_rows) for g, z in zip(use, zeros, strict=True)])]
+
+
+def _widened(gradient: Gradient, zeros: jax.Array, adds_rows: bool) -> jax.Array:
+    if not isinstance(gradient, RowGradient):
+        return gradient.astype(zeros.dtype)
+    return gradient.onto(zeros) if adds_rows else as_stored(gradient.dense()).astype(zeros.dtype)
+
+
+def _gathered(array: jax.Array, leaf: Leaf) -> jax.Array:
+    """A parameter, or its gradient, of which devices may have shares; gathers them."""
+    return array if array.shape == leaf.shape else array[: leaf.size].reshape(leaf.shape)
 
 
 def _uses(program: StepProgram, programs: Programs) -> dict[int, list[Any]]:

@@ -29,12 +29,7 @@ from jaxferry.units import format_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """How a forward's segments receive their parameters.
-
-    Attributes:
-      reads: where each segment reads its parameter groups.
-      ahead: whether each segment's groups are loaded before the previous segment runs.
-    """
+    """How a forward's segments read their groups, and which groups load before the segment before theirs runs."""
 
     reads: tuple[Source, ...]
     ahead: tuple[bool, ...]
@@ -46,10 +41,10 @@ class Stream:
             for s, reads in zip(partition.segments, self.reads, strict=True)
         ]
 
-    def layers_at(self, partition: ForwardPartition, place: int) -> tuple[int, ...]:
+    def layers_at(self, partition: ForwardPartition, number: int) -> tuple[int, ...]:
         """Returns the parameter groups with a device copy while a segment runs, in the order of their loads."""
-        layers = list(partition.segments[place].groups) if self.reads[place] is Source.DEVICE else []
-        following = place + 1
+        layers = list(partition.segments[number].groups) if self.reads[number] is Source.DEVICE else []
+        following = number + 1
         if following < len(self.reads) and self.ahead[following] and self.reads[following] is Source.DEVICE:
             layers.extend(partition.segments[following].groups)
         return tuple(dict.fromkeys(layers))
@@ -64,12 +59,7 @@ def fit_stream(
 ) -> tuple[Stream, Peak]:
     """Returns the stream that waits least among those that fit, and its peak device memory.
 
-    Args:
-      partition: the segments.
-      budget_bytes: device memory; None for no limit.
-      temporary_bytes_of: compiles programs; returns the bytes that each needs beside arguments and results.
-      other_bytes: device memory that is always in use.
-      allocator: the device's allocator, which hands out more than programs ask for; None for one that does not.
+    `temporary_bytes_of` compiles programs. `other_bytes` are always in use.
 
     Raises:
       BudgetError: if none fits; it states the smallest possible budget.
@@ -77,11 +67,13 @@ def fit_stream(
 
     def fit(limit_bytes: int | None) -> tuple[Stream, Peak]:
         stream, needs = _fit_counted(partition, limit_bytes, temporary_bytes_of, other_bytes)
-        parameters, held, counted = (max(getattr(n, what) for n in needs) for what in ("parameters", "held", "counted"))
+        parameters, buffers, counted = (
+            max(getattr(n, what) for n in needs) for what in ("parameters", "array_bytes", "counted")
+        )
         unsplit = 0
         if allocator is not None:
             unsplit = _unsplit_bytes(partition, stream, temporary_bytes_of(stream.keys(partition)), allocator)
-        return stream, Peak(parameters, held, counted, lambda: unsplit)
+        return stream, Peak(parameters, buffers, counted, lambda: unsplit)
 
     found = fit(budget_bytes)
     if budget_bytes is None or found[1].fits(budget_bytes):
@@ -96,11 +88,11 @@ def fit_stream(
             return tried[-1]
     stream, peak = min(tried, key=lambda one: one[1].total)
     needs = held_bytes(partition, stream, temporary_bytes_of(stream.keys(partition)), other_bytes)
-    place = max(range(len(needs)), key=lambda place: needs[place].counted)
+    number = max(range(len(needs)), key=lambda number: needs[number].counted)
     raise BudgetError(
         f"memory_budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small for this forward: the "
         f"smallest possible is {format_bytes(peak.total)} ({peak.total} bytes), in segment "
-        f"{partition.segments[place].name!r}, of which parameters take {format_bytes(needs[place].parameters)}; a "
+        f"{partition.segments[number].name!r}, of which parameters take {format_bytes(needs[number].parameters)}; a "
         "smaller batch needs less",
         peak.total,
     )
@@ -119,17 +111,17 @@ def _fit_counted(
     def measured(stream: Stream) -> list[Peak]:
         return held_bytes(partition, stream, temporary_bytes_of(stream.keys(partition)), other_bytes)
 
-    def places_above(needs: list[Peak], budget_bytes: int) -> set[int]:
-        return {place for place, need in enumerate(needs) if need.counted > budget_bytes}
+    def above_budget(needs: list[Peak], budget_bytes: int) -> set[int]:
+        return {number for number, need in enumerate(needs) if need.counted > budget_bytes}
 
     needs = measured(stream)
     if budget_bytes is not None:
-        above = places_above(needs, budget_bytes)
-        stream = dataclasses.replace(stream, ahead=tuple(place - 1 not in above for place in range(num_segments)))
+        above = above_budget(needs, budget_bytes)
+        stream = dataclasses.replace(stream, ahead=tuple(number - 1 not in above for number in range(num_segments)))
         needs = measured(stream)
-        above = places_above(needs, budget_bytes)
+        above = above_budget(needs, budget_bytes)
         in_place = dataclasses.replace(
-            stream, reads=tuple(Source.HOST if place in above else Source.DEVICE for place in range(num_segments))
+            stream, reads=tuple(Source.HOST if number in above else Source.DEVICE for number in range(num_segments))
         )
         others = measured(in_place)
         # Some programs that read host memory need more temporary bytes than the parameters would take.
@@ -152,16 +144,16 @@ def _unsplit_bytes(
 
     for value in (*graph.batch, *partition.prelude_outputs):
         add(graph.held_bytes(value), 0, 3 * num)
-    for place, (segment, key) in enumerate(zip(partition.segments, stream.keys(partition), strict=True)):
-        layers = stream.layers_at(partition, place)
+    for number, (segment, key) in enumerate(zip(partition.segments, stream.keys(partition), strict=True)):
+        layers = stream.layers_at(partition, number)
         for layer in [layer for layer in loaded if layer not in layers]:
             start = loaded.pop(layer)
             for leaf in partition.layers[layer].leaves:
-                add(leaf.size * leaf.dtype.itemsize, start, 3 * place)
-        loaded |= {layer: 3 * place for layer in layers if layer not in loaded}
+                add(leaf.size * leaf.dtype.itemsize, start, 3 * number)
+        loaded |= {layer: 3 * number for layer in layers if layer not in loaded}
         for value in (*segment.outputs, *segment.nondiff_outputs):
-            add(graph.held_bytes(value), 3 * place + 1, 3 * last_reader.get(value, num - 1) + 2)
-        add(temporary_bytes[key], 3 * place + 1, 3 * place + 2)
+            add(graph.held_bytes(value), 3 * number + 1, 3 * last_reader.get(value, num - 1) + 2)
+        add(temporary_bytes[key], 3 * number + 1, 3 * number + 2)
     for layer, start in loaded.items():
         for leaf in partition.layers[layer].leaves:
             add(leaf.size * leaf.dtype.itemsize, start, 3 * num)
@@ -173,38 +165,30 @@ def held_bytes(
 ) -> list[Peak]:
     """Returns the device memory in use while each segment runs."""
     graph, last_reader = partition.graph, last_readers(partition)
-    given = {*graph.batch, *graph.constants, *partition.prelude_outputs}
-    always = other_bytes + graph.held_bytes(*given)
+    inputs = {*graph.batch, *graph.constants, *partition.prelude_outputs}
+    always = other_bytes + graph.held_bytes(*inputs)
     crossing: dict[int, int] = {}
     needs = []
-    for place, (segment, key) in enumerate(zip(partition.segments, stream.keys(partition), strict=True)):
+    for number, (segment, key) in enumerate(zip(partition.segments, stream.keys(partition), strict=True)):
         crossing |= {v: graph.held_bytes(v) for v in (*segment.outputs, *segment.nondiff_outputs)}
-        parameters = sum(partition.layers[layer].num_bytes for layer in stream.layers_at(partition, place))
-        held = parameters + always + sum(crossing.values())
-        needs.append(Peak(parameters, held, held + temporary_bytes[key]))
-        crossing = {v: size for v, size in crossing.items() if last_reader.get(v) != place}
+        parameters = sum(partition.layers[layer].num_bytes for layer in stream.layers_at(partition, number))
+        buffers = parameters + always + sum(crossing.values())
+        needs.append(Peak(parameters, buffers, buffers + temporary_bytes[key]))
+        crossing = {v: size for v, size in crossing.items() if last_reader.get(v) != number}
     return needs
 
 
 def last_readers(partition: ForwardPartition) -> dict[int, int]:
     """Returns the last segment that reads each value, except for values that are returned to the caller."""
     returned = {atom for atom in partition.graph.outputs if isinstance(atom, int)}
-    readers = {v: place for place, s in enumerate(partition.segments) for v in (*s.inputs, *s.nondiff_inputs)}
-    return {value: place for value, place in readers.items() if value not in returned}
+    readers = {v: number for number, s in enumerate(partition.segments) for v in (*s.inputs, *s.nondiff_inputs)}
+    return {value: number for value, number in readers.items() if value not in returned}
 
 
 class Evaluator:
     """Evaluates the function of one partition without derivatives.
 
-    Args:
-      partition: the segments.
-      placement: where arrays live.
-      transport: loads the layers; the training step's own if it has the same layers.
-      native: whether programs read host memory by native operations.
-      budget_bytes: device memory; None for no limit.
-
     Attributes:
-      partition, transport: as given.
       stream: how segments receive their parameters.
       peak: the peak device memory of a run, without what the state keeps there.
 
@@ -232,12 +216,9 @@ class Evaluator:
         self._last_reader = last_readers(partition)
 
     def run(self, state: TrainState, batch: Sequence[Any], other_bytes: int = 0) -> Any:
-        """Runs the function; returns its results as a tree of arrays on the device.
+        """Runs the function on the leaves of a batch; returns its results as a tree of arrays on the device.
 
-        Args:
-          state: arranged in the partition's layers.
-          batch: the leaves of the function's further arguments.
-          other_bytes: other device memory that the training step holds.
+        `other_bytes` is other device memory that the training step holds.
 
         Raises:
           BudgetError: if the state holds too much device memory.
@@ -252,28 +233,25 @@ class Evaluator:
         values = {number: put(graph, number, value) for number, value in graph.constants.items()}
         values |= zip(graph.batch, leaves, strict=True)
         values |= zip(partition.prelude_outputs, made, strict=True)
-        held: dict[int, DeviceLayer] = {}
+        copies: dict[int, DeviceLayer] = {}
         try:
-            for place in range(len(partition.segments)):
+            for number in range(len(partition.segments)):
                 # Interrupts are delivered between segments, when every copy is recorded.
                 with deferred_interrupts():
-                    self._load(place, held, state)
-                    self._run(place, held, state, values)
+                    self._load(number, copies, state)
+                    self._run(number, copies, state, values)
         finally:
             with deferred_interrupts():
-                for done in held.values():
+                for done in copies.values():
                     self._drop(done, state)
-        return jax.tree.unflatten(partition.graph.out_tree, [self._output(a, values) for a in partition.graph.outputs])
-
-    def _output(self, atom: Any, values: dict[int, Any]) -> Any:
-        if isinstance(atom, int):
-            return values[atom]
-        return self._placement.put_alike(np.asarray(atom.val, atom.aval.dtype))
+        alike, atoms = self._placement.put_alike, list[Any](graph.outputs)
+        outputs = [values[a] if isinstance(a, int) else alike(np.asarray(a.val, a.aval.dtype)) for a in atoms]
+        return jax.tree.unflatten(graph.out_tree, outputs)
 
     def _make_room(self, state: TrainState, other_bytes: int) -> None:
         """Frees what the training step keeps on the device if the budget requires it."""
         self.transport.release()
-        self.transport.held.reset_peak()
+        self.transport.loaded_bytes.reset_peak()
         if self._budget_bytes is None:
             return
         sums = [array for arrays in state.accumulated.on_device.values() for array in arrays]
@@ -297,23 +275,23 @@ class Evaluator:
                 needed,
             )
 
-    def _load(self, place: int, held: dict[int, DeviceLayer], state: TrainState) -> None:
+    def _load(self, number: int, copies: dict[int, DeviceLayer], state: TrainState) -> None:
         """Drops the copies that are no longer needed, and starts the next loads."""
-        wanted = self.stream.layers_at(self.partition, place)
-        for layer in [layer for layer in held if layer not in wanted]:
-            self._drop(held.pop(layer), state)
-        missing = [layer for layer in wanted if layer not in held]
+        wanted = self.stream.layers_at(self.partition, number)
+        for layer in [layer for layer in copies if layer not in wanted]:
+            self._drop(copies.pop(layer), state)
+        missing = [layer for layer in wanted if layer not in copies]
         for layer in missing:
-            held[layer] = state.resident.get(layer) or self.transport.load(layer, state.host.vectors[layer])
+            copies[layer] = state.resident.get(layer) or self.transport.load(layer, state.host.vectors[layer])
         if not missing:
             self.transport.release()
 
-    def _run(self, place: int, held: dict[int, DeviceLayer], state: TrainState, values: dict[int, Any]) -> None:
-        segment, key = self.partition.segments[place], self._keys[place]
-        by_dha = self.stream.reads[place] is Source.HOST
+    def _run(self, number: int, copies: dict[int, DeviceLayer], state: TrainState, values: dict[int, Any]) -> None:
+        segment, key = self.partition.segments[number], self._keys[number]
+        by_dha = self.stream.reads[number] is Source.HOST
         with task_errors(f"the evaluation of layer {segment.name!r}", segment.name):
             made = self._programs[key](
-                [state.host.readable(g) if by_dha else held[g].parameters() for g in segment.groups],
+                [state.host.readable(g) if by_dha else copies[g].parameters() for g in segment.groups],
                 [values[v] for v in segment.inputs],
                 [values[v] for v in segment.nondiff_inputs],
             )
@@ -323,9 +301,9 @@ class Evaluator:
                 jax.block_until_ready((outputs, nondiff_outputs))
         values |= zip((*segment.outputs, *segment.nondiff_outputs), (*outputs, *nondiff_outputs), strict=True)
         for value in {*segment.inputs, *segment.nondiff_inputs}:
-            if self._last_reader.get(value) == place:
+            if self._last_reader.get(value) == number:
                 del values[value]
 
-    def _drop(self, held: DeviceLayer, state: TrainState) -> None:
-        if held.layer not in state.resident:
-            self.transport.drop(held)
+    def _drop(self, copy: DeviceLayer, state: TrainState) -> None:
+        if copy.layer not in state.resident:
+            self.transport.drop(copy)

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.profiler import TraceAnnotation
 
+from jaxferry.engine.lanes import Wait
 from jaxferry.engine.prefetch import wait_for_copy
 from jaxferry.engine.step import StepContext
-from jaxferry.engine.step_run import Wait
 from jaxferry.optimizer import UpdateGroup
 from jaxferry.processes import moved
 from jaxferry.step import Instruction, Operation, ProgramKey, ProgramUse
@@ -30,7 +30,7 @@ _add = jax.jit(jnp.add)
 
 
 def execute(step: StepContext, index: int) -> Wait | None:
-    """Executes one instruction; see `step_run.Action`. JAX's profiler shows it by its task's name."""
+    """Executes one instruction; see `lanes.Action`. JAX's profiler shows it by its task's name."""
     call = step.instructions[index]
     if call.offloads_awaited:
         step.make_room(call)
@@ -42,7 +42,7 @@ def execute(step: StepContext, index: int) -> Wait | None:
 
 
 def await_gradients(step: StepContext, index: int) -> None:
-    """Waits until the gradients that an update reads are in host memory; see `step_run.Arrival`."""
+    """Waits until the gradients that an update reads are in host memory; see `lanes.Arrival`."""
     if step.is_last:
         step.gradients.wait_for(step.state.host.unit_of(step.instructions[index].group))
 
@@ -109,7 +109,7 @@ def offload(step: StepContext, call: Instruction) -> None:
 
 
 def update(step: StepContext, call: Instruction) -> None:
-    """Updates the unit of a group. The last update task also updates the units that no segment reads.
+    """Updates the unit of a group, the last update task also the units that no segment reads.
 
     Before the last micro-batch it adds up what has arrived.
     """
@@ -227,16 +227,16 @@ def _run(
         return step.ran(program(*destinations, [_parameters(step, use) for use in call.uses], *others))
     [use] = call.uses
     assert use.copy is not None
-    held, sources = step.copies.arriving(use.copy)
+    copy, sources = step.copies.arriving(use.copy)
     try:
-        parameters, made = step.ran(program(*destinations, [held.arrays], *others, sources))
+        parameters, made = step.ran(program(*destinations, [copy.arrays], *others, sources))
     except BaseException:
-        if any(array.is_deleted() for array in held.arrays):
+        if any(array.is_deleted() for array in copy.arrays):
             # The program has failed after its wait, with the parameters that it was given.
-            held.arrived_in(())
+            copy.arrived_in(())
             step.copies.forget(use.copy)
         raise
-    held.arrived_in(parameters)
+    copy.arrived_in(parameters)
     return made
 
 
@@ -250,7 +250,6 @@ def _parameters(step: StepContext, use: ProgramUse) -> Sequence[jax.Array]:
 
 
 def _values_read(step: StepContext, call: Instruction) -> list[list[jax.Array]]:
-    """The values that a program is given, one list for each argument."""
     value = step.values.__getitem__
     return [list(map(value, numbers)) for numbers in call.reads]
 
@@ -262,7 +261,6 @@ def _keep_outputs(step: StepContext, call: Instruction, outputs: Any, nondiff_ou
 
 
 def _keep_cotangents(step: StepContext, call: Instruction, cotangents: Any) -> None:
-    """Adds cotangents to those of later segments."""
     for value, cotangent in zip(call.inputs, cotangents, strict=True):
         known = step.cotangents.get(value)
         step.cotangents[value] = cotangent if known is None else _add(known, cotangent)
@@ -271,8 +269,7 @@ def _keep_cotangents(step: StepContext, call: Instruction, cotangents: Any) -> N
 def _end_program(step: StepContext, call: Instruction, ended: Any) -> None:
     """Marks the end of a program and frees the buffers that it read last."""
     step.num_programs += 1
-    if step.copies.marks is not None:
-        _mark_end(step, call, ended)
+    _mark_end(step, call, ended)
     for use in call.written:
         step.gradients.note_arrival(use.group)
     # Before the device waits for anything else.
@@ -298,11 +295,7 @@ def _end_offloads(step: StepContext) -> None:
 
 
 def _move(
-    step: StepContext,
-    call: Instruction,
-    source: dict[int, Any],
-    target: dict[int, Any],
-    memory_kind: str,
+    step: StepContext, call: Instruction, source: dict[int, Any], target: dict[int, Any], memory_kind: str
 ) -> list[jax.Array]:
     found = [source[value] for value in call.values]
     where = [array.sharding.with_memory_kind(memory_kind) for array in found]
@@ -329,33 +322,25 @@ def _update_on_device(step: StepContext, call: Instruction, norm: np.floating) -
         return
     step.updated.add(id(unit))
     step.is_updating = True
+    loss = step.values[step.program.partition.loss]
     if unit.subgroups:
-        _update_subgroup(step, call, unit, norm)
+        numbers = norm, step.scale, loss, step.extra(True)
+        made = step.ran(step.streaming.update(_subgroup(call), lambda: step.gradients.take_kept(unit)[0], *numbers))
+        _mark_end(step, call, loss if made is None else made)
         return
     host, resident = step.state.host, [step.state.resident[group] for group in unit.layers]
     trained = [[i for i, leaf in enumerate(host.layers[group].leaves) if leaf.is_trained] for group in unit.layers]
-    arrays = [held.parameters() for held in resident]
+    arrays = [copy.parameters() for copy in resident]
     copies = [[own[i] for i in chosen] for own, chosen in zip(arrays, trained, strict=True)]
-    gradients, loss = step.gradients.take_kept(unit), step.values[step.program.partition.loss]
+    gradients = step.gradients.take_kept(unit)
     made = step.runnable.device_updates.update(unit, copies, gradients, norm, step.scale, loss, step.extra(True))
     unit.masters, unit.state, new = step.ran(made)
-    for held, own, chosen, updated in zip(resident, arrays, trained, new, strict=True):
-        given = dict(zip(chosen, updated, strict=True))
-        held.arrays = [given.get(i, array) for i, array in enumerate(own)]
+    for copy, own, chosen, updated in zip(resident, arrays, trained, new, strict=True):
+        changed = dict(zip(chosen, updated, strict=True))
+        copy.arrays = [changed.get(i, array) for i, array in enumerate(own)]
     host.note_update(unit)
     _mark_end(step, call, new)
     delete_all(jax.tree.leaves(gradients))
-
-
-def _update_subgroup(step: StepContext, call: Instruction, unit: UpdateGroup, norm: np.floating) -> None:
-    """Issues the update of a subgroup that has been loaded."""
-
-    def take_uses() -> Any:
-        return step.gradients.take_kept(unit)[0]
-
-    loss = step.values[step.program.partition.loss]
-    made = step.ran(step.streaming.update(_subgroup(call), take_uses, norm, step.scale, loss, step.extra(True)))
-    _mark_end(step, call, loss if made is None else made)
 
 
 def _subgroup(call: Instruction) -> tuple[int, int]:

@@ -14,29 +14,130 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxferry.engine.device_updates import DeviceUpdates
-from jaxferry.engine.norms import GradientNorms, Norms
 from jaxferry.engine.pending import Accumulated, LateFailure
+from jaxferry.engine.program_functions import squared_norm
 from jaxferry.optimizer import UpdateGroup
-from jaxferry.partition import wide_dtype
+from jaxferry.partition import Layer, wide_dtype
+from jaxferry.settings import ThreadPool
 from jaxferry.step import Instruction, ProgramKey, ProgramUse, StepProgram, Target, variant_of
-from jaxferry.transport import CopyInFlight, Ferry, HostGradient, Transport, Vectors, added
+from jaxferry.transport import CopyInFlight, Ferry, HostGradient, Placement, Transport, Vectors, added
 
+SquaredNorm = Future[jax.Array] | jax.Array  # a scalar in host memory that a thread computes, or one on the device
+_norm_of_vectors = jax.jit(lambda vectors: squared_norm(jax.device_put(vectors, jax.memory.Space.Device)))
+_together = jax.jit(jnp.stack)
 _add_onto = jax.jit(lambda known, more: list(map(added, known, more)), donate_argnums=0)
 _widened = jax.jit(lambda gradients: [gradient.astype(wide_dtype(gradient.dtype)) for gradient in gradients])
 
 
-class OffloadsInFlight:
-    """The offloads whose gradients the device still holds, in their order.
+class Norms:
+    """Computes squared norms of gradients.
 
-    Args:
-      transport: has begun them.
+    With `on_host`, every norm is computed from the vectors in host memory. This gives every plan the same bits, as
+    needed if the norm changes the update. Else a program's own norm is used if it covers the whole gradient.
     """
+
+    def __init__(self, placement: Placement, on_host: bool) -> None:
+        self._placement, self._on_host = placement, on_host
+        self._thread = ThreadPool(1, "jaxferry norms")
+        self.none = jax.device_put(np.float32(0), placement.host_compute)
+        """The argument of an update that needs no norm."""
+
+    def compile(self, num_uses: Collection[int]) -> None:
+        """Compiles what collects the norms that programs return, so that the first step need not."""
+        placement, num = self._placement, sum(uses == 1 for uses in num_uses)
+        if num > 1 and not (self._on_host or placement.is_cpu or placement.num_devices > 1):
+            # The step collects them under this thread's settings, which are not those of a trace.
+            self._thread.submit(_compile_together, num, placement.device).result()
+
+    def of(self, gather: Callable[[], Vectors], known: jax.Array | None) -> SquaredNorm:
+        """Returns the squared norm of a whole gradient: `known` by its program, or of what `gather` returns."""
+        if known is None or self._on_host:
+            # The next step may write into the gradient's memory once the norm is known.
+            return self._thread.submit(lambda: jax.block_until_ready(_norm_of_vectors(gather())))
+        return known
+
+    def values(self, squared: Mapping[int, SquaredNorm], layers: Sequence[Layer]) -> dict[int, Any]:
+        """Returns the squared norms of whole gradients by group.
+
+        Several processes add up theirs, so each must call this.
+        """
+        found = {group: norm.result() if isinstance(norm, Future) else norm for group, norm in squared.items()}
+        placement = self._placement
+        there = [group for group, norm in squared.items() if not isinstance(norm, Future)]
+        if len(there) > 1 and placement.num_devices == 1 and not placement.is_cpu:
+            # One copy in place of one for each.
+            found |= zip(there, np.asarray(_together([found[group] for group in there])), strict=True)
+        own = [g for g, norm in squared.items() if isinstance(norm, Future) and not layers[g].is_whole]
+        if own and placement.num_processes > 1:
+            table = np.zeros((placement.num_processes, len(own)), np.float32)
+            table[placement.process] = [found[group] for group in own]
+            found |= zip(own, placement.merged(table).sum(axis=0), strict=True)
+        return found
+
+    def total(self, squared: Sequence[Any], scale: np.floating) -> jax.Array:
+        """Returns the global norm of the mean gradient, an fp32 scalar in host memory."""
+        with np.errstate(all="ignore"):  # as XLA computes it: what is not finite stays so
+            norm = np.sqrt(sum(jax.device_get(list(squared)), start=np.float32(0))) / np.float32(scale)
+        return jax.device_put(np.float32(norm), self._placement.host_compute)
+
+
+class GradientNorms:
+    """The squared norms of one step's gradients, by parameter group."""
+
+    def __init__(self, norms: Norms, layers: Sequence[Layer]) -> None:
+        self._norms, self._layers = norms, layers
+        self._of_programs: dict[int, jax.Array | None] = {}
+        self._taken: dict[int, SquaredNorm] = {}
+        self._known: dict[int, Any] = {}
+
+    def note(self, group: int, norm: jax.Array | None) -> None:
+        """Notes the norm of what a program has computed; None if it has none."""
+        self._of_programs[group] = norm
+
+    def of_program(self, group: int) -> jax.Array | None:
+        """What was noted last."""
+        return self._of_programs[group]
+
+    def begin(self, group: int, gather: Callable[[], Vectors], is_whole: bool) -> None:
+        """Starts computing the norm of a group's gradient; with `is_whole`, the program's own norm covers it."""
+        self._taken[group] = self._norms.of(gather, self._of_programs[group] if is_whole else None)
+
+    def take(self, group: int, norm: SquaredNorm) -> None:
+        """Takes a norm that is computed elsewhere."""
+        self._taken[group] = norm
+
+    def squared(self) -> list[Any]:
+        """The squared norm of each group's whole gradient, in the order of the groups; waits for them."""
+        if not self._known:
+            taken = {group: self._taken[group] for group in sorted(self._taken)}
+            self._known = self._norms.values(taken, self._layers)
+        return list(self._known.values())
+
+    def first_nonfinite(self) -> int | None:
+        """The first group whose gradient has a squared norm that is not finite, once they are known."""
+        return next((group for group, norm in self._known.items() if not np.isfinite(np.asarray(norm))), None)
+
+    def release(self) -> None:
+        """Drops the norms once the step's results are known."""
+        self._of_programs, self._taken, self._known = {}, {}, {}
+
+
+@functools.cache
+def _compile_together(num: int, where: jax.sharding.Sharding) -> Any:
+    return _together.lower([jax.ShapeDtypeStruct((), np.float32, sharding=where)] * num).compile()
+
+
+class OffloadsInFlight:
+    """The offloads whose gradients the device still holds, in the order of issue."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -47,13 +148,9 @@ class OffloadsInFlight:
         self._copies.append((index, copy))
 
     def hold_for(self, offload: int) -> None:
-        """Makes the device wait for an offload and those before it, and frees their gradients for its next program.
-
-        Raises:
-          LateFailure: if one has failed.
-        """
-        place = next((place for place, (index, _) in enumerate(self._copies) if index == offload), -1)
-        self._hold_first(place + 1)
+        """Makes the device wait for an offload and those before it, and frees their gradients; raises `LateFailure`."""
+        position = next((position for position, (index, _) in enumerate(self._copies) if index == offload), -1)
+        self._hold_first(position + 1)
 
     def hold_all(self) -> None:
         """Likewise for all offloads: the next step's programs may need their memory."""
@@ -69,14 +166,6 @@ class OffloadsInFlight:
 
 class StepGradients:
     """The gradients of one micro-batch, and the sums of those before it.
-
-    Args:
-      program: the instructions of the step.
-      transport: offloads them.
-      norms: computes their norms.
-      accumulated: the sums of earlier micro-batches.
-      is_last: whether the update follows this micro-batch.
-      updates: the updates on the device.
 
     Attributes:
       sums: by group, the gradients summed on the device.
@@ -111,9 +200,9 @@ class StepGradients:
         self.has_added = False
 
     def key(self, call: Instruction, commit: Callable[[], bool]) -> ProgramKey | None:
-        """The program to run. It adds to host memory if an earlier program has written there.
+        """Returns the program to run; it adds to host memory if an earlier one has written there.
 
-        Returns None if the step was stopped before any sum changed.
+        None if stopped before.
         """
         key = call.key
         assert key is not None
@@ -150,10 +239,7 @@ class StepGradients:
         norms: Sequence[jax.Array | None],
         commit: Callable[[], bool],
     ) -> None:
-        """Stores the gradients that a program has returned, by group.
-
-        With `call.stores` they are vectors and what goes there.
-        """
+        """Stores the gradients that a program has returned; with `call.stores`, vectors and what goes there."""
         for use, own, norm in zip(call.uses, gradients, norms, strict=True):
             if use.is_trained:
                 self._receive(call, use, key.writes[use.place], own, norm, commit)
@@ -167,7 +253,6 @@ class StepGradients:
         norm: jax.Array | None,
         commit: Callable[[], bool],
     ) -> None:
-        """Stores the gradient of a group."""
         group = use.group
         self.norms.note(group, norm)
         if call.stores:
@@ -191,7 +276,6 @@ class StepGradients:
         self._pending[use.number] = gradients
 
     def _note_offload(self, index: int, group: int, stored: HostGradient) -> None:
-        """Notes an offload that has been issued."""
         if stored.latest is not None:
             self.in_flight.add(index, stored.latest)
         self.note_arrival(group)
@@ -218,18 +302,13 @@ class StepGradients:
         return [self.kept.pop(group, []) for group in unit.layers]
 
     def offload(self, call: Instruction, mark: Any, commit: Callable[[], bool], waits: bool) -> None:
-        """Offloads a gradient, or keeps it in the sums on the device.
-
-        Args:
-          call: the offload.
-          mark: records when the copy starts and ends; None records nothing.
-          commit: asks permission for an irreversible change.
-          waits: whether to wait for the copy.
-        """
+        """Offloads a gradient, or keeps it in the sums on the device; `commit` permits an irreversible change."""
         group = call.group
         # A sum begun on the host, under another batch's plan, stays there. The bits are the same either way.
         if group in self._program.summed and not self._is_last and group not in self.on_host:
-            self.sums[group] = self._sum_of(group, self._pending.pop(call.task.segment))
+            own = self._pending.pop(call.task.segment)
+            begins = group in self._program.widened and group not in self._are_sums
+            self.sums[group] = _widened(own) if begins else list(own)
             return
         if not self._may_add(group, commit):
             return
@@ -241,13 +320,6 @@ class StepGradients:
             self.note_arrival(group)
         else:
             self._note_offload(call.index, group, stored)
-
-    def _sum_of(self, group: int, gradients: Any) -> list[jax.Array]:
-        """The sum on the device that ends with these gradients, or begins with them."""
-        if group in self._are_sums or group not in self._program.widened:
-            return list(gradients)
-        begun: list[jax.Array] = _widened(gradients)
-        return begun
 
     def forget_inflight(self) -> None:
         """Waits for all offloads in flight and ignores their errors."""
@@ -297,10 +369,7 @@ class StepGradients:
         jax.block_until_ready([self.gather(group) for group in self.on_host])
 
     def recycle(self, unit: UpdateGroup) -> None:
-        """Returns the vectors of used gradients to the transport.
-
-        A norm may still be reading them. The next step, which writes there, begins once all norms are known.
-        """
+        """Returns the vectors of used gradients to the transport; the next step begins once all norms are known."""
         for group in unit.layers:
             if (used := self.on_host.pop(group, None)) is not None:
                 self._transport.recycle(group, used)

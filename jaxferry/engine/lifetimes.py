@@ -29,31 +29,17 @@ def unsplit_by_step(
 ) -> int:
     """Returns the memory to leave for what XLA's allocator hands out beyond the buffers of a step; see `unsplit_bytes`.
 
-    Args:
-      program: the instructions of a step.
-      temporary_bytes: as for `memory.footprints`.
-      ahead: likewise.
-      joins_vectors: whether copies cross the link as whole vectors, which exist beside the arrays that they hold.
-      kind: as for `unsplit_bytes`.
+    Arguments as for `memory.footprints`; `joins_vectors`: copies cross the link as whole vectors beside their arrays.
     """
     found = Lifetimes(program, temporary_bytes, ahead, joins_vectors)
     return unsplit_bytes(found.buffers, found.end, kind)
 
 
 class Lifetimes:
-    """The buffers of one step.
-
-    Attributes:
-      buffers: those that programs and transfers request.
-      end: the time when the step ends.
-    """
+    """The buffers that programs and transfers of one step request; the step ends at the time `end`."""
 
     def __init__(
-        self,
-        program: StepProgram,
-        temporary_bytes: Mapping[ProgramKey, int],
-        ahead: Sequence[int],
-        joins_vectors: bool,
+        self, program: StepProgram, temporary_bytes: Mapping[ProgramKey, int], ahead: Sequence[int], joins_vectors: bool
     ) -> None:
         self._program, self._parts, self._graph = program, program.partition, program.partition.graph
         self._transfers, self._joins_vectors = Transfers(program, ahead), joins_vectors
@@ -123,7 +109,6 @@ class Lifetimes:
                 self._add(leaf.size * leaf.dtype.itemsize, start, _TIMES * last + _FREED)
 
     def _add_program(self, instruction: Instruction, temporary_bytes: Mapping[ProgramKey, int]) -> None:
-        """Adds what a program makes, and its temporaries."""
         key, place, segment = instruction.key, instruction.place, self._parts.segments[instruction.segment]
         assert key is not None
         start, end = _TIMES * place + _RESULTS, _TIMES * place + _FREED

@@ -42,8 +42,7 @@ from jaxferry.step import (
     schedule_step,
 )
 
-MIN_OFFLOADED_BYTES = 1024
-"""Smaller values stay on the device: the latency of a transfer outweighs their memory."""
+MIN_OFFLOADED_BYTES = 1024  # smaller values stay on the device: the latency of a transfer outweighs their memory
 
 _OPERATIONS = {
     Kind.LOAD: Operation.LOAD,
@@ -70,15 +69,10 @@ def lower(
     offload_activations: bool = False,
     joins: Joins = NO_JOINS,
 ) -> StepProgram:
-    """Lowers a plan to the instructions of a step.
+    """Lowers a plan to the instructions of a step; `profile` has the facts of the programs (`with_program_facts`).
 
-    Args:
-      partition: the segments.
-      derivatives: by program number.
-      plan: modes and gradient places of the uses, in order.
-      profile: the expected durations, with the facts of the programs (`facts.with_program_facts`).
-      offload_activations: whether values wait in host memory for their backward.
-      joins: the work of the transport that is part of other programs.
+    With `offload_activations`, values wait in host memory for their backward. `joins` is the work of the transport
+    that is part of other programs.
     """
     offloaded = offloaded_values(partition, derivatives) if offload_activations else {}
     schedule = schedule_step(profile, plan)
@@ -87,8 +81,6 @@ def lower(
 
 
 class _Lowering:
-    """Makes the instructions of one schedule."""
-
     def __init__(
         self,
         partition: Partition,
@@ -124,7 +116,7 @@ class _Lowering:
             values = [value for value, (last_forward, _) in self._offloaded.items() if last_forward == use.segment]
             return dataclasses.replace(made, place=use.segment, values=tuple(values))
         if task.kind is Kind.FETCH:
-            place = self._backward_place(use.segment)
+            place = places(self._partition).index((ProgramKind.BACKWARD, use.segment))
             values = [value for value, (_, until) in self._offloaded.items() if until == place]
             return dataclasses.replace(made, place=place, values=tuple(values))
         return made
@@ -132,13 +124,16 @@ class _Lowering:
     def _program(self, made: Instruction) -> Instruction:
         place = self._places[made.index]
         key, segment = self._joined(self._keys[place], made), self._partition.segments[made.segment]
+        reads: tuple[tuple[int, ...], ...] = tuple(segment.inputs), tuple(segment.nondiff_inputs)
+        if key.kind is ProgramKind.BACKWARD:
+            reads = backward_reads(segment, self._derivatives[segment.program])
         return dataclasses.replace(
             made,
             operation=Operation.LOSS if key.kind is ProgramKind.LOSS else made.operation,
             key=key,
             place=place,
             uses=self._uses_of(made, key),
-            reads=self._reads_of(segment, key),
+            reads=reads,
             outputs=tuple(segment.outputs),
             nondiff_outputs=tuple(segment.nondiff_outputs),
             inputs=tuple(segment.inputs),
@@ -176,9 +171,9 @@ class _Lowering:
         return found
 
     def _places_of_tasks(self) -> dict[int, int]:
-        """The place of each task that runs a program: the last one of its segment's forward, or backward.
+        """The place of each task that runs a program, the last of its segment's.
 
-        The last segment's one program belongs to its forward. Also finds which task runs the program of any other.
+        Also finds what runs all others' programs.
         """
         runs: dict[tuple[Kind, int], list[int]] = {}
         for index, task in enumerate(self._tasks):
@@ -208,7 +203,6 @@ class _Lowering:
         return tuple(copies)
 
     def _uses_of(self, made: Instruction, key: ProgramKey) -> tuple[ProgramUse, ...]:
-        """What a program does with each group of its segment."""
         parts, copies = self._partition, self._copies_of(made)
         read = [True] * len(copies)
         if key.kind is ProgramKind.BACKWARD:
@@ -231,18 +225,7 @@ class _Lowering:
             )
         return tuple(found)
 
-    def _reads_of(self, segment: Segment, key: ProgramKey) -> tuple[tuple[int, ...], ...]:
-        """The values that a program is given, one tuple for each of its arguments."""
-        if key.kind is not ProgramKind.BACKWARD:
-            return tuple(segment.inputs), tuple(segment.nondiff_inputs)
-        return backward_reads(segment, self._derivatives[segment.program])
-
-    def _backward_place(self, segment: int) -> int:
-        order = places(self._partition)
-        return order.index((ProgramKind.BACKWARD, segment))
-
     def _drops_of_tasks(self) -> dict[int, list[Drop]]:
-        """The copies to drop after each program."""
         last_use: dict[int, int] = {}
         for index, task in enumerate(self._tasks):
             if task.copy is not None:
@@ -267,7 +250,7 @@ class _Lowering:
         return vacated
 
     def _taken_over(self) -> set[tuple[int, Any]]:
-        """The programs at whose end a later load starts, each with the layout of that load, which reuses the buffers.
+        """The programs at whose end a later load starts, each with that load's layout, which reuses the buffers.
 
         All other buffers are freed at once, since programs may need their memory before such a load starts.
         """
@@ -294,15 +277,10 @@ class _Lowering:
 def summed_groups(
     partition: Partition, derivatives: Mapping[int, Derivative], accumulate: int, plan: Plan | None = None
 ) -> list[int]:
-    """Groups whose gradients can be summed on the device before they leave: one program computes them.
+    """Returns the groups whose gradients can be summed on the device before they leave: one program computes them.
 
     Gradients of a group with several uses are summed on the host under every plan, so all plans give the same bits.
-
-    Args:
-      partition: the segments.
-      derivatives: by program number.
-      accumulate: the number of micro-batches; there are no sums of one.
-      plan: decides whose gradients leave the device; None for all.
+    `plan` decides whose gradients leave the device; None for all.
     """
     if accumulate == 1:
         return []
@@ -318,17 +296,12 @@ def summed_groups(
 
 
 def widened_groups(partition: Partition, derivatives: Mapping[int, Derivative], accumulate: int = 1) -> dict[int, int]:
-    """Returns the groups whose gradients the host sums in more bits than they have.
+    """Returns the groups whose gradients the host sums in more bits than they have, with the dense gradients of each.
 
     A sum in 16 bits would be rounded after each addition. With several micro-batches, the host widens the sums of all
     groups. With one, it widens the sums of groups with several uses, except where exactly one use is dense and the
     others look rows up, such as a tied table. The host rounds each lookup's rows once into the dense gradient: a wider
     sum would slow down the update of the table, which reads all of it.
-
-    Args:
-      partition: the segments.
-      derivatives: by program number.
-      accumulate: the number of micro-batches.
 
     Returns:
       By group, the number of dense gradients that arrive in each micro-batch, at least 1.
@@ -357,16 +330,14 @@ def offloaded_values(partition: Partition, derivatives: Mapping[int, Derivative]
                 last_forward[value] = place
             else:
                 backward.setdefault(value, place)
+    graph = partition.graph
     return {
         value: (last_forward[value], until)
         for value, until in backward.items()
-        if until - last_forward[value] >= 2 * CROSSING_SLOTS and _is_worth_moving(partition, value)
+        if until - last_forward[value] >= 2 * CROSSING_SLOTS
+        and not jax.dtypes.issubdtype(graph.avals[value].dtype, jax.dtypes.extended)
+        and graph.num_bytes(value) >= MIN_OFFLOADED_BYTES
     }
-
-
-def _is_worth_moving(partition: Partition, value: int) -> bool:
-    is_key = jax.dtypes.issubdtype(partition.graph.avals[value].dtype, jax.dtypes.extended)
-    return not is_key and partition.graph.num_bytes(value) >= MIN_OFFLOADED_BYTES
 
 
 def last_readers(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[int, list[int]]:
@@ -391,7 +362,6 @@ def backward_reads(segment: Segment, derivative: Derivative) -> tuple[tuple[int,
 
 
 def _freeable_reads(partition: Partition, derivatives: Mapping[int, Derivative]) -> list[list[int]]:
-    """The freeable values that each program touches."""
     kept = {partition.loss, *(atom for atom in partition.aux if isinstance(atom, int))}
     made = {v for s in partition.segments for v in (*s.outputs, *s.nondiff_outputs)} | set(partition.prelude_outputs)
     table = []

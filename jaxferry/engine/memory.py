@@ -23,8 +23,7 @@ from jaxferry.step import Instruction, Lane, Operation, ProgramKey, ProgramKind,
 _SCALAR_BYTES = {ProgramKind.FORWARD: 1, ProgramKind.LOSS: 5, ProgramKind.BACKWARD: 4}
 """Until the step ends, programs keep a flag for finite outputs and the norm of their gradient."""
 
-PRELUDE_BYTES = 1
-"""Likewise the flag of what runs before the first layer."""
+PRELUDE_BYTES = 1  # likewise the flag of what runs before the first layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +32,13 @@ class Peak:
 
     Attributes:
       parameters: parameters only.
-      held: parameters, values between segments, residuals and gradients.
+      array_bytes: parameters, values between segments, residuals and gradients.
       counted: all of these and the temporaries of the running program.
       unsplit: returns the memory to leave for what the device's allocator hands out beyond that.
     """
 
     parameters: int
-    held: int
+    array_bytes: int
     counted: int
     unsplit: Callable[[], int] = dataclasses.field(default=int, repr=False, compare=False)
 
@@ -58,13 +57,11 @@ class Footprint:
     """The most device memory in use while one program of a step runs, in bytes.
 
     Attributes:
-      copies: this step's copies of parameters, RESIDENT ones included.
-      copies_ahead: the next step's copies.
+      copies: this step's copies of parameters, RESIDENT ones included; then the next step's.
       more_ahead: what these take beyond the memory of gradients that have left before them.
       gradients: gradients on the device, the program's own included.
       values: batch, constants, values between segments, residuals, cotangents and scalars.
       other: device memory that is always in use.
-      temporaries: the program's own.
     """
 
     copies: int
@@ -81,14 +78,14 @@ class Footprint:
         return self.copies + self.copies_ahead
 
     @property
-    def held(self) -> int:
+    def array_bytes(self) -> int:
         """Everything but the temporaries."""
         return self.copies + self.more_ahead + self.gradients + self.values + self.other
 
     @property
     def total(self) -> int:
         """All memory in use."""
-        return self.held + self.temporaries
+        return self.array_bytes + self.temporaries
 
 
 def peak_bytes(
@@ -101,26 +98,20 @@ def peak_bytes(
     """The most memory that a step needs; arguments as for `footprints` and `Peak`."""
     resident = _resident_bytes(program)
     found = footprints(program, temporary_bytes, other_bytes, ahead)
-    parameters, held, total = (
+    parameters, arrays, total = (
         max((getattr(footprint, what) for footprint in found), default=resident)
-        for what in ("parameters", "held", "total")
+        for what in ("parameters", "array_bytes", "total")
     )
-    return Peak(parameters, held, total, unsplit)
+    return Peak(parameters, arrays, total, unsplit)
 
 
 def footprints(
-    program: StepProgram,
-    temporary_bytes: Mapping[ProgramKey, int],
-    other_bytes: int = 0,
-    ahead: Sequence[int] = (),
+    program: StepProgram, temporary_bytes: Mapping[ProgramKey, int], other_bytes: int = 0, ahead: Sequence[int] = ()
 ) -> list[Footprint]:
-    """Adds up the most memory in use while each program runs, by place.
+    """Returns the most memory in use while each program runs, by place.
 
-    Args:
-      program: the instructions of a step.
-      temporary_bytes: device memory that each program needs besides its arguments and results; missing means 0.
-      other_bytes: device memory that is always in use, besides RESIDENT copies.
-      ahead: loads that may run in the previous step.
+    `temporary_bytes` without a program means 0. `other_bytes` are always in use, besides RESIDENT copies. `ahead` are
+    loads that may run in the previous step.
     """
     resident, transfers = _resident_bytes(program), Transfers(program, ahead)
     values, found = LiveValues(program.partition, program.derivatives), []
@@ -152,12 +143,7 @@ def _key(instruction: Instruction) -> ProgramKey:
 
 
 class LiveValues:
-    """The live values between segments, residuals, cotangents and scalars while a step's programs run in order.
-
-    Args:
-      partition: the segments.
-      derivatives: by program number.
-    """
+    """The live values between segments, residuals, cotangents and scalars while a step's programs run in order."""
 
     def __init__(self, partition: Partition, derivatives: Mapping[int, Derivative]) -> None:
         self._partition, self._derivatives = partition, derivatives
@@ -193,10 +179,7 @@ class LiveValues:
             self._cotangents = {v: n for v, n in self._cotangents.items() if v not in segment.outputs}
 
     def _reused_bytes(self, segment: Segment) -> int:
-        """The bytes of a backward's cotangents and rows that XLA writes into donated residuals and cotangents.
-
-        JAX gives each result the memory of a donated argument of the same shape and dtype, as long as there is one.
-        """
+        """The bytes of a backward's results that XLA writes into donated arguments of the same shape and dtype."""
         if segment.program not in self._reused:
             avals, derivative = self._partition.graph.avals, self._derivatives[segment.program]
             donated = _by_shape((*derivative.saved, *(avals[value] for value in segment.outputs)))
@@ -228,8 +211,7 @@ class Transfers:
 
     Attributes:
       copies_of: for each group, the bytes of its copies if none stays between micro-batches, by place.
-      copies: bytes of the step's own copies of parameters, by place.
-      gradients: bytes of gradients, by place.
+      copies, gradients: bytes of the step's own copies of parameters, and of gradients, by place.
       copies_ahead: bytes of the next step's copies, by place.
       more_ahead: by place, the memory that these take beyond that of the gradients which left before them.
       offloaded: bytes of values that are certainly only in host memory, by place.
@@ -287,12 +269,8 @@ class Transfers:
     def _bytes_of(self, index: int) -> int:
         return self._program.partition.layers[self._program.instructions[index].group].num_bytes
 
-    def _gradient_bytes(self, instruction: Instruction) -> int:
-        """The bytes of an offload's gradient; only the touched rows of a lookup's table are on the device."""
-        return self._gradient_bytes_of(instruction.segment, instruction.group)
-
-    def _gradient_bytes_of(self, segment: int, group: int) -> int:
-        """Returns the bytes of the gradient of a group that the program of a segment makes."""
+    def _gradient_bytes(self, segment: int, group: int) -> int:
+        """The bytes of a group's gradient that a segment's program makes; of a lookup's table only touched rows."""
         partition = self._program.partition
         derivative = self._program.derivatives[partition.segments[segment].program]
         layer = partition.layers[group]
@@ -320,8 +298,9 @@ class Transfers:
             if instruction.operation is Operation.STORE_STATE:
                 continue  # counted as slots for subgroups
             self.gradient_stops[instruction.segment, instruction.group] = free_from
+            num_bytes = self._gradient_bytes(instruction.segment, instruction.group)
             for place in range(self.last_program[instruction.index], free_from):
-                self._gradients_at[place][instruction.index] = self._gradient_bytes(instruction)
+                self._gradients_at[place][instruction.index] = num_bytes
         for instruction in instructions:
             for value in instruction.values if instruction.operation is Operation.FETCH else ():
                 for place in range(gone_from[value], self.last_program[instruction.index] + 1):
@@ -342,9 +321,9 @@ class Transfers:
                 in_next = self._gradients_at[:num_late]
                 stop = self._num_places + num_late if num_late else until[use.group] + 1
                 self.gradient_stops[use.segment, use.group] = stop
-                for held in (*self._gradients_at[instruction.place : until[use.group] + 1], *in_next):
-                    num_bytes = self._gradient_bytes_of(use.segment, use.group)
-                    held[instruction.index] = held.get(instruction.index, 0) + num_bytes
+                for at_place in (*self._gradients_at[instruction.place : until[use.group] + 1], *in_next):
+                    num_bytes = self._gradient_bytes(use.segment, use.group)
+                    at_place[instruction.index] = at_place.get(instruction.index, 0) + num_bytes
 
     def _late_updates(self) -> dict[int, int]:
         """The groups whose last update is left to the next step, each with its place among the programs there."""

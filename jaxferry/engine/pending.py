@@ -1,10 +1,9 @@
 """What a state remembers of steps that have not ended, and which thread may use it.
 
-Who may use a training step and its states: the process that made them, and one of its threads at a time.
-
-A forked child has none of its parent's threads, and would wait for them forever. Two threads that run steps of one
-state would wait for each other's tasks; one that reads a state would meet arrays that an update of the other donated.
-The user runs under settings of JAX of its own, which the owner leaves meanwhile (`settings`).
+A training step and its states belong to the process that made them, and to one of its threads at a time. A forked
+child has none of its parent's threads, and would wait for them forever. Two threads that run steps of one state would
+wait for each other's tasks; one that reads a state would meet arrays that an update of the other donated. The user
+runs under settings of JAX of its own, which the owner leaves meanwhile (`settings`).
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import jax
 import numpy as np
 
-from jaxferry.engine.norms import LossScale
-from jaxferry.engine.step_run import StepRun
+from jaxferry.engine.lanes import StepRun
 from jaxferry.errors import JaxFerryError, StateError, TaskError, described, internal_errors, is_internal
 from jaxferry.partition import Layer, SharedLayer
 from jaxferry.settings import own_settings
@@ -54,11 +52,8 @@ class Owner:
     def using(self, entry: str, state: Any = None) -> Iterator[None]:
         """Reserves step and states for the calling thread while the block runs, under the engine's settings of JAX.
 
-        It never waits for another thread.
-
-        Args:
-          entry: the name of the entry, for the error in another thread.
-          state: the state that it may change, for the text of an internal error.
+        It never waits. `entry` is named in another thread's error; `state` is what it may change, for the text of an
+        internal error.
 
         Raises:
           InternalError: for an error of the block that is JaxFerry's own mistake.
@@ -113,16 +108,50 @@ def by_one_thread(entry: Callable[Concatenate[_Self, _Given], _Made]) -> Callabl
     return call
 
 
+LARGEST = 2.0**24
+GROWTH_STEPS = 2000  # the number of consecutive updates with finite gradients after which the factor is doubled
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """The factor that prevents underflow of small 16-bit gradients, and the updates since its last change.
+
+    It multiplies the loss before the backward and divides the gradients in the update, in fp32. If it is too large,
+    gradients become infinite: the update is then skipped, exactly, and the factor halved (Micikevicius et al., Mixed
+    Precision Training, 2018, section 3.2). Dynamic factors are powers of two, so scaling is exact.
+    """
+
+    value: float = 2.0**16
+    is_dynamic: bool = True
+    num_finite: int = 0
+
+    @property
+    def is_least(self) -> bool:
+        """Whether the factor is at its minimum."""
+        return self.value <= 1
+
+    def after(self, is_finite: bool) -> LossScale:
+        """Returns the factor for the next update."""
+        if not self.is_dynamic:
+            return self
+        if not is_finite:
+            return LossScale(max(self.value / 2, 1.0))
+        if self.num_finite + 1 < GROWTH_STEPS:
+            return dataclasses.replace(self, num_finite=self.num_finite + 1)
+        return LossScale(min(self.value * 2, max(self.value, LARGEST)))
+
+
+UNSCALED = LossScale(1.0, is_dynamic=False)  # the identity: no scaling
+
+
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
     """Gradients of micro-batches since the last update.
 
     Attributes:
-      num_batches: number of micro-batches.
       weight: the sum of their weights, which are 1 unless the loss function states them.
       loss: the sum of their losses, each times its weight.
-      on_host: sums in host memory, by parameter group.
-      on_device: sums on the device, by parameter group.
+      on_host, on_device: sums by parameter group.
       is_finite: whether all their losses were finite.
     """
 
@@ -141,14 +170,7 @@ class Accumulated:
         return dataclasses.replace(self, on_host={**self.on_host, group: stored}, on_device=on_device)
 
     def brought(self, group: int, transport: Transport, layer: Layer, placement: Placement) -> Accumulated:
-        """Returns the same sums with one group's moved to the device, as its update there adds them up.
-
-        Args:
-          group: the group; its sum is in host memory.
-          transport: keeps it.
-          layer: the group's trained parameters.
-          placement: where arrays live.
-        """
+        """Returns the same sums with one group's moved from host memory to the device, as its update adds them up."""
         on_host = dict(self.on_host)
         stored, arrays = on_host.pop(group), []
         flat = [np.asarray(vector) for vector in transport.gather(group, stored)]
@@ -190,13 +212,7 @@ class EndingStep(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PendingStep:
-    """A step that has returned, but whose updates may still be in flight.
-
-    Attributes:
-      work: the run of its tasks.
-      step: the step.
-      before: the state's counts before the step.
-    """
+    """A step that has returned, but whose updates may still be in flight, with the state's counts before it."""
 
     work: StepRun
     step: EndingStep
@@ -204,11 +220,7 @@ class PendingStep:
 
 
 class LateFailure(Exception):
-    """A device error that surfaces while another task is issued; the error itself is the `__cause__`.
-
-    Attributes:
-      index: the task that failed.
-    """
+    """A device error of the task `index` that surfaces while another one is issued; the error is the `__cause__`."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -217,12 +229,7 @@ class LateFailure(Exception):
 
 @contextlib.contextmanager
 def task_errors(what: str = _BEFORE_ALL_LAYERS, layer: str = "") -> Iterator[None]:
-    """Turns errors of the block into a `TaskError` that says what has failed; no update has begun yet.
-
-    Args:
-      what: what the block does; by default it moves a batch and runs the prelude.
-      layer: its layer.
-    """
+    """Turns errors of the block into a `TaskError` that says what has failed; no update has begun yet."""
     try:
         yield
     except JaxFerryError:
@@ -232,12 +239,7 @@ def task_errors(what: str = _BEFORE_ALL_LAYERS, layer: str = "") -> Iterator[Non
 
 
 def task_error(work: StepRun, outcome: str) -> TaskError:
-    """Makes the error for a failed task; the message names the layer.
-
-    Args:
-      work: the failed run.
-      outcome: what happened to the state, in words.
-    """
+    """Makes the error for a failed task; the message names the layer and what happened to the state."""
     assert work.failure is not None
     index, error = work.failure.index, work.failure.error
     if isinstance(error, LateFailure) and error.__cause__ is not None:

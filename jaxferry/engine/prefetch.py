@@ -13,7 +13,7 @@ from typing import Protocol
 
 import jax
 
-from jaxferry.engine.step_run import StepRun
+from jaxferry.engine.lanes import StepRun
 from jaxferry.step import StepProgram
 from jaxferry.transport import DeviceLayer, Placement, StepMarks, TaskMark, Transport, Vectors
 
@@ -21,13 +21,7 @@ from jaxferry.transport import DeviceLayer, Placement, StepMarks, TaskMark, Tran
 class DeviceCopies:
     """The device copies that one step loads.
 
-    Args:
-      program: the instructions of the step.
-      transport: does the loads.
-      placement: where arrays live.
-      vectors: the compute copy of the parameters, by group.
-      marks: records when loads start and end; None records nothing.
-      kept: by group, copies that an earlier micro-batch has left; loads take them, and drops leave them.
+    Loads take copies that an earlier micro-batch has left in `kept`, by group; drops leave them there.
 
     Attributes:
       is_last: whether the update follows, so that no copy is left.
@@ -56,10 +50,10 @@ class DeviceCopies:
     @property
     def arrays(self) -> list[jax.Array]:
         """All arrays that currently hold copies."""
-        return [array for held in self._held.values() for array in held.arrays]
+        return [array for copy in self._held.values() for array in copy.arrays]
 
     def load(self, index: int) -> None:
-        """Runs the load with this index; see `step_run.Action`."""
+        """Runs the load with this index; see `lanes.Action`."""
         group = self._program.instructions[index].group
         is_first = self._num_left[group] == self._program.loaded[group]
         self._num_left[group] -= 1
@@ -69,16 +63,16 @@ class DeviceCopies:
     def _take(self, index: int, mark: TaskMark | None = None) -> DeviceLayer:
         """Takes the copy of a load: one that stays from an earlier load of the group, or a new one."""
         group = self._program.instructions[index].group
-        held = self._kept.pop(group, None)
-        if held is None:
-            held = self._transport.load(group, self._vectors[group], mark)
-            wait_for_copy(held, self._placement)
-        self._held[index] = held
-        return held
+        copy = self._kept.pop(group, None)
+        if copy is None:
+            copy = self._transport.load(group, self._vectors[group], mark)
+            wait_for_copy(copy, self._placement)
+        self._held[index] = copy
+        return copy
 
     def _copy(self, index: int) -> DeviceLayer:
-        held = self._held.get(index)
-        return self._take(index) if held is None else held
+        copy = self._held.get(index)
+        return self._take(index) if copy is None else copy
 
     def parameters(self, index: int) -> list[jax.Array]:
         """The parameters that the load with this index copied."""
@@ -90,19 +84,19 @@ class DeviceCopies:
 
     def drop(self, index: int, is_reused: bool = True) -> None:
         """Frees the copy of a load once the programs that read it have run, or leaves it to a later load."""
-        held, group = self._copy(index), self._program.instructions[index].group
+        copy, group = self._copy(index), self._program.instructions[index].group
         del self._held[index]
         if group in self._program.kept and (self._num_left[group] or not self.is_last):
             assert group not in self._kept, "two copies of a group stay"
-            self._kept[group] = held
+            self._kept[group] = copy
         else:
             # Before the update the next load does not wait for the gradient that the last reader makes.
-            self._transport.drop(held, is_reused, self.is_last and group in self._program.reserved)
+            self._transport.drop(copy, is_reused, self.is_last and group in self._program.reserved)
 
     def take_over(self, earlier: DeviceCopies, loads: Collection[int]) -> None:
         """Takes the copies that these loads have made for a step with like tasks; frees its other copies."""
-        self._held = {index: held for index, held in earlier._held.items() if index in loads}
-        earlier._held = {index: held for index, held in earlier._held.items() if index not in loads}
+        self._held = {index: copy for index, copy in earlier._held.items() if index in loads}
+        earlier._held = {index: copy for index, copy in earlier._held.items() if index not in loads}
         earlier.drop_all()
 
     def forget(self, index: int) -> None:
@@ -115,20 +109,15 @@ class DeviceCopies:
             self._transport.drop(self._held.popitem()[1])
 
 
-def wait_for_copy(held: DeviceLayer, placement: Placement) -> None:
+def wait_for_copy(copy: DeviceLayer, placement: Placement) -> None:
     """Waits for a copy if the lanes' threads do the work themselves."""
     if placement.is_cpu:
-        jax.block_until_ready(held.parameters())
+        jax.block_until_ready(copy.parameters())
 
 
 @dataclasses.dataclass(eq=False)
 class Prefetch:
-    """A step that has not been called yet, with some groups already on the device or in flight.
-
-    Attributes:
-      work: its tasks, of which the first loads are running or done.
-      copies: the loaded copies.
-    """
+    """A step that has not been called yet, with some groups already on the device or in flight."""
 
     work: StepRun
     copies: DeviceCopies
@@ -186,11 +175,7 @@ class PrefetchSlot:
         self._known = prefetch
 
     def take(self, prefetch: Prefetch | None) -> None:
-        """Forgets the remembered prefetch, and frees it unless it is the given one.
-
-        Args:
-          prefetch: the prefetch that its step is about to use or free; None frees everything.
-        """
+        """Forgets the remembered prefetch, and frees it unless it is the given one, which its caller uses or frees."""
         known, self._known = self._known, None
         if known is not None and known is not prefetch:
             known.discard()

@@ -1,10 +1,6 @@
 """What the programs of a partition add to a profile, and the variants whose segments recompute.
 
-Fills in the optional keys of a profile's layers: facts of the engine's programs beyond their times.
-
-With them, lowering a plan for a profile gives the tasks that the engine runs: the plan shown is the plan that runs.
-
-Variants of a partition whose segments may recompute their forward, and the derivatives of all their programs.
+With these facts, lowering a plan for a profile gives the tasks that the engine runs.
 
     remat (none, full, policy, auto) --base--> only segments that the argument names recompute
                                      --of(flags)--> these segments recompute as well
@@ -33,27 +29,21 @@ def with_program_facts(
     offload_activations: bool = False,
     staging_bytes: int = 0,
 ) -> Profile:
-    """The profile with the facts of its layers' programs that are known before compilation.
+    """Returns the profile with the facts of its layers' programs that are known before compilation.
 
-    Temporaries depend on the compiler: a measured profile has them, beside its times.
-
-    Args:
-      profile: times and sizes of the uses.
-      partition: the segments.
-      derivatives: by program number.
-      offload_activations: whether values wait in host memory for their backward.
-      staging_bytes: device memory that transfers need besides the moved bytes.
+    Temporaries depend on the compiler: a measured profile has them, beside its times. `staging_bytes` is device memory
+    that transfers need besides the moved bytes.
     """
-    facts = [_flags(partition, derivatives, number) for number in range(len(partition.uses))]
+    fields = [_flags(partition, derivatives, number) for number in range(len(partition.uses))]
     if offload_activations:
-        _add_moves(facts, partition, derivatives)
-    _add_workspace(facts, profile, partition, derivatives, staging_bytes)
-    pairs = zip(profile.layers, facts, strict=True)
-    return dataclasses.replace(profile, layers=tuple(dataclasses.replace(layer, **fact) for layer, fact in pairs))
+        _add_moves(fields, partition, derivatives)
+    _add_workspace(fields, profile, partition, derivatives, staging_bytes)
+    pairs = zip(profile.layers, fields, strict=True)
+    return dataclasses.replace(profile, layers=tuple(dataclasses.replace(layer, **own) for layer, own in pairs))
 
 
 def with_sum_bytes(profile: Profile, partition: Partition, groups: Collection[int]) -> Profile:
-    """The profile for a step in which sums over micro-batches of these groups leave the device, and no other sums.
+    """Returns the profile for a step in which only sums over micro-batches of these groups leave the device.
 
     A sum that is wider than the gradient takes as much longer.
     """
@@ -73,14 +63,14 @@ def with_sum_bytes(profile: Profile, partition: Partition, groups: Collection[in
 
 def without_times(partition: Partition) -> Profile:
     """A profile of sizes only; all times are 0."""
-    facts: dict[str, Any] = {f.name: 0.0 for f in dataclasses.fields(LayerProfile) if f.name.endswith("_s")}
-    facts["recompute_activation_bytes"] = 0
+    fields: dict[str, Any] = {f.name: 0.0 for f in dataclasses.fields(LayerProfile) if f.name.endswith("_s")}
+    fields["recompute_activation_bytes"] = 0
     layers = []
     for use in partition.uses:
         layer = partition.layers[use.group]
         grad_bytes = -(-layer.trained.num_bytes // partition.graph.num_shares(layer.is_whole))
-        facts |= {"param_bytes": layer.num_bytes, "grad_bytes": grad_bytes, "block": layer.block}
-        made = LayerProfile(name=use.name, parameters=layer.name, shares_program=use.place > 0, **facts)
+        fields |= {"param_bytes": layer.num_bytes, "grad_bytes": grad_bytes, "block": layer.block}
+        made = LayerProfile(name=use.name, parameters=layer.name, shares_program=use.place > 0, **fields)
         layers.append(made if use.place == 0 else made.without_recomputation())
     graph = partition.graph
     return Profile({}, tuple(layers), num_devices=graph.num_devices, num_processes=graph.num_processes)
@@ -103,16 +93,16 @@ def _flags(partition: Partition, derivatives: Mapping[int, Derivative], number: 
     }
 
 
-def _add_moves(facts: list[dict[str, Any]], partition: Partition, derivatives: Mapping[int, Derivative]) -> None:
+def _add_moves(fields: list[dict[str, Any]], partition: Partition, derivatives: Mapping[int, Derivative]) -> None:
     """Adds the bytes of the values that wait in host memory."""
     order, first = places(partition), [uses[0] for uses in partition.uses_of]
     for value, (last_forward, backward) in offloaded_values(partition, derivatives).items():
-        facts[first[order[last_forward][1]]]["save_bytes"] += partition.graph.held_bytes(value)
-        facts[first[order[backward][1]]]["fetch_bytes"] += partition.graph.held_bytes(value)
+        fields[first[order[last_forward][1]]]["save_bytes"] += partition.graph.held_bytes(value)
+        fields[first[order[backward][1]]]["fetch_bytes"] += partition.graph.held_bytes(value)
 
 
 def _add_workspace(
-    facts: list[dict[str, Any]],
+    fields: list[dict[str, Any]],
     profile: Profile,
     partition: Partition,
     derivatives: Mapping[int, Derivative],
@@ -126,21 +116,17 @@ def _add_workspace(
     for place, (kind, number) in enumerate(places(partition)):
         workspace = max(values.enter(kind, number) + staging_bytes - kept[number + 1], 0)
         if kind is not ProgramKind.BACKWARD:
-            facts[first[number]]["forward_workspace_bytes"] = workspace
+            fields[first[number]]["forward_workspace_bytes"] = workspace
         if kind is not ProgramKind.FORWARD:
-            facts[first[number]]["backward_workspace_bytes"] = workspace
+            fields[first[number]]["backward_workspace_bytes"] = workspace
         values.leave(kind, number, frees.get(place, []))
 
 
 class RematVariants:
     """The variants of a partition that differ in recomputation.
 
-    Args:
-      partition: the segments without recomputation.
-      remat: the checked argument of `train_step`.
-
     Attributes:
-      base: the variant in which only segments that the argument names recompute.
+      base: the variant in which only segments that `train_step`'s argument names recompute.
       derivatives: by program number, for all variants made so far.
       may_recompute: for each use, whether the plan may choose recomputation of its segment there, which is at the
         segment's first use, and this frees memory. The last segment's forward and backward are one program, which holds
@@ -166,11 +152,7 @@ class RematVariants:
         return sorted(numbers, key=lambda number: (-held[number], number))
 
     def of(self, recomputes: Sequence[bool]) -> Partition:
-        """Returns the variant in which some segments recompute, besides those that the argument names.
-
-        Args:
-          recomputes: for each use, whether its segment does; the first use of each segment counts.
-        """
+        """Returns the variant in which some uses' segments recompute as well; the first use of each segment counts."""
         firsts = [recomputes[uses[0]] for uses in self._partition.uses_of]
         chosen = ["full" if again else choice for again, choice in zip(firsts, self._choices, strict=True)]
         made = with_remat(self._partition, chosen)

@@ -44,10 +44,7 @@ def is_finite(values: Sequence[jax.Array]) -> jax.Array:
 
 
 def squared_norm(gradients: Sequence[Gradient]) -> jax.Array | None:
-    """Returns the sum of squares in fp32; None if any gradient consists of rows, since rows may repeat.
-
-    Where a program also makes the gradients, they come from `as_stored`.
-    """
+    """Returns the sum of squares in fp32; None if any gradient consists of rows, since rows may repeat."""
     total = jnp.float32(0)
     for gradient in gradients:
         if isinstance(gradient, RowGradient):
@@ -68,15 +65,7 @@ def has_rows(gradients: Sequence[Gradient]) -> bool:
 
 
 class ProgramTracer:
-    """Traces the functions of a partition's programs.
-
-    Args:
-      partition: the segments.
-      derivatives: by program number; empty for evaluations.
-      placement: where arguments and results live.
-      native: whether programs read and write host memory by native operations.
-      is_scaled: whether the loss is scaled before its backward.
-    """
+    """Traces the functions of a partition's programs; `derivatives` is empty for evaluations."""
 
     def __init__(
         self,
@@ -91,16 +80,16 @@ class ProgramTracer:
 
     def content(self, key: ProgramKey) -> Hashable | None:
         """Everything that a program depends on; None if that cannot be compared between partitions."""
-        segment, place = self._segment(key), None
+        segment, number = self._segment(key), None
         if segment.content is None or not isinstance(segment.remat, Hashable):
             return None
         if key.kind is ProgramKind.LOSS:
             assert isinstance(self._partition, Partition)
-            place = self._partition.segments[-1].outputs.index(self._partition.loss)
+            number = self._partition.segments[-1].outputs.index(self._partition.loss)
         memories = (self._placement.device, self._placement.pinned)
         fused_bytes = host_stores.FUSED_BYTES if key.writes_host else None
         joins = (key.arrives, key.stores)
-        uses = (key.kind, key.reads, key.writes, joins, self._native, self._is_scaled, place, fused_bytes)
+        uses = (key.kind, key.reads, key.writes, joins, self._native, self._is_scaled, number, fused_bytes)
         layers, rows = self._layers(segment), self._partition.graph.batch_size
         layouts = tuple((layer.is_whole, layer.layout, layer.trained.layout) for layer in layers)
         return (segment.content, segment.remat, layouts, uses, memories, rows)
@@ -167,34 +156,31 @@ class ProgramTracer:
         of_groups.__name__ = function.__name__
 
         function_of, weights = of_groups, [own if read else [] for own, read in zip(by_group, is_read, strict=True)]
-        for place, source in enumerate(key.reads):
-            if source is Source.HOST and is_read[place]:
-                function_of, weights = self._in_place(place, layers[place], function_of, weights, others)
+        for number, source in enumerate(key.reads):
+            if source is Source.HOST and is_read[number]:
+                function_of, weights = self._in_place(number, layers[number], function_of, weights, others)
         return function_of, [weights, *others]
 
     def _in_place(
-        self, place: int, layer: Layer, function: Function, weights: list[Any], others: list[Any]
+        self, number: int, layer: Layer, function: Function, weights: list[Any], others: list[Any]
     ) -> tuple[Function, list[Any]]:
         """Makes a function of `(by group, *others)` read one group in host memory; returns its new first argument."""
 
         def of_one(own: Any, rest: Any, *others: Any) -> Any:
-            return function([*rest[:place], own, *rest[place:]], *others)
+            return function([*rest[:number], own, *rest[number:]], *others)
 
-        rest = [*weights[:place], *weights[place + 1 :]]
+        rest = [*weights[:number], *weights[number + 1 :]]
         there = self._placement.ownership.shared(layer)
-        read = read_in_place(of_one, there, [weights[place], rest, *others], self._native)
+        read = read_in_place(of_one, there, [weights[number], rest, *others], self._native)
 
         def reading(weights: Any, *others: Any) -> Any:
-            return read(weights[place], [*weights[:place], *weights[place + 1 :]], *others)
+            return read(weights[number], [*weights[:number], *weights[number + 1 :]], *others)
 
         reading.__name__ = function.__name__
-        return reading, [*weights[:place], self._placement.readable(layer), *weights[place + 1 :]]
+        return reading, [*weights[:number], self._placement.readable(layer), *weights[number + 1 :]]
 
     def _targeted(self, key: ProgramKey, segment: Segment, function: Function, arguments: list[Any]) -> Any:
-        """Traces a function `-> gradients, rest` that writes the gradients of each group to the key's target.
-
-        A backward donates its residuals and cotangents, since nothing else reads them.
-        """
+        """Traces a function `-> gradients, rest` that writes gradients to the key's target."""
         device, pinned, layers = self._placement.device, self._placement.pinned, self._layers(segment)
         donated: tuple[int, ...] = (4, 5) if key.kind is ProgramKind.BACKWARD else ()
         if key.stores:
@@ -206,9 +192,9 @@ class ProgramTracer:
         if self._placement.num_devices > 1:
             return self._storing_shares(key, segment, function, arguments)
         run, left = _by_group(segment, function), list(arguments)
-        places = [place for place, target in enumerate(key.writes) if target is not Target.DEVICE]
-        for place in places:
-            run, left = self._stored(place, layers[place], key.writes[place], run, left)
+        places = [number for number, target in enumerate(key.writes) if target is not Target.DEVICE]
+        for number in places:
+            run, left = self._stored(number, layers[number], key.writes[number], run, left)
 
         def stored(destinations: Any, *args: Any) -> Any:
             parts, rest = run(*reversed(destinations), *args)
@@ -218,7 +204,7 @@ class ProgramTracer:
             ]
             return [gradients for gradients, _ in made], rest, [norm for _, norm in made]
 
-        destinations = [[_struct(v, pinned) for v in layers[place].trained.vectors] for place in places]
+        destinations = [[_struct(v, pinned) for v in layers[number].trained.vectors] for number in places]
         where = [device if target is Target.DEVICE else pinned for target in key.writes]
         donated = (0, *(number + 1 for number in donated))
         return self._arriving(key, segment, stored, [destinations, *arguments], donated, (where, device, device))
@@ -240,7 +226,7 @@ class ProgramTracer:
         return made, squared_norm(made)
 
     def _stored(
-        self, place: int, layer: Layer, target: Target, function: Function, arguments: list[Any]
+        self, number: int, layer: Layer, target: Target, function: Function, arguments: list[Any]
     ) -> tuple[Function, list[Any]]:
         """Makes a function `-> by group, rest` write the gradients of one group to host memory.
 
@@ -249,7 +235,7 @@ class ProgramTracer:
 
         def of_one(*args: Any) -> Any:
             parts, rest = function(*args)
-            return parts[place], ([*parts[:place], *parts[place + 1 :]], rest)
+            return parts[number], ([*parts[:number], *parts[number + 1 :]], rest)
 
         accumulate = target is Target.HOST_SUM
         store = store_in_place(of_one, layer.trained, arguments, accumulate=accumulate, native=self._native)
@@ -257,22 +243,22 @@ class ProgramTracer:
         def storing(destinations: Any, *args: Any) -> Any:
             vectors, gradients, (others, rest) = store(destinations, *args)
             part = vectors, None if gradients is None else squared_norm(gradients)
-            return [*others[:place], part, *others[place:]], rest
+            return [*others[:number], part, *others[number:]], rest
 
         return storing, [[_struct(v, self._placement.pinned) for v in layer.trained.vectors], *arguments]
 
     def _storing_shares(self, key: ProgramKey, segment: Segment, function: Function, arguments: list[Any]) -> Any:
         """Traces a function whose gradients are summed over the devices, each of which writes its share to the host."""
         layers, by_group = self._layers(segment), _by_group(segment, function)
-        written = [place for place, target in enumerate(key.writes) if target is not Target.DEVICE]
+        written = [number for number, target in enumerate(key.writes) if target is not Target.DEVICE]
 
-        def share(place: int, gradients: Any, destinations: Any) -> Any:
-            layer = layers[place]
+        def share(number: int, gradients: Any, destinations: Any) -> Any:
+            layer = layers[number]
             own, shares = self._placement.ownership.shared(layer.trained), self._placement.shares_of(layer)
             made = [jax.lax.with_sharding_constraint(vector, shares) for vector in own.pack(gradients)]
             made = as_stored(made)
             norm = squared_norm(made)
-            if key.writes[place] is Target.HOST_SUM:
+            if key.writes[number] is Target.HOST_SUM:
                 made = [twins.to_device(known) + vector for known, vector in zip(destinations, made, strict=True)]
             return list(map(twins.to_host, made)), norm
 
@@ -280,27 +266,26 @@ class ProgramTracer:
             parts, rest = by_group(*args)
             into = dict(zip(written, destinations, strict=True))
             made = [
-                share(place, part, into[place]) if place in into else self._joined(layers[place], part)
-                for place, part in enumerate(parts)
+                share(number, part, into[number]) if number in into else self._joined(layers[number], part)
+                for number, part in enumerate(parts)
             ]
             return [gradients for gradients, _ in made], rest, [norm for _, norm in made]
 
-        def pinned(place: int) -> Any:
-            return self._placement.pinned_of(layers[place])
+        def pinned(number: int) -> Any:
+            return self._placement.pinned_of(layers[number])
 
-        owned = {place: self._placement.ownership.shared(layers[place].trained) for place in written}
-        destinations = [[_struct(v, pinned(place)) for v in owned[place].vectors] for place in written]
+        owned = {number: self._placement.ownership.shared(layers[number].trained) for number in written}
+        destinations = [[_struct(v, pinned(number)) for v in owned[number].vectors] for number in written]
         gradients, rest, _ = jax.eval_shape(stored, destinations, *arguments)
         where = [
-            pinned(place) if place in owned else self._where_gradients_are(layers[place], own)
-            for place, own in enumerate(gradients)
+            pinned(number) if number in owned else self._where_gradients_are(layers[number], own)
+            for number, own in enumerate(gradients)
         ]
         donated = (0, 5, 6) if key.kind is ProgramKind.BACKWARD else (0,)
         shardings = (where, self._shared(rest), self._placement.device)
         return self._arriving(key, segment, stored, [destinations, *arguments], donated, shardings)
 
     def _where_gradients_are(self, layer: Layer, gradients: Sequence[Any]) -> Any:
-        """The sharding of a group's gradients on several devices."""
         return self._placement.device if has_rows(gradients) else self._placement.shares_of(layer)
 
     def _storing(
@@ -338,29 +323,29 @@ class ProgramTracer:
         """
         if not key.arrives:
             return self._traced(function, *arguments, donate=donate, shardings=shardings)
-        place, [layer] = int(key.writes_host or key.stores), self._layers(segment)
+        number, [layer] = int(key.writes_host or key.stores), self._layers(segment)
 
         def arriving(*args: Any) -> Any:
             *own, _ = args
-            own[place] = [targets.ferry_wait(own[place][0])]
-            return own[place][0], function(*own)
+            own[number] = [targets.ferry_wait(own[number][0])]
+            return own[number][0], function(*own)
 
         arriving.__name__ = function.__name__
         device = self._placement.device
         vectors = tuple(_struct(v, self._placement.pinned) for v in layer.vectors)
         where = (device, device if shardings is None else shardings)
         # The vectors are an argument so that their memory is not reused before the load has ended.
-        options: dict[str, Any] = {"donate_argnums": (place, *donate), "out_shardings": where, "keep_unused": True}
+        options: dict[str, Any] = {"donate_argnums": (number, *donate), "out_shardings": where, "keep_unused": True}
         return jax.jit(arriving, **options).trace(*arguments, vectors)
 
     def _loss(self, derivative: Derivative) -> Function:
         assert isinstance(self._partition, Partition)
-        place = self._partition.segments[-1].outputs.index(self._partition.loss)
+        number = self._partition.segments[-1].outputs.index(self._partition.loss)
 
         def loss(weights: Any, inputs: Any, nondiff_inputs: Any, *scale: jax.Array) -> Any:
             outputs, nondiff_outputs, saved = derivative.forward(weights, inputs, nondiff_inputs)
             seeds = [jnp.zeros_like(output) for output in outputs]
-            seeds[place] = as_stored(scale[0].astype(seeds[place].dtype)) if scale else jnp.ones_like(seeds[place])
+            seeds[number] = as_stored(scale[0].astype(seeds[number].dtype)) if scale else jnp.ones_like(seeds[number])
             gradients, cotangents = derivative.backward(
                 weights,
                 [inputs[i] for i in derivative.inputs_read],
@@ -383,11 +368,7 @@ class ProgramTracer:
         return [_struct(aval, self._placement.device, aval.weak_type) for aval in avals]
 
     def _placed(self, avals: Sequence[Any]) -> list[Any]:
-        """Structs of values, which devices may share.
-
-        Raises:
-          InputError: if this version of JAX passes no arrays of their dtype to compiled programs.
-        """
+        """Structs of values, which devices may share; raises `InputError` if JAX passes no such dtype to programs."""
         for aval in avals:
             check_passes(aval, self._placement)
         return [_struct(aval, self._placement.of(self._partition.graph, aval), aval.weak_type) for aval in avals]
@@ -402,7 +383,6 @@ class ProgramTracer:
         return shardings, self._shared(rest), jax.tree.map(lambda _: self._placement.device, norms)
 
     def _shared(self, results: Any) -> Any:
-        """The shardings of values."""
         return jax.tree.map(lambda aval: self._placement.of(self._partition.graph, aval), results)
 
     def _traced(self, function: Function, *args: Any, donate: tuple[int, ...] = (), shardings: Any = None) -> Any:

@@ -30,16 +30,9 @@ Compiled = Callable[..., Any]
 class Programs:
     """The programs that the executor runs, compiled in parallel if the machine has the cores.
 
-    Args:
-      partition: the segments.
-      derivatives: for each program number, the values that its backward reads and keeps; empty for evaluations.
-      placement: where arguments and results live.
-      native: whether programs read and write host memory by native operations.
-      is_scaled: whether the loss is scaled before its backward, by an additional argument of the loss program.
-      held: where the programs of `keep` are held for later steps, by content.
-
     Attributes:
-      derivatives, is_scaled: as given.
+      derivatives: for each program number, the values that its backward reads and keeps; empty for evaluations.
+      is_scaled: whether the loss is scaled before its backward, by an additional argument of the loss program.
       prelude: `batch leaves -> prelude values, [flag]`, or None; compiled beside the first programs.
       temporary_bytes: device memory that each program needs beside its arguments and results.
     """
@@ -67,11 +60,7 @@ class Programs:
         self._lowered: dict[ProgramKey, Any] = {}
 
     def run_prelude(self, leaves: Sequence[Any], is_awaited: bool) -> tuple[list[Any], list[jax.Array]]:
-        """Runs what depends on the batch alone, before the first layer.
-
-        Args:
-          leaves: those of the batch, on the device.
-          is_awaited: whether to wait for the values, so that errors surface here.
+        """Runs what depends on the batch alone, before the first layer; with `is_awaited`, its errors surface here.
 
         Returns:
           The prelude's values, and a flag that is ready once it has ended, or fails with it; none without a prelude.
@@ -102,12 +91,7 @@ class Programs:
         self._held |= {content: self._compiled[key] for key, content in contents.items() if content is not None}
 
     def require(self, keys: Iterable[ProgramKey], meanwhile: Callable[[], object] | None = None) -> None:
-        """Compiles the programs that are not compiled yet.
-
-        Args:
-          keys: the programs.
-          meanwhile: called if there are any, while threads compile them.
-        """
+        """Compiles the programs that are not compiled yet; if there are any, calls `meanwhile` beside that."""
         missing = {key: self._tracer.content(key) for key in keys if key not in self._compiled}
         if self._has_others:
             check_same("their programs", "".join(self.lowered(key).as_text() for key in missing))
@@ -158,11 +142,10 @@ class Programs:
             backward  ([destinations,] weights, inputs, nondiff_inputs, outputs, saved, cotangents)
                       -> gradients, input cotangents, squared norms
 
-        Gradients and norms are lists as well, one element for each group. Small gradients are joined
-        (`Layer.join_small`), unless some gradients are rows of lookups. A program that writes host memory takes the
-        vectors to write as `destinations`, those of each group that it writes, and returns them instead of gradients.
-        The weights of a group that a backward does not read are an empty list. A norm is None unless all gradients of
-        the group were whole on the device.
+        Gradients and norms are lists, one element for each group. Small gradients are joined (`Layer.join_small`),
+        unless some are rows of lookups. A program that writes host memory takes the vectors to write as
+        `destinations`, and returns them instead of gradients. The weights of a group that a backward does not read are
+        an empty list. A norm is None unless all gradients of the group were whole on the device.
 
         A program that stores takes `destinations` too, and returns them with the gradients that it copies there, as a
         pair in place of gradients. One that arrives has a last argument, the vectors that the load of its weights

@@ -18,20 +18,15 @@ _AHEAD = 6
 Copies overlap what the device runs before, so they go first. But to issue each takes the thread a part of a
 millisecond, in which a device that waits for its next program does nothing.
 """
-_NONE = -1
-"""Follows the last task of a lane, and is never ready."""
+_NONE = -1  # follows the last task of a lane, and is never ready
 
 
 class TaskList:
     """The tasks of one step with their dependencies; made once, run often.
 
-    Args:
-      schedule: the tasks.
-      trivial: those without work of their own. No thread takes them: each ends once those that it waits for have ended,
-        and on the GPU's lane the one before it.
-
-    Attributes:
-      late: by lane, the tasks that run between those of the next step, each with its place there.
+    No thread takes `trivial` tasks, which have no work of their own: each ends once those that it waits for have
+    ended, and on the GPU's lane the one before it. `late` has, by lane, the tasks that run between those of the next
+    step, each with its place there.
     """
 
     def __init__(self, schedule: Schedule, trivial: Collection[int] = ()) -> None:
@@ -85,25 +80,15 @@ class TaskList:
 
 
 class ReadyTasks:
-    """The progress of one run of a task list.
+    """The progress of one run of a task list; `starts_s` and `ends_s` are by task.
 
-    Args:
-      tasks: the list.
-      previous: the progress of the run that `after_previous` refers to; None if it has ended.
-      begin_arrival: calls `arrive` for a task of the host's lane, all of whose dependencies have ended, once what the
-        task reads is there; None calls it at once.
-
-    Attributes:
-      num_over: rises when the last task of a lane ends, and with each one that outlasts its step afterwards.
-      starts_s: when each task started.
-      ends_s: when each task ended.
+    `begin_arrival` calls `arrive` for a task of the host's lane, all of whose dependencies have ended, once what the
+    task reads is there. `num_over` rises when the last task of a lane ends, and with each one that outlasts its step
+    afterwards.
     """
 
     def __init__(
-        self,
-        tasks: TaskList,
-        previous: ReadyTasks | None,
-        begin_arrival: Callable[[int], None] | None = None,
+        self, tasks: TaskList, previous: ReadyTasks | None, begin_arrival: Callable[[int], None] | None = None
     ) -> None:
         count = len(tasks.tasks)
         self._list = tasks
@@ -186,9 +171,9 @@ class ReadyTasks:
     def take_after(self, earlier: ReadyTasks, lanes: Sequence[Lane]) -> tuple[bool, int] | None:
         """As `take`, with late tasks of the previous run between these: whether it is one of those, and the task."""
         for lane in lanes:
-            order, place = earlier._list.late[lane], earlier._next_late[lane]
+            order, position = earlier._list.late[lane], earlier._next_late[lane]
             upcoming = self._list.orders[lane][self._next[lane]]
-            if place < len(order) and (upcoming == _NONE or order[place][0] <= upcoming):
+            if position < len(order) and (upcoming == _NONE or order[position][0] <= upcoming):
                 found, is_late = earlier.take_late((lane,)), True
             else:
                 found, is_late = self.take((lane,)), False
@@ -199,10 +184,10 @@ class ReadyTasks:
     def take_late(self, lanes: Sequence[Lane]) -> int | None:
         """A late task that may start now, from the first of these lanes that has one; None if there is none."""
         for lane in lanes:
-            order, place = self._list.late[lane], self._next_late[lane]
-            if place < len(order) and not self._missing[order[place][1]]:
+            order, position = self._list.late[lane], self._next_late[lane]
+            if position < len(order) and not self._missing[order[position][1]]:
                 self._next_late[lane] += 1
-                return order[place][1]
+                return order[position][1]
         return None
 
     def has_late(self, lanes: Sequence[Lane]) -> bool:

@@ -6,19 +6,16 @@ import collections
 import math
 from collections.abc import Mapping, Sequence
 
-from jaxferry.engine.step_run import StepRun
+from jaxferry.engine.lanes import StepRun
 from jaxferry.step import Lane, Run, Schedule, dispatch_order, repeat
 from jaxferry.transport import StepMarks
 
 
 class Recorder:
-    """Keeps the records of the last steps.
+    """Keeps the records of the last `num_steps` steps.
 
     If a thread does its lane's work itself, a task's start and end are two readings of the host's clock. If a thread
     only issues work to a device, they are the device's times (`marks.py`), on the same clock (`on_the_device`).
-
-    Args:
-      num_steps: the number of steps to keep; 0 keeps none.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -26,22 +23,14 @@ class Recorder:
         self._steps: collections.deque[tuple[StepRun, StepMarks | None]] = collections.deque(maxlen=num_steps)
 
     def add(self, work: StepRun, marks: StepMarks | None = None) -> None:
-        """Adds a step; drops earlier steps of another task list.
-
-        Args:
-          work: its tasks.
-          marks: their times on the device; None if the threads' own readings apply.
-        """
+        """Adds a step, with its times on the device if those apply; drops earlier steps of another task list."""
         if self._steps and self._steps[-1][0].list is not work.list:
             self._steps.clear()
         self._steps.append((work, marks))
 
     def run(self) -> Run | None:
-        """Returns the steps as one chain, in seconds from the start of the first; None without steps.
-
-        Leaves out steps in flight. Waits for the device to finish the others.
-        """
-        steps = [step for step in self._steps if _has_ended(step[0])]
+        """Returns the steps that have ended as one chain, in seconds from the start of the first; None without any."""
+        steps = [each for each in self._steps if each[0].is_over() and not each[0].has_broken_off]
         if not steps:
             return None
         starts_s = [start for work, _ in steps for start in work.starts_s]
@@ -56,17 +45,12 @@ class Recorder:
 def on_the_device(
     schedule: Schedule, starts_s: Sequence[float], ends_s: Sequence[float], known: Mapping[int, tuple[float, float]]
 ) -> tuple[list[float], list[float]]:
-    """Returns when tasks that one thread has issued started and ended on the device.
+    """Returns when tasks that one thread has issued started and ended on the device, in seconds.
 
-    A task ends at its observed end. Without an observed end, or without device work, it ends as it starts. It starts at
-    its observed start, but not before it was issued, and not before the tasks that it waits for and the previous task
-    of its lane have ended. The host lane's threads wait for inputs within a task, so only that wait is subtracted.
-
-    Args:
-      schedule: the tasks.
-      starts_s: when each task was issued, or on the host lane taken up by its thread; all times in seconds.
-      ends_s: for the host lane, when each task was done.
-      known: observed starts and ends of tasks of the other lanes; NaN if not observed.
+    A task ends at its observed end (`known`). Without one (NaN), or without device work, it ends as it starts. It
+    starts at its observed start, but not before it was issued, and not before the tasks that it waits for and the
+    previous task of its lane have ended. The host lane's threads wait for inputs within a task, so only that wait is
+    subtracted.
     """
     starts, ends, lane_ends = list(starts_s), list(ends_s), dict.fromkeys(Lane, -math.inf)
     for index in dispatch_order(schedule.tasks):
@@ -86,12 +70,7 @@ def _later(time_s: float, other_s: float) -> float:
     return time_s if math.isnan(other_s) else max(time_s, other_s)
 
 
-def _has_ended(work: StepRun) -> bool:
-    return work.is_over() and work.failure is None and not work.is_stopped
-
-
 def _times(steps: Sequence[tuple[StepRun, StepMarks | None]]) -> dict[int, tuple[float, float]]:
-    """Returns the observed times of each task of a chain of steps."""
     known: dict[int, tuple[float, float]] = {}
     offset = 0
     for work, marks in steps:

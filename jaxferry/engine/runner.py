@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 from jaxferry.engine.executor import await_gradients, execute
+from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.pending import Accumulated, Counts, PendingStep, task_error
 from jaxferry.engine.prefetch import DeviceCopies, Prefetch
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.step import RunnableStep, StepContext, StepResult
-from jaxferry.engine.step_run import StepRun
 from jaxferry.errors import JaxFerryError, StateError, TaskError, described
 from jaxferry.optimizer import host_memory
 from jaxferry.step import Lane
@@ -30,14 +30,10 @@ DEVICE_LANES = (Lane.GPU, Lane.D2H)
 
 
 class StepRunner:
-    """Runs steps of one prepared structure.
+    """Runs steps of one prepared structure: `first`, then `runnable`.
 
     The first step updates after all gradients have arrived. So running out of device memory, the likeliest failure of a
     new structure, is always rolled back.
-
-    Args:
-      first: the step that runs first.
-      runnable: all later ones.
     """
 
     def __init__(self, first: RunnableStep, runnable: RunnableStep) -> None:
@@ -48,10 +44,8 @@ class StepRunner:
     def step(self, state: TrainState, batch: Sequence[Any], extra_args: Mapping[str, Any] | None = None) -> StepResult:
         """Takes one step, which updates `state`; its updates may still be in flight afterwards.
 
-        Args:
-          state: arranged in the partition's groups.
-          batch: the leaves of the loss function's further arguments, in any memory.
-          extra_args: the user's own arguments of the optimizer's update, by name; NumPy arrays.
+        The state is arranged in the partition's groups. `batch` has the leaves of the loss function's further
+        arguments, in any memory; `extra_args` the user's own arguments of the optimizer's update, as NumPy arrays.
 
         Raises:
           TaskError: if a task of this step or of the previous one fails.
@@ -83,7 +77,6 @@ class StepRunner:
         self._resources.optimizer.updates.compile(state.host.units, state.host.layers, arrivals)
 
     def _begin(self, state: TrainState, batch: Sequence[Any], extra_args: Mapping[str, Any] | None) -> StepContext:
-        """Starts the tasks of a step on its prefetched copies."""
         runnable = self.runnable if self._has_run else self.first
         prefetch, copies = self._prefetched(state, runnable)
         try:
@@ -105,10 +98,10 @@ class StepRunner:
             # Buffers may be reserved for the loads of another program.
             transport.release()
             held = [*state.resident.values(), *state.kept.values()]
-            transport.held.reset_peak(held if previous is None else None)
+            transport.loaded_bytes.reset_peak(held if previous is None else None)
             step.work = self._resources.lanes.make(runnable.tasks, action, previous, arrival)
         else:
-            transport.held.reset_peak()
+            transport.loaded_bytes.reset_peak()
             step.work = prefetch.work
             step.work.open(action, arrival)
         self._resources.lanes.submit(step.work)
@@ -120,23 +113,17 @@ class StepRunner:
         pending = state.pending
         if pending is None or pending.work.is_over():
             return None
-        if self._goes_on(pending.work, state, runnable):
+        program, host, sums = runnable.program, state.host, state.accumulated.on_device
+        are_placed = (host.on_device, host.streamed) == (program.stays_on_device, program.streamed)
+        stay = sums.keys() <= program.summed | program.updated_on_device
+        are_placed = are_placed and stay and state.resident.keys() == program.resident
+        if are_placed and runnable.tasks.is_like(pending.work.list):
             return pending.work
         state.settle()
         return None
 
-    def _goes_on(self, work: StepRun, state: TrainState, runnable: RunnableStep) -> bool:
-        """Whether a run of these tasks may follow a run in flight, and all that it reads is where it should be."""
-        program, host, sums = runnable.program, state.host, state.accumulated.on_device
-        are_placed = (host.on_device, host.streamed) == (program.stays_on_device, program.streamed)
-        stay = sums.keys() <= program.summed | program.updated_on_device
-        return are_placed and stay and state.resident.keys() == program.resident and runnable.tasks.is_like(work.list)
-
     def _arrange_copies(self, state: TrainState, runnable: RunnableStep) -> None:
-        """Loads the RESIDENT copies that this program reads, and moves optimizer state to where it updates.
-
-        Sums of micro-batches move to where it adds to them.
-        """
+        """Loads the RESIDENT copies that this program reads; moves state and sums to where it updates them."""
         program, transport, host = runnable.program, self._resources.transport, state.host
         for unit in host.units:
             leaves_device = unit.is_on_device and not program.stays_on_device.issuperset(unit.layers)
@@ -204,7 +191,6 @@ class StepRunner:
         self._resources.prefetch.put(state.prefetch)
 
     def _discard_prefetch(self, state: TrainState) -> None:
-        """Frees the copies that were loaded for the next step."""
         # Programs that were issued may never set their marks.
         self._marks.clear()
         if state.prefetch is not None:
@@ -253,14 +239,7 @@ class StepRunner:
     def _fail(self, step: StepContext, before: Counts, error: BaseException | None = None) -> str:
         """Ends a step that has not returned: rolls it back, or marks the state as damaged; returns which, in words.
 
-        Args:
-          step: the step.
-          before: the state's counts before the step.
-          error: what has failed, if it is no task.
-
-        Raises:
-          TaskError: if a task of this step or of the previous one has failed.
-          StateError: if the state is damaged.
+        Raises the error of a failed task of this step or of the previous one, or `StateError` if the state is damaged.
         """
         state, work = step.state, step.work
         self._discard_prefetch(state)
@@ -295,7 +274,7 @@ def collect_results(step: StepContext) -> StepResult:
     else:
         state.forget_accumulated()
     aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
-    loss, peak = values[partition.loss], step.runnable.resources.transport.held.peak
+    loss, peak = values[partition.loss], step.runnable.resources.transport.loaded_bytes.peak
     is_applied, layer = is_finite and step.is_last, _nonfinite_gradient(step, norm)
     mean_loss = step.loss / step.weight if rules.is_weighted and step.is_last and is_finite else None
     result = StepResult(

@@ -9,20 +9,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.engine.norms import UNSCALED, LossScale
+from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.pending import (
     ROLLED_BACK,
     TO_LAST_UPDATE,
+    UNSCALED,
     Accumulated,
     Counts,
     EndingStep,
+    LossScale,
     Owner,
     PendingStep,
     by_one_thread,
     task_error,
 )
 from jaxferry.engine.prefetch import Prefetch
-from jaxferry.engine.step_run import StepRun
 from jaxferry.errors import StateError, described
 from jaxferry.optimizer import (
     HostArrays,
@@ -131,9 +132,9 @@ class TrainState:
 
     @params.setter
     @by_one_thread
-    def params(self, given: Any) -> None:
+    def params(self, tree: Any) -> None:
         shown = self._shown
-        leaves = given_leaves("state.params", given, jax.tree.unflatten(self._tree, shown))
+        leaves = given_leaves("state.params", tree, jax.tree.unflatten(self._tree, shown))
         if self.accumulated.num_batches:
             raise StateError("state.params is assigned while gradients are accumulated: assign it after an update")
         self.settle()
@@ -172,16 +173,13 @@ class TrainState:
         self.settle()
         aval, shown = self.optimizer.avals[leaf], self._shown[leaf]
         if as_bytes or shown is aval:
-            return self._elements(leaf, index)
+            return self.host.master(leaf).elements(self._placement, index)
         # Elements are packed along the last axis: rows are cut before they are unpacked.
         is_rows = isinstance(index, slice) and len(shown.shape) > 1
-        found = from_bytes(self._elements(leaf, index if is_rows else ...), shown.dtype)
+        stored = self.host.master(leaf).elements(self._placement, index if is_rows else ...)
+        found = from_bytes(stored, shown.dtype)
         found = found if is_rows or index is ... else found[index]
         return found if is_key(found) else np.array(found, copy=None)
-
-    def _elements(self, leaf: int, index: Any) -> np.ndarray:
-        """A copy of a parameter as it is stored, or of some of its elements."""
-        return self.host.master(leaf).elements(self._placement, index)
 
     @property
     @by_one_thread
@@ -197,7 +195,7 @@ class TrainState:
           InputError: if an assigned tree has another structure or other shapes.
         """
         self.settle()
-        shapes = self.optimizer.state_shapes()
+        shapes = self.optimizer.state_shapes
         needed = {"optimizer state": numpy_bytes(shapes.values())}
         host_memory.check(needed, "a copy of the optimizer's state", _FREE_FIRST, self.held_bytes)
         found = self.host.optimizer_state()
@@ -205,8 +203,8 @@ class TrainState:
 
     @opt_state.setter
     @by_one_thread
-    def opt_state(self, given: Any) -> None:
-        self._replace_state(dict(zip(self.optimizer.state_shapes(), self.optimizer.given_state(given), strict=True)))
+    def opt_state(self, state: Any) -> None:
+        self._replace_state(dict(zip(self.optimizer.state_shapes, self.optimizer.given_state(state), strict=True)))
 
     @by_one_thread
     def set_hyperparams(self, **values: Any) -> None:
@@ -218,7 +216,7 @@ class TrainState:
         Raises:
           InputError: if the optimizer has no such hyperparameter, or a schedule sets it.
         """
-        self._replace_state(hyperparameters(self.optimizer.state_shapes(), values))
+        self._replace_state(hyperparameters(self.optimizer.state_shapes, values))
 
     @by_one_thread
     def copy(self) -> TrainState:
@@ -244,11 +242,7 @@ class TrainState:
         raise TypeError("a TrainState cannot be pickled: step.save(state, path) keeps it on disk")
 
     def copies(self, what: str) -> tuple[dict[int, Stored], dict[str, Stored]]:
-        """Returns copies of masters and optimizer state as they are stored; what they are for is named in errors.
-
-        Raises:
-          HostMemoryError: if host memory cannot hold them; nothing is allocated then.
-        """
+        """Returns copies of masters and optimizer state as they are stored; what they are for is named in errors."""
         self.settle()
         host_memory.check(self.host.copy_bytes, what, _FREE_FIRST, self.held_bytes)
         return self.host.copies()
@@ -261,7 +255,7 @@ class TrainState:
 
     def _replace_state(self, leaves: Mapping[str, Any]) -> None:
         """Replaces leaves of the optimizer's state, which are copied in their own dtypes."""
-        own = self._given(leaves, self.optimizer.state_shapes())
+        own = self._given(leaves, self.optimizer.state_shapes)
         self.settle()
         with deferred_interrupts():
             self.host.replace_state(own)
@@ -271,10 +265,7 @@ class TrainState:
     ) -> dict[Any, Stored]:
         """Whole arrays of the user as they are stored: copies, unless the process keeps only some elements of them.
 
-        Args:
-          leaves: the arrays, by name.
-          avals: shapes and dtypes in which they are stored.
-          shown: those in which the user sees parameters, by number; None for the optimizer's state.
+        `avals` are as stored; `shown` as the user sees parameters, by number, and None for the optimizer's state.
         """
 
         def stored(name: Any) -> Any:
@@ -324,14 +315,7 @@ class TrainState:
             raise StateError(self.damage)
 
     def end_failed(self, step: EndingStep, work: StepRun, before: Counts, error: BaseException | None = None) -> str:
-        """Rolls back a failed step, or marks the state as damaged; returns the outcome in words.
-
-        Args:
-          step: the failed step; it must have no work in flight.
-          work: the run of its tasks.
-          before: the state's counts before the step.
-          error: what has failed, if it is no task.
-        """
+        """Rolls back a failed step without work in flight, or marks the state as damaged; returns which, in words."""
         if step.is_updating:
             remedy = "restore a checkpoint" if self.checkpoint is None else f"restore {self.checkpoint}"
             outcome = f"the state lies between two steps: {remedy}"
@@ -381,12 +365,7 @@ class TrainState:
     def stored(self, copied: bool = False) -> tuple[list[Any], dict[str, Any]]:
         """Returns the master parameters and the leaves of the optimizer's state, in the form of `masters`.
 
-        Args:
-          copied: whether all are copies; else those of layers that are updated on the device are, and later updates
-            change the others.
-
-        Raises:
-          HostMemoryError: if host memory cannot hold the copies; nothing is allocated then.
+        With `copied` all are copies; else those of layers that are updated on the device are.
         """
         self.settle()
         if copied:

@@ -21,16 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.device_updates import DeviceUpdates
-from jaxferry.engine.gradients import StepGradients
-from jaxferry.engine.lanes import Lanes
-from jaxferry.engine.norms import Norms
+from jaxferry.engine.gradients import Norms, StepGradients
+from jaxferry.engine.lanes import Failure, Lanes, StepRun
 from jaxferry.engine.pending import task_errors
 from jaxferry.engine.prefetch import DeviceCopies, PrefetchSlot
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.engine.recorder import Recorder
 from jaxferry.engine.state import TrainState
-from jaxferry.engine.step_run import Failure, StepRun
 from jaxferry.engine.streamed_updates import StreamingStep
 from jaxferry.optimizer import HostOptimizer
 from jaxferry.step import Instruction, Operation, StepProgram
@@ -45,12 +43,8 @@ class StepResult:
       loss: scalar on the device, times the micro-batch's weight.
       weight: the sum of the weights of the micro-batches up to this one.
       mean_loss: their mean loss by weight; None unless they state weights and this is the last one.
-      aux: the auxiliary outputs, flattened.
-      grad_norm: global norm of the gradients before clipping, fp32 scalar in host memory; None unless this is the last
-        micro-batch before an update.
+      grad_norm: global norm of the gradients before clipping, fp32 scalar in host memory, of the last micro-batch.
       is_finite: whether the loss is finite, and all gradients if nonfinite ones skip the step.
-      is_applied: whether the state was updated.
-      loss_scale: the factor on the loss for the backward.
       finite: for each segment, whether its outputs are finite; boolean scalars on the device.
       nonfinite_gradient: the first layer whose gradient is not finite; None if all are, or before the last micro-batch.
       device_param_bytes_peak: the most bytes of parameters on the device at any time.
@@ -89,25 +83,13 @@ class Rules:
 
     @property
     def need_all_gradients(self) -> bool:
-        """Whether no update may start before all gradients are in host memory.
-
-        Accumulation is irreversible: without this, a failure after the first update could not be rolled back.
-        """
+        """Whether no update may start before all gradients are on the host; accumulation is irreversible."""
         return self.clips or self.skip_nonfinite or self.checks_gradients or self.accumulate > 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Resources:
-    """What all steps of a training step share.
-
-    Attributes:
-      placement: where arrays live.
-      transport: moves parameters and gradients.
-      lanes: the threads that run the tasks.
-      optimizer: the host optimizer.
-      prefetch: holds the prefetched copies.
-      recorder: records when tasks start and end; None records nothing.
-    """
+    """What all steps of a training step share."""
 
     placement: Placement
     transport: Transport
@@ -121,17 +103,8 @@ class Resources:
 class RunnableStep:
     """A step program with everything needed to run it.
 
-    Attributes:
-      program: the instructions.
-      tasks: their dependencies.
-      programs: the compiled programs.
-      resources: what all steps share.
-      rules: when updates may run.
-      norms: computes norms of gradients.
-      device_updates: the updates that run on the device.
-      constants: the model's constants, on the device.
-      loads_ahead: the first loads that may run before the step is called.
-      is_first: whether no update starts before every gradient is on the host: see `StepRunner`.
+    `loads_ahead` may run before the step is called. With `is_first`, no update starts before every gradient is on the
+    host: see `StepRunner`. `constants` are the model's, on the device.
     """
 
     program: StepProgram
@@ -156,22 +129,13 @@ class StepContext:
     """The data of one step in progress.
 
     Attributes:
-      runnable: the step program with everything needed to run it.
-      program: its instructions.
-      state: the state that the step updates.
       work: the run of its tasks.
-      instructions: those of the program.
-      compiled: their compiled programs.
       does_what_it_issues: whether each lane's thread does the work itself; on an accelerator, a thread only issues it.
-      copies: its device copies.
       values: the values between programs, by number.
       offloaded: values that wait in pinned host memory for their backward.
       fetched: the arrays there of values that are back on the device, or on their way.
       saved: residuals, by segment.
       cotangents: by number of the value.
-      gradients: the gradients of the step.
-      streaming: the updates that stream through the GPU.
-      is_last: whether this is the last micro-batch before an update.
       seed: the factor on the loss, on the device; empty without loss scaling.
       finite: for each segment, whether its outputs are finite.
       num_programs: number of programs issued.
@@ -213,7 +177,9 @@ class StepContext:
         self.num_programs = self.num_updates = 0
         self.updated: set[int] = set()
         self.is_updating = False
-        self._was_finite, self._num_left = accumulated.is_finite, _num_updates(self.program)
+        self._was_finite = accumulated.is_finite
+        num = collections.Counter(instruction.operation for instruction in self.instructions)
+        self._num_left = num[Operation.UPDATE] or num[Operation.UPDATE_ON_DEVICE]
         self._extra_args = {} if extra_args is None else extra_args
         self._earlier_weight, self._earlier_loss = accumulated.weight, accumulated.loss
         self._is_finite: bool | None = None
@@ -221,7 +187,6 @@ class StepContext:
         self._lock = threading.Lock()
 
     def _given(self, batch: Sequence[Any]) -> dict[int, Any]:
-        """The values that exist before the first program."""
         placement, partition = self.runnable.resources.placement, self.program.partition
         # A CPU reads NumPy's memory in place, so copy it: the caller may change it before the step has ended.
         own = [np.array(leaf) if isinstance(leaf, np.ndarray) and placement.is_cpu else leaf for leaf in batch]
@@ -260,10 +225,7 @@ class StepContext:
         return jnp.zeros(aval.shape, aval.dtype, device=placement.of(graph, aval))
 
     def make_room(self, call: Instruction) -> None:
-        """Ensures that the offloads whose memory this program reuses have finished when the device runs it.
-
-        On an accelerator an offload counts as ended once issued, so the device waits.
-        """
+        """Makes the device wait for the offloads whose memory this program reuses: they count as ended once issued."""
         for offload in call.offloads_awaited:
             self.gradients.in_flight.hold_for(offload)
 
@@ -289,11 +251,7 @@ class StepContext:
         return np.float32(self._loss_scale * self.weight)
 
     def extra(self, on_device: bool) -> list[Any]:
-        """What `HostOptimizer.extra` describes: the mean loss of the micro-batches, and the user's own arguments.
-
-        Args:
-          on_device: whether the loss of a single batch may be on the device, so that nothing waits for it.
-        """
+        """What `HostOptimizer.extra` describes; with `on_device`, nothing waits for the loss of a single batch."""
         optimizer, loss = self.runnable.resources.optimizer, self.program.partition.loss
         if not optimizer.extra:
             return []
@@ -352,9 +310,3 @@ class StepContext:
             # The device may still read or write the pinned memory of moved values.
             jax.block_until_ready([*self.values.values(), *self.offloaded.values()])
         self.copies.drop_all()
-
-
-def _num_updates(program: StepProgram) -> int:
-    """The number of updates on the host, or on the device if that does all."""
-    num = collections.Counter(instruction.operation for instruction in program.instructions)
-    return num[Operation.UPDATE] or num[Operation.UPDATE_ON_DEVICE]

@@ -25,65 +25,51 @@ Uses = Sequence[Sequence[Gradient]]
 
 Compiled = Callable[..., Any]
 
-Place = tuple[int, int]
-"""A group, and a subgroup of it."""
+SubgroupKey = tuple[int, int]  # a group, and a subgroup of it
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamedUpdates:
-    """The compiled updates of one step program that stream.
+    """The compiled updates of one step program that stream, by group and subgroup.
 
     Attributes:
-      updates: by subgroup, `(moved, kept, copies, uses, norm, scale, loss, *extra) -> moved, kept, parameters`: masters
-        and state that move, as their transport loads and stores them; state that stays on the device; the new
-        parameters of the subgroup in the compute dtype, as their transport stores them. `copies` are none, or the
-        parameters of a RESIDENT copy that the subgroup changes, which are donated; `parameters` replace them.
-      layers: by subgroup, the number of its layout in `transport`; that of its parameters follows.
-      transport: moves them.
-      copies: by subgroup of a RESIDENT group, which parameters of the group's copy it changes.
+      updates: `(moved, kept, copies, uses, norm, scale, loss, *extra) -> moved, kept, parameters`: masters and state
+        that move, as their transport loads and stores them; state that stays on the device; the new parameters in the
+        compute dtype. `copies` are none, or parameters of a RESIDENT copy that the subgroup changes, which are donated.
+      layers: the number of each subgroup's layout in `transport`; that of its parameters follows.
+      copies: of a RESIDENT group, which parameters of the group's copy a subgroup changes.
     """
 
-    updates: Mapping[Place, Compiled]
-    layers: Mapping[Place, int]
+    updates: Mapping[SubgroupKey, Compiled]
+    layers: Mapping[SubgroupKey, int]
     transport: Transport
-    copies: Mapping[Place, Sequence[int]]
+    copies: Mapping[SubgroupKey, Sequence[int]]
 
 
 class StreamingStep:
-    """The updates of one step that stream.
-
-    Args:
-      updates: the compiled updates.
-      host: the state's arrays.
-      resident: device copies of RESIDENT groups.
-      placement: where they live.
-    """
+    """The updates of one step that stream; `resident` are device copies of RESIDENT groups."""
 
     def __init__(
-        self,
-        updates: StreamedUpdates,
-        host: HostArrays,
-        resident: Mapping[int, DeviceLayer],
-        placement: Placement,
+        self, updates: StreamedUpdates, host: HostArrays, resident: Mapping[int, DeviceLayer], placement: Placement
     ) -> None:
         self._updates, self._host, self._resident, self._placement = updates, host, resident, placement
-        self._loaded: dict[Place, DeviceLayer] = {}
-        self._made: dict[Place, tuple[Any, Any]] = {}
-        self._stored: dict[Place, tuple[HostGradient | None, HostGradient, Any]] = {}
+        self._loaded: dict[SubgroupKey, DeviceLayer] = {}
+        self._made: dict[SubgroupKey, tuple[Any, Any]] = {}
+        self._stored: dict[SubgroupKey, tuple[HostGradient | None, HostGradient, Any]] = {}
         self._uses: dict[int, Uses] = {}
 
-    def load(self, place: Place, mark: TaskMark | None) -> None:
+    def load(self, key: SubgroupKey, mark: TaskMark | None) -> None:
         """Starts to copy a subgroup's masters and state to the device."""
-        subgroup = self._subgroup(place)
+        subgroup = self._subgroup(key)
         if subgroup.unit.leaves:
-            held = self._updates.transport.load(self._updates.layers[place], subgroup.vectors, mark)
-            self._loaded[place] = held
+            copy = self._updates.transport.load(self._updates.layers[key], subgroup.vectors, mark)
+            self._loaded[key] = copy
             if self._placement.is_cpu:
-                jax.block_until_ready(held.parameters())
+                jax.block_until_ready(copy.parameters())
 
     def update(
         self,
-        place: Place,
+        key: SubgroupKey,
         take_uses: Callable[[], Uses],
         norm: np.floating,
         scale: np.floating,
@@ -91,48 +77,45 @@ class StreamingStep:
         extra: Sequence[Any],
     ) -> Any:
         """Updates a loaded subgroup; arguments as for `DeviceUpdates.update`. The last one frees the gradients."""
-        group, number = place
+        group, number = key
         if number == 0:
             self._uses[group] = take_uses()
-        subgroup = self._subgroup(place)
+        subgroup = self._subgroup(key)
         made: Any = None
         if subgroup.unit.leaves:
-            moved = self._updates.transport.take(self._loaded.pop(place))
+            moved = self._updates.transport.take(self._loaded.pop(key))
             chosen, num = set(subgroup.moved), len(subgroup.unit.masters)
             stays = [i for i in range(len(subgroup.unit.state)) if num + i not in chosen]
             kept = [subgroup.unit.state[i] for i in stays]
-            copies = self._copies(place)
-            made = self._updates.updates[place](moved, kept, copies, self._uses[group], norm, scale, loss, *extra)
+            copies = self._copies(key)
+            made = self._updates.updates[key](moved, kept, copies, self._uses[group], norm, scale, loss, *extra)
             for i, leaf in zip(stays, made[1], strict=True):
                 subgroup.unit.state[i] = leaf
-            self._made[place] = (made[0], made[2])
-            if place in self._updates.copies:
-                self._replace_copies(place, made[2])
-                self._made[place] = (made[0], None)
+            self._made[key] = (made[0], made[2])
+            if key in self._updates.copies:
+                copy, new = self._resident[group], dict(zip(self._updates.copies[key], made[2], strict=True))
+                copy.arrays = [new.get(i, array) for i, array in enumerate(copy.arrays)]
+                self._host.note_update(self._unit(group))
+                self._made[key] = (made[0], None)
         if number + 1 == len(self._unit(group).subgroups):
             delete_all(jax.tree.leaves(self._uses.pop(group)))
         return made
 
-    def _copies(self, place: Place) -> list[jax.Array]:
+    def _copies(self, key: SubgroupKey) -> list[jax.Array]:
         """The parameters of a RESIDENT copy that a subgroup changes; none without one."""
-        if place not in self._updates.copies:
+        if key not in self._updates.copies:
             return []
-        arrays = self._resident[place[0]].parameters()
-        return [arrays[i] for i in self._updates.copies[place]]
+        arrays = self._resident[key[0]].parameters()
+        return [arrays[i] for i in self._updates.copies[key]]
 
-    def _replace_copies(self, place: Place, parameters: Sequence[jax.Array]) -> None:
-        held, new = self._resident[place[0]], dict(zip(self._updates.copies[place], parameters, strict=True))
-        held.arrays = [new.get(i, array) for i, array in enumerate(held.arrays)]
-        self._host.note_update(self._unit(place[0]))
-
-    def store(self, place: Place, mark: TaskMark | None) -> None:
+    def store(self, key: SubgroupKey, mark: TaskMark | None) -> None:
         """Starts to copy an updated subgroup to host memory, with its new parameters unless these stay."""
-        if place not in self._made:
-            self._forget(place)
+        if key not in self._made:
+            self._forget(key)
             return
-        group, transport, number = place[0], self._updates.transport, self._updates.layers[place]
-        subgroup = self._subgroup(place)
-        moved, parameters = self._made.pop(place)
+        group, transport, number = key[0], self._updates.transport, self._updates.layers[key]
+        subgroup = self._subgroup(key)
+        moved, parameters = self._made.pop(key)
         # A transport may write to new memory. What was issued before may read the old one until the copy ends.
         replaced = subgroup.vectors, self._host.vectors[group]
         copied = None
@@ -144,13 +127,13 @@ class StreamingStep:
             self._host.vectors[group] = tuple(vectors)
         stored = transport.store(number, moved, mark=mark, into=subgroup.vectors)
         subgroup.vectors = stored.vectors
-        self._stored[place] = copied, stored, replaced
+        self._stored[key] = copied, stored, replaced
 
-    def wait(self, place: Place) -> None:
+    def wait(self, key: SubgroupKey) -> None:
         """Waits until a subgroup is in host memory."""
-        if place not in self._stored:
+        if key not in self._stored:
             return
-        copied, stored, _ = self._stored.pop(place)
+        copied, stored, _ = self._stored.pop(key)
         if stored.copy is None:
             jax.block_until_ready(stored.vectors)
         else:
@@ -160,23 +143,22 @@ class StreamingStep:
 
     def drop(self) -> None:
         """Frees what is on the device, in any state of the step."""
-        for place in list(self._stored):
+        for key in list(self._stored):
             with contextlib.suppress(Exception):  # the step has failed
-                self.wait(place)
-        for place in list(self._loaded):
-            self._forget(place)
+                self.wait(key)
+        for key in list(self._loaded):
+            self._forget(key)
         delete_all(jax.tree.leaves([*self._made.values(), *self._uses.values()]))
         self._made, self._uses = {}, {}
 
-    def _forget(self, place: Place) -> None:
-        """Frees a subgroup that has been loaded and not updated."""
-        if place in self._loaded:
-            self._updates.transport.drop(self._loaded.pop(place), is_reused=False)
-            self._uses.pop(place[0], None)
+    def _forget(self, key: SubgroupKey) -> None:
+        if key in self._loaded:
+            self._updates.transport.drop(self._loaded.pop(key), is_reused=False)
+            self._uses.pop(key[0], None)
 
     def _unit(self, group: int) -> Any:
         return self._host.unit_of(group)
 
-    def _subgroup(self, place: Place) -> Subgroup:
-        subgroup: Subgroup = self._unit(place[0]).subgroups[place[1]]
+    def _subgroup(self, key: SubgroupKey) -> Subgroup:
+        subgroup: Subgroup = self._unit(key[0]).subgroups[key[1]]
         return subgroup

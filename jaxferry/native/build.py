@@ -19,16 +19,7 @@ from jaxferry.native.paths import DIRECTORY_VARIABLE, FILE_NAMES, PACKAGE_DIRECT
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """A library that was built, and the tools that built it.
-
-    Attributes:
-      platform: XLA's name of the platform, "cpu" or "CUDA".
-      path: the library's file.
-      compiler: the C++ compiler.
-      nvcc: the CUDA compiler; None for the CPU library.
-      headers: the folder of XLA's FFI headers.
-      jaxlib: the version of the jaxlib that provides the headers.
-    """
+    """A library that was built, and the tools that built it; `headers` are XLA's, in the installed jaxlib."""
 
     platform: str
     path: pathlib.Path
@@ -39,12 +30,9 @@ class Build:
 
 
 def build_library(platform: str, directory: pathlib.Path | None = None) -> Build:
-    """Builds a platform's library and installs it where `library` finds it, replacing an existing one.
+    """Builds the library of "cpu", "gpu" or "cuda" and installs it where `library` finds it, replacing an existing one.
 
-    Args:
-      platform: "cpu", "gpu" or "cuda".
-      directory: where to install it; default: the folder in `JAXFERRY_NATIVE_DIR`, else the package's folder, or the
-        user's if the package's is not writable.
+    `directory` is by default `JAXFERRY_NATIVE_DIR`, else the package's folder, or the user's if that is not writable.
 
     Raises:
       InputError: for another platform.
@@ -54,7 +42,8 @@ def build_library(platform: str, directory: pathlib.Path | None = None) -> Build
     sources = find_sources()
     if sources is None:
         raise NativeError("the package holds no C++ sources; install it with `pip install --force-reinstall jaxferry`")
-    target = directory or _default_directory()
+    default = PACKAGE_DIRECTORY if os.access(PACKAGE_DIRECTORY, os.W_OK) else user_directory()
+    target = directory or pathlib.Path(os.environ.get(DIRECTORY_VARIABLE) or default)
     descriptor, log_name = tempfile.mkstemp(prefix=f"jaxferry-build-{name.lower()}-", suffix=".log")
     os.close(descriptor)
     log = pathlib.Path(log_name)
@@ -117,13 +106,6 @@ def _reason(text: str) -> str:
         return " ".join(of_cmake[1].split()).rstrip(".")
     lines = [line.strip() for line in text.splitlines() if re.search(r"\b(fatal )?error\b", line, re.IGNORECASE)]
     return lines[0] if lines else "the build failed"
-
-
-def _default_directory() -> pathlib.Path:
-    named = os.environ.get(DIRECTORY_VARIABLE)
-    if named:
-        return pathlib.Path(named)
-    return PACKAGE_DIRECTORY if os.access(PACKAGE_DIRECTORY, os.W_OK) else user_directory()
 
 
 def _move(built: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:

@@ -1,13 +1,8 @@
 """How many CPUs the process may use, and how many threads work in host memory.
 
-The control groups of the process, whose limits containers and job schedulers set.
-
-A limit of any group above the process's own counts too. Sources: cgroups(7), and Linux's documentation of control
-groups, versions 1 and 2.
-
 A machine's own number misleads under `taskset`, a job scheduler, or a container's quota: more threads than CPUs take
-turns, and the slowest one ends the work. Sources: sched_setaffinity(2), cpuset(7), Linux's documentation of control
-groups.
+turns, and the slowest one ends the work. A limit of any control group above the process's own counts too. Sources:
+sched_setaffinity(2), cpuset(7), cgroups(7), Linux's documentation of control groups, versions 1 and 2.
 """
 
 from __future__ import annotations
@@ -86,13 +81,7 @@ class CpuLimit:
 
 @dataclasses.dataclass(frozen=True)
 class NumaNode:
-    """Memory and the CPUs next to it.
-
-    Attributes:
-      number: the kernel's number of the node.
-      num_cpus: how many of the CPUs on which the process may run are there.
-      is_allowed: whether the process may take memory there.
-    """
+    """A node of memory, by the kernel's number, with how many of the process's CPUs are next to it."""
 
     number: int
     num_cpus: int
@@ -121,15 +110,15 @@ def num_host_threads(root: pathlib.Path = _ROOT) -> tuple[int, str]:
     Raises:
       InputError: if `JAXFERRY_HOST_THREADS` is not a number of threads.
     """
-    given = os.environ.get(VARIABLE, "")
-    if not given:
+    text = os.environ.get(VARIABLE, "")
+    if not text:
         return num_cpus(root), limits(root)[0].source
     try:
-        wanted = int(given)
+        wanted = int(text)
     except ValueError:
         wanted = 0
     if wanted < 1:
-        raise InputError(f"{VARIABLE} must be a whole number of threads, 1 or more, got {given!r}: correct or unset it")
+        raise InputError(f"{VARIABLE} must be a whole number of threads, 1 or more, got {text!r}: correct or unset it")
     return wanted, VARIABLE
 
 

@@ -40,15 +40,15 @@ def check_donated(lowered: Any, name: str) -> None:
             argument = _argument(call.operation.operands[operand])
             if argument is None:
                 continue  # memory of the program's own
-            given = attributes[argument]
-            if _ALIAS not in given and _DONOR not in given:
+            attribute = attributes[argument]
+            if _ALIAS not in attribute and _DONOR not in attribute:
                 raise NativeError(
                     f"{name} does not donate its argument {argument}, as the native library needs: a setting of JAX "
                     'keeps donation away; find it, or use transport="device_put"'
                 )
             if not _target(call.operation).startswith(_ASYNCHRONOUS):
                 continue
-            if _ALIAS not in given or given[_ALIAS].value not in _outputs(call.operation.results[result]):
+            if _ALIAS not in attribute or attribute[_ALIAS].value not in _outputs(call.operation.results[result]):
                 raise NativeError(
                     f"{name} returns its argument {argument} in other memory, while the native library copies: use "
                     'transport="device_put", and report this'
@@ -92,7 +92,6 @@ class Donating:
 
 
 def _target(operation: Any) -> str:
-    """The target of a custom call; "" for other operations."""
     if operation.name != "stablehlo.custom_call":
         return ""
     return str(operation.attributes["call_target_name"].value)

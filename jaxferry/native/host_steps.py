@@ -12,9 +12,7 @@ from jaxferry.errors import NativeError
 from jaxferry.native.loading import library
 from jaxferry.native.targets import DTYPE_NUMBERS
 
-KINDS = ("adam", "nadam", "lion", "sgd", "momentum", "nesterov")
-"""Update rules of the native library, in its numbering."""
-
+KINDS = ("adam", "nadam", "lion", "sgd", "momentum", "nesterov")  # update rules of the native library, in its numbering
 NUM_MOMENTS = {"adam": 2, "nadam": 2, "lion": 1, "sgd": 0, "momentum": 1, "nesterov": 1}
 """Number of moments, arrays of a parameter's shape, that each rule keeps."""
 
@@ -22,20 +20,15 @@ FACTORS = ("unscale", "clip", "rate", "decay", "first", "gradient", "second")
 """Factors that change from step to step, in the order of the argument `factors`."""
 
 _NO_MEMORY = 1
-_BRIEF_PARAMETERS = 1 << 15
-"""A step of so many takes the time of some ten calls from Python, on one thread."""
+_BRIEF_PARAMETERS = 1 << 15  # a step of so many takes the time of some ten calls from Python, on one thread
 
 
 @dataclasses.dataclass(frozen=True)
 class StepRule:
-    """The arithmetic of a step.
+    """The arithmetic of a step, one of `KINDS`.
 
-    Attributes:
-      kind: one of `KINDS`.
-      b1: decay of the first moment or the momentum.
-      b2: decay of the second moment; for Lion, of the stored moment.
-      eps: added to Adam's denominator.
-      eps_root: added under the denominator's root.
+    `b1` is the decay of the first moment or the momentum, `b2` of the second moment, for Lion of the stored one. `eps`
+    is added to Adam's denominator, `eps_root` under its root.
     """
 
     kind: str
@@ -47,13 +40,7 @@ class StepRule:
 
 @dataclasses.dataclass(frozen=True)
 class StepPart:
-    """A parameter's location in the vectors of gradients and of the compute copy.
-
-    Attributes:
-      vector: index of the vector.
-      offset: its first element in the vector.
-      decays: whether weight decay applies.
-    """
+    """Where a parameter begins in the vectors of gradients and of the compute copy, and whether it decays."""
 
     vector: int
     offset: int
@@ -61,12 +48,7 @@ class StepPart:
 
 
 class StepFactors:
-    """The factors that several steps read, and the counts of steps that they belong to.
-
-    Attributes:
-      values: fp32 `[7]`, see `FACTORS`.
-      counts: int32 `[num_counts]`, before the step.
-    """
+    """The factors that several steps read: fp32 `[7]` (`FACTORS`); and int32 `counts` of steps, before the step."""
 
     def __init__(self, num_counts: int) -> None:
         self.values, self.counts = np.zeros(len(FACTORS), np.float32), np.full(num_counts, -1, np.int32)
@@ -75,22 +57,11 @@ class StepFactors:
 class HostStep:
     """Updates parameters in host memory in place: all that the library is told is prepared once.
 
-    A step of a small layer finds the code of a hundred calls of Python's in memory, not in a cache: each takes some ten
-    microseconds then.
-
-    Args:
-      rule: the arithmetic.
-      parts: each parameter's location in the vectors.
-      masters: writable fp32 arrays, contiguous; they stay where they are.
-      moments: for each moment of the rule, such arrays of the masters' sizes.
-      gradient_dtypes: of each vector of gradients: fp32, bf16 or fp16.
-      copy_dtypes: likewise of the compute copy.
-      counts: int32 scalars, writable, which each step increments up to their maximum.
-      factors: those of the next step.
-
-    Attributes:
-      gradients: the address of each vector of gradients, to be set before a step.
-      copies: likewise of the compute copy, which is overwritten.
+    A step of a small layer finds the code of a hundred calls of Python's in memory, not in a cache: each takes some
+    ten microseconds then. Masters and moments (for each of the rule's) are writable, contiguous fp32 arrays that stay
+    where they are; `counts` are int32 scalars that each step increments up to their maximum. `gradients` and `copies`
+    have the address of each vector of gradients and of the compute copy, in fp32, bf16 or fp16, to be set before a
+    step.
 
     Raises:
       NativeError: if the CPU library cannot be used.
@@ -134,11 +105,7 @@ class HostStep:
         self._record = ctypes.c_void_p(record.ctypes.data)
 
     def run(self) -> bool:
-        """Runs a step; nothing else may use the arrays meanwhile. Returns False if the factors are of other counts.
-
-        Raises:
-          NativeError: if there is no memory for the call.
-        """
+        """Runs a step, while nothing else may use the arrays; False if the factors are of other counts."""
         result = self._library.host_update(self._record, self._is_brief)
         if result == _NO_MEMORY:
             raise NativeError("the host has no memory for an update")

@@ -54,12 +54,9 @@ def clear(target: np.ndarray) -> None:
 
 
 def add(target: np.ndarray, source: np.ndarray, adds: bool = True) -> None:
-    """Adds an array to another one, in fp32 at least, and rounds once.
+    """Adds an array to a contiguous one in place, in fp32 at least, and rounds once; without `adds`, replaces it.
 
-    Args:
-      target: contiguous; changed in place.
-      source: contiguous, of as many elements, of the same dtype or of fewer bits.
-      adds: whether to add; else the source, cast, replaces what the target holds.
+    Both are contiguous and of as many elements; the source has the same dtype or fewer bits.
     """
     if target.size != source.size:
         raise ValueError(f"{source.size} elements do not fit {target.size}")
@@ -74,11 +71,8 @@ def add(target: np.ndarray, source: np.ndarray, adds: bool = True) -> None:
 def add_rows(target: np.ndarray, rows: np.ndarray, indices: np.ndarray, start: int = 0) -> None:
     """Adds rows to a table, one after another, in fp32 at least; each row of the table is rounded once.
 
-    Args:
-      target: flat and contiguous: consecutive elements of the table; changed in place.
-      rows: [number, columns].
-      indices: [number], integers: the rows of the table. What is not in `target` is ignored.
-      start: the first of these elements.
+    `target` has consecutive elements of the table from `start` on, flat and contiguous. `rows` are `[number,
+    columns]`, `indices` `[number]` integers: the rows of the table. What is not in `target` is ignored.
     """
     number, columns = rows.shape
     if indices.shape != (number,):

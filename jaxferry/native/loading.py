@@ -31,12 +31,8 @@ from jaxferry.native.targets import CPU_FUNCTIONS, DTYPE_NUMBERS, TARGETS
 
 ABI = 6
 
-SIMD = ("portable", "avx2", "avx512", "avx512-bf16")
-"""Instruction sets of the host step, in ascending order."""
-
-DIRECTIONS = ("load", "store", "host")
-"""The directions of the link, and the host's own memory traffic."""
-
+SIMD = ("portable", "avx2", "avx512", "avx512-bf16")  # instruction sets of the host step, in ascending order
+DIRECTIONS = ("load", "store", "host")  # the directions of the link, and the host's own memory traffic
 _PLATFORMS = {"cpu": "cpu", "gpu": "CUDA", "cuda": "CUDA"}
 _lock = threading.RLock()
 _warned: set[str] = set()
@@ -49,7 +45,6 @@ class LibraryStatus:
     Attributes:
       platform: XLA's name of the platform, "cpu" or "CUDA".
       path: the library's file, or None if there is none.
-      is_available: whether it can be used.
       message: one line: how it was built, or why it cannot be used and what to do.
       build_info: the library's own description; empty if it has none.
     """
@@ -106,20 +101,15 @@ class NativeLibrary:
     def plan_product(self, ordinal: int, is_gradient: bool, sizes: Sequence[int]) -> int:
         """Finds the algorithms of a GPU's product (`targets.PRODUCTS`), which the first product would otherwise do.
 
-        Args:
-          ordinal: the GPU's number in this process.
-          is_gradient: whether it is the gradient of a weight.
-          sizes: see `xla_ffi/cuda/matmul_handlers.cc`.
-
-        Returns:
-          How many algorithms are known there; -1 if the library finds none ahead.
+        `sizes` are as in `xla_ffi/cuda/matmul_handlers.cc`. Returns how many algorithms are known there; -1 if the
+        library finds none ahead.
         """
         plan = getattr(self._functions, "jaxferry_plan_product", None)  # an older library of this version has none
         if plan is None:
             return -1
         plan.restype = ctypes.c_int64
-        given = (ctypes.c_int64 * len(sizes))(*sizes)
-        return int(plan(ctypes.c_int(ordinal), ctypes.c_int(is_gradient), given))
+        numbers = (ctypes.c_int64 * len(sizes))(*sizes)
+        return int(plan(ctypes.c_int(ordinal), ctypes.c_int(is_gradient), numbers))
 
     def finish(self) -> None:
         """Completes all queued copies at full speed and waits for them, before arrays are freed at exit."""
@@ -138,14 +128,9 @@ class NativeLibrary:
         self._functions.jaxferry_marks_close(ctypes.c_void_p(token))
 
     def read_marks(self, tokens: Sequence[int], numbers: Sequence[int]) -> list[tuple[float, float]]:
-        """Reads the start and end times of marks, in seconds of `time.perf_counter`.
+        """Returns start and end of each mark in seconds of `time.perf_counter`; NaN if it has not ended or is unknown.
 
-        Args:
-          tokens: the address of each mark's token.
-          numbers: each mark's number among the marks of its token, counted from 0.
-
-        Returns:
-          Start and end of each mark; NaN if it has not ended, is no longer kept, or is unknown.
+        A mark is the address of its token, and its number among the marks of that token, counted from 0.
         """
         count = len(tokens)
         addresses, places = np.asarray(tokens, np.uintp), np.asarray(numbers, np.int64)
@@ -155,16 +140,10 @@ class NativeLibrary:
         return list(zip(starts_s.tolist(), ends_s.tolist(), strict=True))
 
     def set_bandwidth(self, direction: str, bytes_per_s: float) -> None:
-        """Sets the speed of the emulated link or of the host's own memory.
+        """Sets the speed of the emulated link or of the host's own memory; 0 for no limit.
 
-        Args:
-          direction: "load" or "store" for copies and for operations that read or write host memory; "host" for host
-            steps (gradients, reads and writes of masters and moments, compute copies).
-          bytes_per_s: the speed; 0 for no limit.
-
-        Raises:
-          InputError: for another direction or a negative speed.
-          NativeError: if the library is not the CPU's: only the CPU library emulates a link.
+        `direction` is "load" or "store" for copies and for operations that read or write host memory, "host" for host
+        steps. Raises `InputError` for another one or a negative speed, `NativeError` if the library is not the CPU's.
         """
         functions = self._of_cpu("set_bandwidth")
         if direction not in DIRECTIONS:
@@ -175,12 +154,7 @@ class NativeLibrary:
         self._remember(direction, bytes_per_s)
 
     def set_delay(self, seconds: float, seed: int = 0) -> None:
-        """Delays the start of each copy by a random time of up to `seconds`; 0 for no delays. For tests.
-
-        Raises:
-          InputError: if the time is negative.
-          NativeError: if the library is not the CPU's.
-        """
+        """Delays the start of each copy by a random time of up to `seconds`, for tests; raises as `set_bandwidth`."""
         functions = self._of_cpu("set_delay")
         if not seconds >= 0:
             raise InputError(f"seconds must be 0 (no delays) or more, got {seconds}")
@@ -188,7 +162,6 @@ class NativeLibrary:
         self._remember("delay", seconds)
 
     def _of_cpu(self, function: str) -> Any:
-        """The functions of the CPU's library; raises NativeError if this is another one."""
         if self.platform != "cpu":
             raise NativeError(f"{function} needs the CPU library, not the one for {self.platform}")
         return self._functions
@@ -201,13 +174,8 @@ class NativeLibrary:
     def set_host_threads(self, count: int) -> int:
         """Sets the number of threads that share a host step, including its caller; returns the actual number.
 
-        Args:
-          count: the number; 0 for the value of `JAXFERRY_HOST_THREADS`, by default one for each CPU that the process
-            may use (`cpus.num_cpus`).
-
-        Raises:
-          InputError: if the number is negative, or `JAXFERRY_HOST_THREADS` is no number of threads.
-          NativeError: if the library is not the CPU's.
+        With 0 it is the value of `JAXFERRY_HOST_THREADS`, by default one for each CPU that the process may use. Raises
+        `InputError` if either is no number of threads, `NativeError` if the library is not the CPU's.
         """
         function = self._of_cpu("set_host_threads").jaxferry_set_host_threads
         if count < 0:
@@ -221,26 +189,19 @@ class NativeLibrary:
         self._of_cpu("clear").jaxferry_host_clear(_data(target), ctypes.c_int64(target.nbytes))
 
     def add(self, target: np.ndarray, source: np.ndarray, adds: bool = True) -> None:
-        """Adds an array to another one, in fp32, or casts it there; on the threads of host steps.
+        """Adds an array to another one in place, in fp32, or casts it there; on the threads of host steps.
 
-        Args:
-          target: contiguous, of a dtype of `targets.DTYPE_NUMBERS`; changed in place.
-          source: likewise, of as many elements.
-          adds: whether to add.
+        Both are contiguous, of as many elements, of dtypes of `targets.DTYPE_NUMBERS`.
         """
         numbers = [ctypes.c_int(DTYPE_NUMBERS[array.dtype]) for array in (source, target)]
         size = ctypes.c_int64(target.size)
-        given = (numbers[0], _data(source), numbers[1], _data(target), size, int(adds))
-        self._of_cpu("add").jaxferry_host_add(*given)
+        arguments = (numbers[0], _data(source), numbers[1], _data(target), size, int(adds))
+        self._of_cpu("add").jaxferry_host_add(*arguments)
 
     def add_rows(self, target: np.ndarray, rows: np.ndarray, indices: np.ndarray, start: int = 0) -> None:
         """Adds rows to a table, one after another, in fp32, and rounds once; on the threads of host steps.
 
-        Args:
-          target: consecutive elements of the table, contiguous, of a dtype as for `add`; changed in place.
-          rows: [number, columns], contiguous, likewise.
-          indices: [number], int32: the rows of the table; what is not in `target` is ignored.
-          start: the first of these elements.
+        As `host_sums.add_rows`; dtypes as for `add`, `indices` int32.
         """
         number, columns = rows.shape
         numbers = [ctypes.c_int(DTYPE_NUMBERS[array.dtype]) for array in (rows, target)]
@@ -265,14 +226,11 @@ class NativeLibrary:
         return int(function())
 
     def set_host_simd(self, simd: str) -> str:
-        """Sets the best instruction set that host steps may use; returns the one in use. All give the same bits.
+        """Sets the best instruction set that host steps may use, of `SIMD`; returns the one in use.
 
-        Args:
-          simd: "portable", "avx2", "avx512" or "avx512-bf16"; a machine without it uses its own best.
+        All give the same bits.
 
-        Raises:
-          InputError: for another instruction set.
-          NativeError: if the library is not the CPU's.
+        Raises `InputError` for another one, `NativeError` if the library is not the CPU's.
         """
         functions = self._of_cpu("set_host_simd")
         if simd not in SIMD:
@@ -286,20 +244,12 @@ def _data(array: np.ndarray) -> ctypes.c_void_p:
 
 
 def status(platform: str) -> LibraryStatus:
-    """Returns whether a platform's native library can be used; loads and registers it if so.
-
-    Raises:
-      InputError: for another platform.
-    """
+    """Returns whether a platform's library can be used; loads and registers it if so. `InputError` if unknown."""
     return _load(canonical_platform(platform))[0]
 
 
 def is_available(platform: str) -> bool:
-    """Returns whether a platform's native library can be used; if not, warns why, once per process.
-
-    Raises:
-      InputError: for an unknown platform.
-    """
+    """Returns whether a platform's library can be used; warns why not, once per process. `InputError` if unknown."""
     found = status(platform)
     with _lock:
         is_news = not found.is_available and found.platform not in _warned
@@ -310,12 +260,7 @@ def is_available(platform: str) -> bool:
 
 
 def library(platform: str) -> NativeLibrary:
-    """Returns a platform's native library.
-
-    Raises:
-      InputError: for an unknown platform.
-      NativeError: if the library cannot be used; check `is_available` first.
-    """
+    """Returns a platform's native library; raises `NativeError` if it cannot be used, `InputError` if unknown."""
     found, loaded = _load(canonical_platform(platform))
     if loaded is None:
         raise NativeError(found.message)
@@ -356,11 +301,7 @@ def inspect_library(path: pathlib.Path, platform: str) -> LibraryStatus:
 
 
 def ffi_version() -> tuple[int, int]:
-    """Returns the major and minor version of XLA's FFI in the installed jaxlib.
-
-    Raises:
-      NativeError: if this jaxlib has no FFI headers.
-    """
+    """Returns the version of XLA's FFI in the installed jaxlib; raises `NativeError` if that has no headers."""
     header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     try:
         text = header.read_text()
@@ -373,11 +314,7 @@ def ffi_version() -> tuple[int, int]:
 
 
 def canonical_platform(platform: str) -> str:
-    """Returns XLA's name, "cpu" or "CUDA", of a platform that JAX calls "cpu", "gpu" or "cuda".
-
-    Raises:
-      InputError: for another platform.
-    """
+    """Returns XLA's name, "cpu" or "CUDA", of a platform of JAX's; raises `InputError` for an unknown one."""
     if platform.lower() not in _PLATFORMS:
         raise InputError(f'platform must be "cpu", "gpu" or "cuda", got {platform!r}')
     return _PLATFORMS[platform.lower()]

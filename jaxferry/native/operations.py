@@ -1,13 +1,9 @@
 """Operations on arrays in host memory: Direct Host Access (DHA) for reads, in-place stores for gradients.
 
-Values are rounded as programs store them: XLA may compute with more bits than a program says
-(`xla_allow_excess_precision`, on by default): where a value is cast to 16 bits and used again in fp32, it drops both
-casts. The stored array may then be infinite while the same program finds its norm finite.
-
 Each operation is one custom call of the native library, or without the library its twin in plain JAX (`twins.py`).
-Results are equal up to the summation order of products. Use them inside jitted functions. They are differentiable once;
-under `jax.vmap`, reads run sequentially. Host arrays lie in `pinned_host` memory and stay there; `offset` selects a
-piece of a larger array, such as a flat vector.
+Results are equal up to the summation order of products. Use them inside jitted functions. They are differentiable
+once; under `jax.vmap`, reads run sequentially. Host arrays lie in `pinned_host` memory and stay there; `offset`
+selects a piece of a larger array, such as a flat vector. `native` is as for `is_native`.
 
 MemFerry, section III: kernels that read pinned host memory; section V: gradients written to host memory.
 """
@@ -36,8 +32,9 @@ _FULL_BITS = 32
 def as_stored(values: Any) -> Any:
     """Returns values, within a jitted function, so that what reads them there gets the bits that the program stores.
 
-    A barrier behind each value of fewer than 32 bits keeps XLA from looking through the value's cast. Others are
-    returned unchanged.
+    XLA may drop both casts where a value is cast to 16 bits and used again in fp32 (`xla_allow_excess_precision`): the
+    stored array may then be infinite while the same program finds its norm finite. A barrier behind each value of
+    fewer than 32 bits prevents that.
     """
 
     def stored(value: jax.Array) -> jax.Array:
@@ -52,12 +49,10 @@ DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 
 def is_native(*dtypes: Any, native: bool | None = None) -> bool:
-    """Whether the native library runs an operation on these dtypes.
+    """Whether the native library runs an operation on these dtypes, those of all its arrays.
 
-    Args:
-      *dtypes: the dtypes of all its arrays.
-      native: True or False to force the library or the twin; None uses the library if JAX's default platform has it
-        and it passes its self-test there.
+    `native` forces the library or the twin. None uses the library if JAX's default platform has it and it passes its
+    self-test there.
     """
     if native is None:
         native = is_usable(jax.local_devices()[0])
@@ -71,13 +66,9 @@ def dha_gather(
 ) -> jax.Array:
     """Returns rows of a table in host memory; only these rows cross the link, each distinct one once.
 
-    Differentiable in the table: repeated rows are summed on the device, and only touched rows are sent.
-
-    Args:
-      table: `[rows, columns]` in host memory; or any host array, with the table's location in `shape`.
-      indices: integers of any shape, in `[0, rows)`.
-      shape: the table's location in the host array; None for the whole array.
-      native: see `is_native`.
+    Differentiable in the table: repeated rows are summed on the device, and only touched rows are sent. `table` is
+    `[rows, columns]`, or any host array with the table's location in `shape`; `indices` are integers of any shape, in
+    `[0, rows)`.
 
     Returns:
       `[*indices.shape, columns]` on the device, in the table's dtype. An index out of range yields a row of NaN.
@@ -106,7 +97,7 @@ def dha_matmul(
     scratch_bytes: int | None = None,
     native: bool | None = None,
 ) -> jax.Array:
-    """Returns `x @ w` (or `x @ w.T`) for a weight in host memory; each byte of the weight crosses the link once.
+    """Returns `x @ w` (or `x @ w.T`), `[.., n]` on the device; each byte of the weight crosses the link once.
 
     Panels of the weight are staged through a bounded scratch buffer on the device; each is multiplied while the next
     arrives. Differentiable in x and w.
@@ -122,9 +113,6 @@ def dha_matmul(
         enough for panels of 128, but at most a quarter of w. It splits no sum. On a CPU, results do not depend on it;
         on a GPU, the last bits may, because cuBLASLt chooses its algorithm by panel size.
       native: see `is_native`.
-
-    Returns:
-      `[.., n]` on the device.
 
     Raises:
       InputError: if shapes do not fit.
@@ -151,11 +139,8 @@ def dha_read(
 ) -> list[jax.Array]:
     """Returns device copies of pieces of a host array: small parameters such as scales and biases.
 
-    Args:
-      vector: any array in host memory.
-      shapes: the shape of each piece; None for one piece, the whole array.
-      offsets: the first element of each piece; None if the pieces are consecutive.
-      native: see `is_native`.
+    `shapes` has the shape of each piece, None for one piece, the whole array; `offsets` the first element of each,
+    None if the pieces are consecutive.
 
     Raises:
       InputError: if a piece exceeds the array.
@@ -178,19 +163,11 @@ def gradient_store(
     accumulate: bool = False,
     native: bool | None = None,
 ) -> jax.Array:
-    """Writes a gradient into an array in host memory, or adds it to the array's contents.
+    """Writes a gradient into an array in host memory from element `offset` on, or adds it in fp32 and rounds.
 
-    The store is in place if the destination is a donated argument of the jitted function (`donate_argnums`).
-
-    Args:
-      destination: any array in host memory.
-      gradient: on the device; cast to the destination's dtype.
-      offset: element of the destination where the gradient starts.
-      accumulate: whether to add (in fp32, then rounded) instead of overwriting.
-      native: see `is_native`.
-
-    Returns:
-      The destination, in host memory if the jitted function's `out_shardings` say so.
+    The store is in place if the destination is a donated argument of the jitted function (`donate_argnums`). The
+    gradient is on the device, and cast to the destination's dtype. Returns the destination, in host memory if the
+    jitted function's `out_shardings` say so.
 
     Raises:
       InputError: if the gradient exceeds the destination.
@@ -215,19 +192,9 @@ def dha_matmul_gradient(
 ) -> jax.Array:
     """Writes a weight's gradient, `x.T @ dy`, into host memory panel by panel; it never exists whole on the device.
 
-    Args:
-      destination: any array in host memory.
-      x: `[.., k]` on the device.
-      dy: `[.., n]` on the device, with the same leading dimensions and dtype.
-      transpose: whether to store `dy.T @ x`, of shape `[n, k]`, instead of `[k, n]`.
-      offset: element of the destination where the gradient starts.
-      accumulate: whether to add instead of overwriting.
-      round_to: dtype that the product is rounded to before the cast to the destination's dtype; None for no rounding.
-      scratch_bytes: maximum device memory for panels; None as in `dha_matmul`.
-      native: see `is_native`.
-
-    Returns:
-      The destination, as in `gradient_store`.
+    `x` is `[.., k]` and `dy` `[.., n]`, of one dtype, on the device. With `transpose`, `dy.T @ x` of shape `[n, k]` is
+    stored instead of `[k, n]`. The product is rounded to `round_to` before the cast to the destination's dtype.
+    `offset`, `accumulate` and the result are as for `gradient_store`, `scratch_bytes` as for `dha_matmul`.
 
     Raises:
       InputError: if shapes or dtypes do not fit.
@@ -253,10 +220,6 @@ def _gather(shape: GatherShape, native: bool, table: jax.Array, indices: jax.Arr
     return (targets if native else twins).dha_gather(table, indices, shape)
 
 
-def _gather_forward(shape: GatherShape, native: bool, table: jax.Array, indices: jax.Array) -> Any:
-    return _gather(shape, native, table, indices), (table, indices)
-
-
 def _gather_backward(shape: GatherShape, native: bool, residuals: Any, rows: jax.Array) -> Any:
     table, indices = residuals
     places, sums = sum_repeated(indices.ravel(), rows.reshape(indices.size, shape.columns), shape.rows)
@@ -264,16 +227,11 @@ def _gather_backward(shape: GatherShape, native: bool, residuals: Any, rows: jax
     return _like(store(_zeros_like(table), places, sums, shape), table), None
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+_gather.defvjp(lambda *args: (_gather(*args), args[2:]), _gather_backward)
 
 
 def sum_repeated(indices: jax.Array, rows: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Sums rows with equal indices, on the device.
-
-    Args:
-      indices: `[m]`; those outside `[0, num_rows)` are ignored.
-      rows: `[m, columns]`.
-      num_rows: rows of the table.
+    """Sums rows `[m, columns]` with equal indices `[m]` on the device; ignores indices outside `[0, num_rows)`.
 
     Returns:
       Distinct indices `[m]`, padded with `num_rows`, and the sums `[m, columns]` in the dtype of `rows` (summed in
@@ -304,10 +262,6 @@ def _matmul(settings: _Product, x: jax.Array, w: jax.Array) -> jax.Array:
     return twins.dha_matmul(x, w, settings.shape, settings.out_dtype)
 
 
-def _matmul_forward(settings: _Product, x: jax.Array, w: jax.Array) -> Any:
-    return _matmul(settings, x, w), (x, w)
-
-
 def _matmul_backward(settings: _Product, residuals: Any, dy: jax.Array) -> Any:
     (x, w), shape = residuals, settings.shape
     dy = dy.astype(x.dtype)
@@ -326,7 +280,7 @@ def _matmul_backward(settings: _Product, residuals: Any, dy: jax.Array) -> Any:
     return dx, _like(dw, w)
 
 
-_matmul.defvjp(_matmul_forward, _matmul_backward)
+_matmul.defvjp(lambda *args: (_matmul(*args), args[1:]), _matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -336,10 +290,6 @@ def _read(shapes: Any, offsets: Any, native: bool, vector: jax.Array) -> list[ja
     return [twins.part(vector, offset, shape) for offset, shape in zip(offsets, shapes, strict=True)]
 
 
-def _read_forward(shapes: Any, offsets: Any, native: bool, vector: jax.Array) -> Any:
-    return _read(shapes, offsets, native, vector), vector
-
-
 def _read_backward(shapes: Any, offsets: Any, native: bool, vector: jax.Array, gradients: Any) -> Any:
     stored = _zeros_like(vector)
     for gradient, offset in zip(gradients, offsets, strict=True):
@@ -347,7 +297,7 @@ def _read_backward(shapes: Any, offsets: Any, native: bool, vector: jax.Array, g
     return (_like(stored, vector),)
 
 
-_read.defvjp(_read_forward, _read_backward)
+_read.defvjp(lambda *args: (_read(*args), args[3]), _read_backward)
 
 
 def _zeros_like(host: jax.Array) -> jax.Array:

@@ -7,11 +7,8 @@ import shutil
 import struct
 
 DIRECTORY_VARIABLE = "JAXFERRY_NATIVE_DIR"
-
 FILE_NAMES = {"cpu": "libjaxferry_cpu.so", "CUDA": "libjaxferry_cuda.so"}
-
 PACKAGE_DIRECTORY = pathlib.Path(__file__).resolve().parent
-
 REMEDY = "build it with `jaxferry build-native`"
 
 _COSTS = {
@@ -32,8 +29,7 @@ def library_directories() -> list[pathlib.Path]:
     If `JAXFERRY_NATIVE_DIR` is set, that folder alone. Otherwise the package's folder, the folder that pip installed
     into (a different one for an editable installation), and the user's.
     """
-    named = os.environ.get(DIRECTORY_VARIABLE)
-    if named:
+    if named := os.environ.get(DIRECTORY_VARIABLE):
         return [pathlib.Path(named)]
     directories = [PACKAGE_DIRECTORY, *_installed_directories(), user_directory()]
     return list(dict.fromkeys(directories))
@@ -62,8 +58,7 @@ def find_sources() -> pathlib.Path | None:
     return next((path for path in candidates if (path / "CMakeLists.txt").is_file()), None)
 
 
-_MAGIC = b"\x7fELF\x02\x01"
-"""64-bit, little-endian."""
+_MAGIC = b"\x7fELF\x02\x01"  # 64-bit, little-endian
 _HEADER = struct.Struct("<16x2HI3QI6H")
 _SEGMENT = struct.Struct("<2I6Q")
 

@@ -45,19 +45,23 @@ _NUM_ADDED = 24
 _CLOCK_ERROR_S = 0.01
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Check:
-    """One check, with its programs and arrays.
+    """One check: `step` runs native programs on `state`, the arrays that they write, and returns what they make of it.
 
-    Attributes:
-      num_bytes: the bytes that cross the link in one run; 0 if that says nothing.
-      run: runs the native programs until their results are ready, and returns these.
-      compare: compares the first run's results with plain JAX; returns None, or how they differ.
+    `num_bytes` cross the link in one run, 0 if that says nothing. `compare` compares the first run's results with plain
+    JAX; returns None, or how they differ.
     """
 
     num_bytes: int
-    run: Callable[[], Any]
+    step: Callable[[Any], Any]
     compare: Callable[[Any], str | None]
+    state: Any = None
+
+    def run(self) -> Any:
+        """Runs the native programs until their results are ready, and returns these."""
+        self.state = jax.block_until_ready(self.step(self.state))
+        return self.state
 
 
 class Bench:
@@ -67,6 +71,9 @@ class Bench:
         self.library, self.num_bytes = library, num_bytes
         self.device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
         self.pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        self.num_columns = max(num_bytes // (2 * _K), 1)
+        # A quarter of the operand, so that there are several panels; no more than in training.
+        self.scratch_bytes = min(num_bytes // 4, targets.SCRATCH_BYTES)
         # No seed: memory that an earlier run has left must not look like a right result.
         self._random = np.random.default_rng()
 
@@ -93,18 +100,12 @@ def make_load(bench: Bench) -> Check:
     values = bench.bits(max(bench.num_bytes // 4, 2))
     vector, ends = bench.on_host(values), (0, len(values) // 4, len(values))
     load, wait = load_programs(bench, ends)
+
+    def compare(found: Any) -> str | None:
+        return difference(found, np.split(jax.device_get(jax.device_put(vector, bench.device)), ends[1:2]))
+
     arrays = [bench.on_device(np.zeros(end - start, np.float32)) for start, end in itertools.pairwise(ends)]
-
-    def run() -> list[jax.Array]:
-        nonlocal arrays
-        arrays = jax.block_until_ready(wait(load((vector,), arrays), (vector,)))
-        return arrays
-
-    def compare(found: Sequence[jax.Array]) -> str | None:
-        expected = jax.device_get(jax.device_put(vector, bench.device))
-        return difference(jax.device_get(found), [expected[: ends[1]], expected[ends[1] :]])
-
-    return Check(vector.nbytes, run, compare)
+    return Check(vector.nbytes, lambda into: wait(load((vector,), into), (vector,)), compare, arrays)
 
 
 def load_programs(bench: Bench, ends: Sequence[int]) -> tuple[Any, Any]:
@@ -127,60 +128,55 @@ def make_store(bench: Bench) -> Check:
     """Makes the check of a store: two arrays into one vector, whose other elements stay."""
     size = max(bench.num_bytes // 8, 1)
     known = bench.bits(2 * size + 2 * _NUM_GUARDS)
-    sources = [bench.on_device(bench.bits(size)) for _ in range(2)]
-    offsets, vector = [_NUM_GUARDS, _NUM_GUARDS + size], bench.on_host(known)
+    sources, offsets = [bench.on_device(bench.bits(size)) for _ in range(2)], [_NUM_GUARDS, _NUM_GUARDS + size]
 
     def store(sources: Sequence[jax.Array], into: jax.Array) -> Any:
         return targets.ferry_store(sources, into, offsets, False)
 
     stores = jitted(store, donate_argnums=1, out_shardings=bench.pinned)
 
-    def run() -> jax.Array:
-        nonlocal vector
-        vector = jax.block_until_ready(stores(sources, vector))
+    def step(into: jax.Array) -> jax.Array:
+        vector = jax.block_until_ready(stores(sources, into))
         bench.library.wait_for([vector.unsafe_buffer_pointer()], [vector.nbytes])
         return vector
 
-    def compare(found: jax.Array) -> str | None:
+    def compare(found: Any) -> str | None:
         expected = known.copy()
         expected[_NUM_GUARDS:-_NUM_GUARDS] = np.concatenate(jax.device_get(jax.device_put(sources, bench.pinned)))
-        return difference([jax.device_get(found)], [expected])
+        return difference(found, expected)
 
-    return Check(8 * size, run, compare)
+    return Check(8 * size, step, compare, bench.on_host(known))
 
 
 def make_product(bench: Bench) -> Check:
     """Makes the check of a product: device rows times a weight within a vector in host memory."""
-    n = _columns(bench)
-    rows = bench.factors(NUM_ROWS, _K)
+    n, rows = bench.num_columns, bench.factors(NUM_ROWS, _K)
     x, turned, w = bench.on_device(rows), bench.on_device(rows.T), bench.on_host(bench.factors(_NUM_GUARDS + _K * n))
     shape = ProductShape(_K, n, offset=_NUM_GUARDS)
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        return targets.dha_matmul(x, w, shape, x.dtype, _scratch_bytes(bench))
+        return targets.dha_matmul(x, w, shape, x.dtype, bench.scratch_bytes)
 
     def plain(turned: jax.Array, w: jax.Array) -> jax.Array:
         return _sums(turned, w[_NUM_GUARDS:].reshape(_K, n)).astype(turned.dtype)
 
     products = jitted(product, out_shardings=bench.device)
 
-    def compare(found: jax.Array) -> str | None:
-        expected = jitted(plain, out_shardings=bench.device)(turned, jax.device_put(w, bench.device))
-        return difference([jax.device_get(found)], [jax.device_get(expected)])
+    def compare(found: Any) -> str | None:
+        return difference(found, jitted(plain, out_shardings=bench.device)(turned, jax.device_put(w, bench.device)))
 
-    return Check(2 * _K * n, lambda: jax.block_until_ready(products(x, w)), compare)
+    return Check(2 * _K * n, lambda _: products(x, w), compare)
 
 
 def make_gradient(bench: Bench) -> Check:
     """Makes the check of a gradient: a product written to a vector in host memory, and an array added to it."""
-    n = _columns(bench)
-    x, dy, added = (bench.on_device(bench.factors(*shape)) for shape in ((NUM_ROWS, _K), (NUM_ROWS, n), (_NUM_ADDED,)))
-    end = _NUM_GUARDS + _K * n
+    n = bench.num_columns
+    arrays = [bench.on_device(bench.factors(*shape)) for shape in ((NUM_ROWS, _K), (NUM_ROWS, n), (_NUM_ADDED,))]
+    end, shape = _NUM_GUARDS + _K * n, ProductShape(_K, n, offset=_NUM_GUARDS)
     known = bench.factors(end + _NUM_ADDED + _NUM_GUARDS)
-    vector, shape = bench.on_host(known), ProductShape(_K, n, offset=_NUM_GUARDS)
 
     def gradient(into: jax.Array, x: jax.Array, dy: jax.Array, added: jax.Array) -> jax.Array:
-        stored = targets.dha_matmul_gradient(into, x, dy, shape, False, x.dtype, _scratch_bytes(bench))
+        stored = targets.dha_matmul_gradient(into, x, dy, shape, False, x.dtype, bench.scratch_bytes)
         return targets.gradient_store(stored, added, end, True)
 
     def plain(into: jax.Array, x: jax.Array, dy: jax.Array, added: jax.Array) -> jax.Array:
@@ -190,21 +186,16 @@ def make_gradient(bench: Bench) -> Check:
 
     gradients = jitted(gradient, donate_argnums=0, out_shardings=bench.pinned)
 
-    def run() -> jax.Array:
-        nonlocal vector
-        vector = jax.block_until_ready(gradients(vector, x, dy, added))
-        return vector
+    def compare(found: Any) -> str | None:
+        expected = jitted(plain, out_shardings=bench.device)(bench.on_device(known), *arrays)
+        return difference(found, jax.device_put(expected, bench.pinned))
 
-    def compare(found: jax.Array) -> str | None:
-        expected = jitted(plain, out_shardings=bench.device)(bench.on_device(known), x, dy, added)
-        return difference([jax.device_get(found)], [jax.device_get(jax.device_put(expected, bench.pinned))])
-
-    return Check(2 * _K * n, run, compare)
+    return Check(2 * _K * n, lambda into: gradients(into, *arrays), compare, bench.on_host(known))
 
 
 def make_mark(bench: Bench) -> Check:
     """Makes the check of marks: the times of a load and of the program that waits for it."""
-    vector, array = bench.on_host(bench.bits(1024)), bench.on_device(np.zeros(1024, np.float32))
+    vector, into = bench.on_host(bench.bits(1024)), bench.on_device(np.zeros(1024, np.float32))
     load, wait = load_programs(bench, (0, len(vector)))
     # Programs of their own: XLA frees the buffers of one that fails, and a load would still write to them.
     mark_load = jitted(lambda token, result: targets.mark(token, [result], "load"), out_shardings=bench.device)
@@ -212,33 +203,34 @@ def make_mark(bench: Bench) -> Check:
     tokens = [bench.on_device(np.zeros(1, np.uint8)) for _ in range(2)]
     addresses = [token.unsafe_buffer_pointer() for token in tokens]
 
-    def move() -> None:
-        nonlocal array
+    def move(array: jax.Array) -> jax.Array:
         [array] = load((vector,), [array])
         marked = mark_load(tokens[0], array)
         [array] = wait([array], (vector,))
         jax.block_until_ready((array, marked, mark_wait(tokens[1], array)))
         bench.library.synchronize()
+        return array
 
-    def run() -> tuple[float, float, list[tuple[float, float]]]:
+    def step(array: jax.Array) -> tuple[float, float, list[tuple[float, float]]]:
         for address in addresses:
             bench.library.open_marks(address, 1)
         try:
-            move()  # a mark of loads begins at the previous one
+            array = move(array)  # a mark of loads begins at the previous one
             before_s = time.perf_counter()
-            move()
+            move(array)
             after_s = time.perf_counter()
             return before_s, after_s, bench.library.read_marks(addresses, [1, 1])
         finally:
             for address in addresses:
                 bench.library.close_marks(address)
 
-    return Check(0, run, lambda times: time_difference(*times))
+    return Check(0, step, lambda times: time_difference(*times), into)
 
 
-def difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> str | None:
-    """Compares arrays bit by bit; returns None, or how many bytes differ."""
-    pairs = [(a.ravel().view(np.uint8), b.ravel().view(np.uint8)) for a, b in zip(found, expected, strict=True)]
+def difference(found: Any, expected: Any) -> str | None:
+    """Compares trees of arrays bit by bit; returns None, or how many bytes differ."""
+    arrays = (jax.tree.leaves(jax.device_get(tree)) for tree in (found, expected))
+    pairs = [(a.ravel().view(np.uint8), b.ravel().view(np.uint8)) for a, b in zip(*arrays, strict=True)]
     num_different = sum(int(np.count_nonzero(a != b)) for a, b in pairs)
     return f"{num_different} of {sum(b.size for _, b in pairs)} bytes differ" if num_different else None
 
@@ -264,15 +256,6 @@ def jitted(function: Callable[..., Any], **options: Any) -> Any:
     return jax.jit(function, **options)
 
 
-def _columns(bench: Bench) -> int:
-    return max(bench.num_bytes // (2 * _K), 1)
-
-
-def _scratch_bytes(bench: Bench) -> int:
-    """A quarter of the operand, so that there are several panels; no more than in training."""
-    return min(bench.num_bytes // 4, targets.SCRATCH_BYTES)
-
-
 def _sums(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns `a.T @ b` in fp32 without a library's product, which XLA would first tune for seconds."""
     return jnp.sum(a.astype(jnp.float32)[:, :, None] * b.astype(jnp.float32)[:, None, :], axis=0)
@@ -287,9 +270,7 @@ CHECKS: dict[str, Callable[[Bench], Check]] = {
 }
 
 
-NUM_BYTES = 2**18
-"""The size of the checks' operands in the self-test of a training step."""
-
+NUM_BYTES = 2**18  # the size of the checks' operands in the self-test of a training step
 LIMIT_S = 120.0
 """A self-test that takes longer hangs. Most of its time is compilation, well under a second on an idle machine."""
 
@@ -303,12 +284,9 @@ _warned: set[jax.Device] = set()
 
 @dataclasses.dataclass(frozen=True)
 class CheckResult:
-    """The result of one check.
+    """The result of a check of `CHECKS`, with the rate at which bytes crossed the link, if measured.
 
-    Attributes:
-      name: one of `CHECKS`.
-      message: None if the check passed; else one line: how the library differs from plain JAX, or why it failed.
-      bytes_per_s: the rate at which bytes crossed the link; None if not measured.
+    `message` is None if the check passed; else one line: how the library differs from plain JAX, or why it failed.
     """
 
     name: str
@@ -322,12 +300,11 @@ class CheckResult:
 
 
 def is_usable(device: jax.Device) -> bool:
-    """Returns whether training can use the native library on a device; if not, warns why, once per process.
+    """Returns whether training can use the library on a device; warns why not, once per process.
+
+    `InputError` if unknown.
 
     On a GPU, the first call runs the self-test.
-
-    Raises:
-      InputError: for an unknown platform.
     """
     if not is_available(device.platform):
         return False
@@ -356,19 +333,11 @@ def unusable_reason(device: jax.Device) -> str | None:
 def run_self_test(
     device: jax.Device, *, num_bytes: int = NUM_BYTES, measures: bool = False, limit_s: float = LIMIT_S
 ) -> tuple[CheckResult, ...]:
-    """Compares the native library with plain JAX on a device.
+    """Compares the native library with plain JAX on a device; returns the results in the order of `CHECKS`.
 
-    The checks run in a thread of their own: the caller may be tracing a function or have changed JAX's settings.
-
-    Args:
-      device: the device, with pinned host memory.
-      num_bytes: the size of the larger operand of each check.
-      measures: whether to measure the rates.
-      limit_s: seconds after which the running check has failed and the later ones are left out. A device that hangs
-        stays so; the rest of the process may wait for it forever.
-
-    Returns:
-      The results, in the order of `CHECKS`.
+    The checks run in a thread of their own: the caller may be tracing a function or have changed JAX's settings. The
+    larger operand of each check has `num_bytes`. After `limit_s` the running check has failed and the later ones are
+    left out: a device that hangs stays so, and the rest of the process may wait for it forever.
 
     Raises:
       InputError: for an unknown platform.

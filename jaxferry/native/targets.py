@@ -26,14 +26,7 @@ class GatherShape:
 
 @dataclasses.dataclass(frozen=True)
 class ProductShape:
-    """A weight within a host array: `[k, n]`, or `[n, k]` if `transpose`, row-major, starting at element `offset`.
-
-    Attributes:
-      k: length of the contracted dimension.
-      n: length of the other dimension.
-      transpose: whether the rows of the stored matrix have length k.
-      offset: its first element.
-    """
+    """A weight within a host array: `[k, n]`, or `[n, k]` if `transpose`, row-major, starting at element `offset`."""
 
     k: int
     n: int
@@ -49,12 +42,9 @@ class ProductShape:
 class Vacancy(enum.Enum):
     """Whether nothing uses the memory that a load fills."""
 
-    UNKNOWN = 0
-    """Any work issued so far may use it."""
-    NOTED = 1
-    """No work issued since `ferry_vacate` uses it."""
-    SEEN = 2
-    """No work uses it: its last use is known to have ended."""
+    UNKNOWN = 0  # any work issued so far may use it
+    NOTED = 1  # no work issued since `ferry_vacate` uses it
+    SEEN = 2  # no work uses it: its last use is known to have ended
 
 
 TARGETS = (
@@ -72,9 +62,7 @@ TARGETS = (
     "jaxferry_mark",
 )
 
-CPU_FUNCTIONS = ("jaxferry_host_update",)
-"""What the CPU library must have besides, for host memory of any device."""
-
+CPU_FUNCTIONS = ("jaxferry_host_update",)  # what the CPU library must have besides, for host memory of any device
 QUEUES = ("program", "load", "store")
 """The queue that a mark follows: the program's own stream, or one of the ferry's queues."""
 
@@ -82,12 +70,8 @@ SCRATCH_BYTES = 8 * 2**20
 """Device memory for staging a product's panels: two panels of 4 MiB, large enough that a transfer takes longer than its
 launch. Products with long rows or columns take up to a quarter of the weight's size, for panels of `LEAST_SLICES`."""
 
-LEAST_SLICES = 128
-"""Rows or columns of a panel unless the scratch is limited: a narrower product takes a GPU as long."""
-
-ALIGNED_NUMBERS = 8
-"""A GPU's products are several times slower if rows do not start at multiples of so many numbers."""
-
+LEAST_SLICES = 128  # rows or columns of a panel unless the scratch is limited: a narrower product takes a GPU as long
+ALIGNED_NUMBERS = 8  # a GPU's products are several times slower if rows do not start at multiples of so many numbers
 PRODUCTS: dict[tuple[bool, tuple[int, ...]], None] = {}
 """The traced products of GPUs: whether each is a gradient, and its sizes (`NativeLibrary.plan_product`)."""
 
@@ -203,9 +187,9 @@ def dha_read(vector: jax.Array, offsets: Sequence[int], shapes: Sequence[Sequenc
 
 def gradient_store(destination: jax.Array, gradient: jax.Array, offset: int, accumulate: bool) -> jax.Array:
     """Writes the gradient into the destination and returns it."""
-    given = (destination, gradient)
+    arrays = (destination, gradient)
     stored: jax.Array = _call(
-        "gradient_store", _struct(destination), *given, into=0, offset=offset, accumulate=accumulate
+        "gradient_store", _struct(destination), *arrays, into=0, offset=offset, accumulate=accumulate
     )
     return stored
 
@@ -231,15 +215,15 @@ def dha_matmul_gradient(
     rounded = 0 if round_to is None else DTYPE_NUMBERS[np.dtype(round_to)]
     _note_product(True, (x, destination), scratch, shape, (x, dy), int(shape.transpose), int(accumulate), rounded)
     numbers = dataclasses.asdict(shape) | {"accumulate": accumulate, "round_to": rounded}
-    given = (destination, x, dy, scratch)
-    stored: jax.Array = _call("dha_matmul_gradient", _struct(destination), *given, into=0, **numbers)
+    arrays = (destination, x, dy, scratch)
+    stored: jax.Array = _call("dha_matmul_gradient", _struct(destination), *arrays, into=0, **numbers)
     return stored
 
 
 def row_store(destination: jax.Array, indices: jax.Array, rows: jax.Array, shape: GatherShape) -> jax.Array:
     """Adds rows to the destination at the indices and returns it; rows at indices out of range are ignored."""
-    given = (destination, indices.astype(np.int32), rows)
-    stored: jax.Array = _call("row_store", _struct(destination), *given, into=0, **dataclasses.asdict(shape))
+    arrays = (destination, indices.astype(np.int32), rows)
+    stored: jax.Array = _call("row_store", _struct(destination), *arrays, into=0, **dataclasses.asdict(shape))
     return stored
 
 

@@ -1,9 +1,9 @@
 """Optax in host memory, layer by layer, and where masters and optimizer state are.
 
-optimizer     which leaves are updated together   update_programs, fused   their update
+optimizer     which leaves are updated together   update_programs          their update
 replay        the update of some parameters       on_devices               updates on the GPU
 arrays        the arrays of a state               pieces                   arrays whole or in parts
-optimizers    adamw, adam, lion, sgd              host_memory              how much is left
+optimizers    adamw ...; the fused update         host_memory              how much is left
 transformations   what users write, traced
 """
 

@@ -1,6 +1,4 @@
 from .arrays import HostArrays as HostArrays
-from .fused import FusedUpdate as FusedUpdate
-from .fused import fused_rule as fused_rule
 from .host_memory import PINNED_VARIABLE as PINNED_VARIABLE
 from .host_memory import pinned_advice as pinned_advice
 from .host_memory import pinned_bytes as pinned_bytes
@@ -20,7 +18,9 @@ from .optimizer import given_leaves as given_leaves
 from .optimizer import hyperparameters as hyperparameters
 from .optimizer import taken_extra_args as taken_extra_args
 from .optimizers import FusedTransformation as FusedTransformation
+from .optimizers import FusedUpdate as FusedUpdate
 from .optimizers import HostRule as HostRule
+from .optimizers import fused_rule as fused_rule
 from .pieces import Pieces as Pieces
 from .pieces import Stored as Stored
 from .pieces import numpy_bytes as numpy_bytes

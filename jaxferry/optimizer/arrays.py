@@ -23,12 +23,7 @@ from jaxferry.transport import ORPHANED_COPIES, Placement, Vectors, from_shares,
 class HostArrays:
     """Masters, optimizer state and compute copy.
 
-    Args:
-      optimizer: the host optimizer.
-      placement: where arrays live.
-      layers: the parameter groups.
-      masters: by index in the flattened tree; emptied.
-      state: the leaves of the optimizer's state by path, emptied; None makes the initial state.
+    Masters, by index in the flattened tree, and state, by path, are emptied; without state, it is the initial one.
 
     Attributes:
       layers: the parameter groups in which the arrays are arranged.
@@ -167,25 +162,23 @@ class HostArrays:
                 for key, leaf in pairs
                 if not leaf.is_trained and key not in self._frozen and only in (None, key[0])
             ]
-            flat = self._on_cpu(layer, vectors, {leaf.vector for _, leaf in missing})
+            numbers = {leaf.vector for _, leaf in missing}
+            if self._placement.num_devices == 1 or not numbers:
+                own = {number: on_cpu([vectors[number]], self._placement)[0] for number in numbers}
+            else:
+                own = dict(enumerate(from_shares(vectors, self._placement, layer)))
+            flat = {number: np.asarray(own[number]) for number in numbers}
             for (name, part), leaf in missing:
-                own = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
-                found.setdefault(name, {})[part] = own
+                array = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
+                found.setdefault(name, {})[part] = array
         return dict(found)
-
-    def _on_cpu(self, layer: Layer, vectors: Vectors, numbers: Collection[int]) -> dict[int, np.ndarray]:
-        """Some vectors of a layer's compute copy, by number."""
-        if self._placement.num_devices == 1 or not numbers:
-            return {number: np.asarray(on_cpu([vectors[number]], self._placement)[0]) for number in numbers}
-        own = from_shares(vectors, self._placement, layer)
-        return {number: np.asarray(own[number]) for number in numbers}
 
     def optimizer_state(self) -> dict[str, Stored]:
         """Returns the stored leaves of the optimizer's state, by path."""
         found: dict[str, dict[Where, Any]] = {}
         for unit in self.units:
             _add(found, zip(unit.state_keys, unit.state_at_home(), strict=True))
-        return _stored(found, self._optimizer.state_shapes())
+        return _stored(found, self._optimizer.state_shapes)
 
     @property
     def copy_bytes(self) -> dict[str, int]:
@@ -214,12 +207,12 @@ class HostArrays:
                 _add(found, zip(keys, own, strict=True))
         for name, parts in self._frozen_parts().items():
             found_masters[name] = {part: on_host(array, self._placement) for part, array in parts.items()}
-        return _stored(found_masters, self._optimizer.avals), _stored(found_state, self._optimizer.state_shapes())
+        return _stored(found_masters, self._optimizer.avals), _stored(found_state, self._optimizer.state_shapes)
 
     def arrange(self, layers: Sequence[Layer]) -> None:
         """Arranges the arrays in these parameter groups; `vectors` is empty afterwards.
 
-        If that fails (host memory is short), the arrays stay in the groups that they were in.
+        If that fails, nothing has changed.
         """
         self._end_filling(at_once=True)
         masters, state = Pieces(self.masters(), self._placement), Pieces(self.optimizer_state(), self._placement)
@@ -236,11 +229,7 @@ class HostArrays:
             raise
 
     def replace_masters(self, masters: dict[int, Stored]) -> None:
-        """Replaces all parameters; `vectors` is empty afterwards.
-
-        Args:
-          masters: by index in the flattened tree; emptied.
-        """
+        """Replaces all parameters, by index in the flattened tree; `vectors` is empty afterwards."""
         self._end_filling(at_once=True)
         for unit in self.units:
             self.to_host(unit)
@@ -337,9 +326,9 @@ class HostArrays:
 
     def _packed(self, layer: Layer, arrays: Sequence[jax.Array]) -> Vectors:
         """A layer's arrays in host memory, or what this process holds of them, in new vectors in pinned memory."""
-        place, own = self._placement, self._placement.ownership.of(layer)
-        if not (place.is_cpu or writes_in_place(place)):
-            return to_pinned(self._packing(own)(arrays), place, layer)
+        placement, own = self._placement, self._placement.ownership.of(layer)
+        if not (placement.is_cpu or writes_in_place(placement)):
+            return to_pinned(self._packing(own)(arrays), placement, layer)
         pairs = list(zip(own.leaves, arrays, strict=True))
 
         def write(made: np.ndarray, number: int) -> None:
@@ -348,7 +337,7 @@ class HostArrays:
                     host_sums.copy(made[leaf.offset : leaf.offset + leaf.size], np.asarray(array).reshape(-1))
 
         return tuple(
-            filled(v.shape, v.dtype, place, functools.partial(write, number=number), is_pinned=True)
+            filled(v.shape, v.dtype, placement, functools.partial(write, number=number), is_pinned=True)
             for number, v in enumerate(own.vectors)
         )
 
@@ -368,7 +357,6 @@ def _fill_while_held(arrays: weakref.ref[HostArrays]) -> None:
 
 
 def _add(found: dict[Any, dict[Where, Any]], arrays: Iterable[tuple[Key, Any]]) -> None:
-    """Adds arrays by name and by which elements they have."""
     for (name, where), array in arrays:
         found.setdefault(name, {})[where] = array
 

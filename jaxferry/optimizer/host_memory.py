@@ -53,11 +53,10 @@ _OF_PROCESS = (
 class _Names:
     """Names of a control group's files.
 
-    Attributes:
-      limits: beyond `memory.max` the kernel ends processes, beyond `memory.high` it slows them down to a crawl.
-      taken: memory in use, without swap.
-      reclaimable: counts of `memory.stat`. The kernel gives this memory back before it refuses any, as `MemAvailable`
-        of the machine assumes; pages of a file that was read twice are active. Version 1 does not tell its slab.
+    Beyond `memory.max` the kernel ends processes, beyond `memory.high` it slows them down to a crawl. `taken` is
+    without swap. `reclaimable` are counts of `memory.stat`: the kernel gives this memory back before it refuses any,
+    as `MemAvailable` of the machine assumes; pages of a file that was read twice are active. Version 1 does not tell
+    its slab.
     """
 
     limits: tuple[str, ...]
@@ -97,24 +96,20 @@ def check(
 ) -> None:
     """Checks that there is enough host memory, before any is allocated.
 
-    Args:
-      needed: bytes by what they are for.
-      what: what needs them, for the error.
-      remedy: what the user can do, besides freeing or adding memory.
-      held_bytes: what training takes besides. It counts against `JAXFERRY_HOST_MEMORY`; the other limits tell what is
-        left beside it.
-      existing_bytes: what of `needed` is allocated already, so that the other limits do not count it as left.
+    `needed` has bytes by what they are for, of which `existing_bytes` are allocated already. `what` needs them, and
+    `remedy` is what the user can do besides freeing memory. `held_bytes` are what training takes besides: they count
+    against `JAXFERRY_HOST_MEMORY`; the other limits tell what is left beside them.
 
     Raises:
       HostMemoryError: if there is too little; it names the number, the limit, and remedies.
       InputError: if `JAXFERRY_HOST_MEMORY` is neither a size nor `off`.
     """
-    given = os.environ.get(VARIABLE, "")
-    if given == "off":
+    text = os.environ.get(VARIABLE, "")
+    if text == "off":
         return
-    if given:
-        left_bytes = max(parse_bytes(given, VARIABLE) - held_bytes, 0)
-        held = f"={given}, of which training takes {format_bytes(held_bytes)}" if held_bytes else ""
+    if text:
+        left_bytes = max(parse_bytes(text, VARIABLE) - held_bytes, 0)
+        held = f"={text}, of which training takes {format_bytes(held_bytes)}" if held_bytes else ""
         known = [Limit(left_bytes, f"{VARIABLE}{held}")]
     else:
         known = limits()
@@ -132,10 +127,9 @@ def check(
 
 
 def pinned_limit(root: pathlib.Path = _ROOT) -> Limit:
-    """XLA's limit of pinned host memory on GPUs; under WSL2, Windows has another one, which it does not state.
+    """XLA's limit of pinned host memory on GPUs; raises `InputError` for one that is no number.
 
-    Raises:
-      InputError: if the environment's limit is not a whole number.
+    Under WSL2, Windows has another one, which it does not state.
     """
     text = os.environ.get(PINNED_VARIABLE)
     if text is not None and not text.strip().isdecimal():
@@ -147,12 +141,7 @@ def pinned_limit(root: pathlib.Path = _ROOT) -> Limit:
 
 
 def pinned_bytes(needed: Mapping[str, int], streamed_bytes: int = 0) -> int:
-    """Returns how many bytes of a training step's host memory are pinned on a GPU.
-
-    Args:
-      needed: bytes of host memory by what they are for.
-      streamed_bytes: those of masters and optimizer state that stream through the GPU, and so are pinned too.
-    """
+    """Returns the bytes of a step's host memory that are pinned on a GPU, with what streams through the GPU."""
     return sum(needed.get(name, 0) for name in PINNED) + streamed_bytes
 
 
@@ -193,12 +182,7 @@ def pinned_advice(num_bytes: int) -> str:
 
 
 def check_pinned(num_bytes: int) -> None:
-    """Checks that XLA will pin so many bytes for a training step on a GPU.
-
-    Raises:
-      HostMemoryError: if not.
-      InputError: if the environment's limit is not a whole number.
-    """
+    """Raises `HostMemoryError` unless XLA will pin so many bytes for a training step on a GPU."""
     problem = pinned_problem(num_bytes)
     if problem and os.environ.get(VARIABLE) != "off":
         raise HostMemoryError(f"{problem}; {VARIABLE}=off checks nothing")

@@ -28,8 +28,7 @@ from jaxferry.partition import (
 )
 from jaxferry.transport import Placement
 
-BLOCK_BYTES = 2 << 20
-"""The bytes of a stored array that are in memory at a time, beside its master."""
+BLOCK_BYTES = 2 << 20  # the bytes of a stored array that are in memory at a time, beside its master
 
 
 def masters_from_arrays(
@@ -89,11 +88,7 @@ def _read_blocks(stored: Any, made: np.ndarray, span: Span | None) -> None:
 
 
 def initial_shapes(init_fn: Callable[[Any], Any], rng: Any) -> Any:
-    """Returns the shapes of the parameters that `init_fn(rng)` makes.
-
-    Raises:
-      InputError: if this is no function, or something is no array.
-    """
+    """Returns the shapes of the parameters that `init_fn(rng)` makes; raises `InputError` if it makes no arrays."""
     if not callable(init_fn):
         raise InputError(f"init_fn must be a function of a PRNG key, got {init_fn!r}")
     if found := no_arrays(rng):
@@ -113,22 +108,20 @@ def masters_layer_by_layer(
 ) -> dict[int, Stored]:
     """Runs `init_fn(rng)` on the CPU backend, one layer at a time, each with only the equations that it needs.
 
-    Each parameter is copied as soon as it is computed: one exists beside the masters at a time, with what computes it.
-
-    The results equal those of `init_fn` on that backend without `jit`. Of several processes each computes all layers
-    and keeps what it owns.
+    One parameter exists beside the masters at a time, with what computes it. The results equal those of `init_fn` on
+    that backend without `jit`. Of several processes each computes all layers and keeps what it owns.
     """
     # A jitted sampler differs in the last bits when its operations run one by one.
     graph = trace(init_fn, rng, (), {}, keep_single=True)
     cpu = next(iter(placement.host.device_set))
     masters: dict[int, Stored] = {}
     with jax.default_device(cpu):
-        given = dict(zip(graph.parameters, (jax.device_put(leaf, cpu) for leaf in jax.tree.leaves(rng)), strict=True))
+        inputs = dict(zip(graph.parameters, (jax.device_put(leaf, cpu) for leaf in jax.tree.leaves(rng)), strict=True))
         for layer in layers:
             spans = {leaf.index: placement.ownership.span(layer, leaf) for leaf in layer.leaves}
             dtypes = {leaf.index: leaf.master_dtype for leaf in layer.leaves}
             outputs = [(graph.outputs[leaf.index], leaf.index) for leaf in layer.leaves]
-            for index, array in _arrays_one_by_one(graph, outputs, {**graph.constants, **given}):
+            for index, array in _arrays_one_by_one(graph, outputs, {**graph.constants, **inputs}):
                 masters[index] = host_array(array, placement, dtypes[index], spans[index])
                 del array  # before the next one is computed
     return masters

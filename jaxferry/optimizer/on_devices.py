@@ -1,20 +1,16 @@
 """Masters and optimizer state on the device: for good, or streamed through it in subgroups.
 
-Masters and optimizer state that stay on devices, where they are updated.
-
     one device:       the arrays themselves
     several devices:  a share of each array on each device, if the update is element-wise; all of it otherwise
 
 Shares are those of `partition.SharedLayer`: each array is flat, filled up, and split evenly. A gradient arrives in the
 same shares, so an update moves nothing between the devices; they gather the new parameters.
 
-Masters and optimizer state that updates stream through the GPU, in subgroups of a unit.
-
     unit --cut--> subgroups, each some of its parameters --> masters and state in flat vectors in pinned memory
 
 The subgroups of a unit follow each other through the device, so that it never holds the whole unit. They are of equal
-size, as planned: a parameter that is updated element-wise is cut where a subgroup ends. What is too small to move, such
-as Adam's count, stays on the device.
+size, as planned: a parameter that is updated element-wise is cut where a subgroup ends. What is too small to move,
+such as Adam's count, stays on the device.
 """
 
 from __future__ import annotations
@@ -41,10 +37,7 @@ from jaxferry.transport import Placement, on_cpu
 def unit_on_devices(
     optimizer: HostOptimizer, unit: UpdateGroup, layers: Sequence[Layer], placement: Placement
 ) -> UpdateGroup:
-    """The unit as devices hold it, with shapes instead of arrays.
-
-    Its parts are spans where devices share its arrays, of all their elements.
-    """
+    """The unit as devices hold it, with shapes for arrays; where devices share these, its parts are whole spans."""
     if placement.num_devices == 1 or len(unit.layers) > 1:
         return unit
     trained = layers[unit.layers[0]].trained
@@ -76,10 +69,8 @@ def where_on_devices(unit: UpdateGroup, placement: Placement) -> tuple[list[Name
 class Elsewhere(abc.ABC):
     """Where masters and state of a unit are, other than in ordinary host memory.
 
-    Attributes:
-      home: the unit in host memory; shapes.
-      placement: the devices.
-      subgroups: what streams through the GPU; none if masters and state stay on the device.
+    `home` is the unit in host memory, with shapes. `subgroups` stream through the GPU; none if all stays on the
+    device.
     """
 
     home: UpdateGroup
@@ -165,21 +156,14 @@ def _home(unit: UpdateGroup) -> UpdateGroup:
     return dataclasses.replace(unit, masters=_shapes(unit.masters), state=_shapes(unit.state), programs={})
 
 
-_ALIGNMENT = 16
-"""Parameters are cut at multiples of so many elements: a cache line of fp32."""
-
-_Share = list[tuple[Leaf, Span | None]]
-"""The parameters of a subgroup, each with its elements if they are not all."""
+_ALIGNMENT = 16  # parameters are cut at multiples of so many elements: a cache line of fp32
+_Share = list[tuple[Leaf, Span | None]]  # the parameters of a subgroup, each with its elements if they are not all
 
 
 def subgroups_of(optimizer: HostOptimizer, unit: UpdateGroup, layers: Sequence[Layer], count: int) -> list[Subgroup]:
-    """Cuts a unit into subgroups of about equal bytes; without arrays.
+    """Cuts a unit of one layer into `count` subgroups of about equal bytes; without arrays.
 
-    Args:
-      optimizer: the host optimizer.
-      unit: the unit of one layer; masters and state may be shapes.
-      layers: the parameter groups.
-      count: the number of subgroups. Some hold nothing if parameters that cannot be cut are larger than their share.
+    Some hold nothing if parameters that cannot be cut are larger than their share.
     """
     trained = layers[unit.layers[0]].trained
     shares = _shares(trained, count, {leaf.index for leaf in trained.leaves if optimizer.is_elementwise(leaf)})

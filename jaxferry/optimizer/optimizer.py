@@ -35,12 +35,8 @@ _PIECE_BYTES = 32 * 2**20
 class LazyParameter:
     """A parameter that is not copied yet; `np.asarray` copies it, an index copies some elements.
 
-    Attributes:
-      read: returns a copy of the elements at an index of NumPy's, of the parameter of a number; with `as_bytes`, of
-        the bytes in which it is stored.
-      leaf: its number in the flattened tree of parameters.
-      aval: its shape and dtype, as the user sees them: that of its master, unless it is stored as bytes.
-      stored: those in which it is stored.
+    `read` copies elements of the parameter `leaf`; with `as_bytes`, of the bytes in which it is stored. `aval` is as
+    the user sees it, `stored` as it is stored.
     """
 
     read: Callable[..., np.ndarray] = dataclasses.field(repr=False)
@@ -87,12 +83,12 @@ class LazyParameter:
                 span.put(made, first * row, found)
 
 
-def given_leaves(what: str, given: Any, expected: Any) -> list[Any]:
+def given_leaves(what: str, tree: Any, expected: Any) -> list[Any]:
     """The leaves of a given tree; raises InputError if structure, a shape or the kind of a dtype differs."""
-    leaves, wanted = jax.tree.leaves(given), jax.tree.leaves(expected)
-    tree: Any = jax.tree.structure(given)
-    if tree != jax.tree.structure(expected):
-        names, known = ({name or "a bare leaf" for name in path_names(each)} for each in (given, expected))
+    leaves, wanted = jax.tree.leaves(tree), jax.tree.leaves(expected)
+    structure: Any = jax.tree.structure(tree)
+    if structure != jax.tree.structure(expected):
+        names, known = ({name or "a bare leaf" for name in path_names(each)} for each in (tree, expected))
         found = [f"it lacks {name}" for name in sorted(known - names)[:3]]
         found += [f"{name} is new" for name in sorted(names - known)[:3]]
         raise InputError(f"{what} must be a tree like its current value: {'; '.join(found) or 'nodes differ'}")
@@ -102,11 +98,9 @@ def given_leaves(what: str, given: Any, expected: Any) -> list[Any]:
 
 
 def taken_extra_args(kwargs: dict[str, Any], known: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The optimizer's extra arguments of a step, as NumPy arrays that the caller cannot change.
+    """Removes `extra_args` from a step's keyword arguments; returns them as NumPy arrays that the caller cannot change.
 
-    Args:
-      kwargs: the step's keyword arguments, of which `extra_args` is removed.
-      known: what steps take that give none; None if the optimizer was declared to have none.
+    `known` is what steps take that give none; None if the optimizer was declared to have none.
 
     Raises:
       InputError: as for `given_leaves`.
@@ -116,8 +110,8 @@ def taken_extra_args(kwargs: dict[str, Any], known: Mapping[str, Any] | None) ->
     own = kwargs.pop("extra_args", {})
     if not isinstance(own, Mapping) or not all(isinstance(name, str) for name in own):
         raise InputError(f"extra_args must map names to numbers, arrays or trees of them, got {own!r}")
-    given = {**known, **own}
-    leaves = zip(given_leaves("extra_args", given, known), jax.tree.leaves(known), strict=True)
+    args = {**known, **own}
+    leaves = zip(given_leaves("extra_args", args, known), jax.tree.leaves(known), strict=True)
     return jax.tree.unflatten(jax.tree.structure(known), [np.array(leaf, own.dtype) for leaf, own in leaves])
 
 
@@ -181,26 +175,16 @@ HELD_WHOLE = (
 class HostOptimizer:
     """Runs an Optax transformation over units of a model's tree.
 
-    Args:
-      optimizer: the transformation.
-      tree: the structure of the parameters.
-      avals: shapes and master dtypes of the parameters.
-      placement: where arrays live.
-      clip_norm: global norm to clip gradients to, or None.
-      hidden: leaves that the user has frozen; the transformation does not see them.
-      extra_args: the user's own arguments of its update, by name; arrays.
+    It does not see `hidden` leaves, which the user has frozen; `avals` have master dtypes.
 
     Attributes:
-      avals: shapes and master dtypes of the parameters.
       frozen: leaves without update and gradient: the hidden ones, and those that the transformation itself freezes.
       whole: of several processes, the leaves that each holds whole, since their update is not element-wise.
       is_joint: whether all layers form one unit, because the optimizer is not separable.
-      updates: the compiled updates.
       extra: shapes of what an update reads besides gradients and state: the loss, and the user's own arguments.
     """
 
-    _not_by_part: frozenset[int] = frozenset()
-    """Leaves that layers hold parts of and that are updated whole."""
+    _not_by_part: frozenset[int] = frozenset()  # leaves that layers hold parts of and that are updated whole
 
     def __init__(
         self,
@@ -272,9 +256,7 @@ class HostOptimizer:
     def part_of(self, unit: UpdateGroup, held: Sequence[tuple[Leaf, Span | None]]) -> UpdateGroup:
         """Returns the update of some parameters of a unit alone, with shapes instead of arrays.
 
-        Args:
-          unit: the unit.
-          held: these parameters, each with its elements if they are not all; only where `is_elementwise`.
+        Some parameters may be spans of their elements, where `is_elementwise`.
         """
         if not held:
             return UpdateGroup(unit.layers, [], [], [], [])
@@ -282,32 +264,22 @@ class HostOptimizer:
         return self._unit(unit.layers, keys)
 
     def _unit(self, layers: tuple[int, ...], held: Sequence[Key]) -> UpdateGroup:
-        """Returns the unit of whole parameters, given any number of times, or of parts."""
         keys = list(held) if any(part for _, part in held) else sorted(set(held))
         masters: list[Any] = [part_aval(self.avals[leaf], part) for leaf, part in keys]
         state: list[Any] = [*self._tree.state_avals(keys)]
         return UpdateGroup(layers, keys, masters, state, self._tree.state_keys(keys))
 
+    @functools.cached_property
     def state_shapes(self) -> Mapping[str, Any]:
         """Shapes of the whole Optax state by path."""
-        return self._state_shapes
-
-    @functools.cached_property
-    def _state_shapes(self) -> dict[str, Any]:
-        state = self.state_tree()
+        state = self._tree.visible_state
         return dict(zip(path_names(state), jax.tree.leaves(state), strict=True))
-
-    def state_tree(self) -> Any:
-        """The whole Optax state, of shape structs."""
-        return self._tree.visible_state
 
     def whole_state(self, leaves: Mapping[str, Any]) -> Any:
         """The Optax state with these leaves, by path, as the user knows it."""
-        state = self.state_tree()
-        return self._tree.shown(
-            jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in path_names(state)])
-        )
+        structure = jax.tree.structure(self._tree.visible_state)
+        return self._tree.shown(jax.tree.unflatten(structure, [leaves[name] for name in self.state_shapes]))
 
-    def given_state(self, given: Any) -> list[Any]:
+    def given_state(self, state: Any) -> list[Any]:
         """The leaves of such a state of the user's."""
-        return given_leaves("state.opt_state", self._tree.stored(given), self.state_tree())
+        return given_leaves("state.opt_state", self._tree.stored(state), self._tree.visible_state)

@@ -3,13 +3,12 @@
 A parameter that a model scans over, and its optimizer state, is stored in parts, one per layer. Of several processes,
 each stores some elements of each array. Users see it whole.
 
-What programs read in host memory (DHA) where several processes share a layer's vectors.
+What programs read in host memory (DHA) where several processes share a layer's vectors:
 
     shares of all processes (pinned) --to the device, gather, to the host--> a row of each process's shares (pinned)
 
-Each process then has all of the layer. The exchange is one program before the first that reads the layer after an
-update, in the order in which all processes issue their programs. Vectors that no update replaces, those of frozen
-parameters, are exchanged once. With one process its own vectors are read.
+The exchange is one program before the first that reads the layer after an update, in the order in which all processes
+issue their programs. Vectors of frozen parameters are exchanged once. With one process its own vectors are read.
 """
 
 from __future__ import annotations
@@ -44,14 +43,10 @@ _PIECE_BYTES = 16 * 2**20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stored:
-    """An array as it is stored: whole, in parts, or this process's elements of the array or of each part.
+    """An array of some shape and dtype as it is stored: whole, in parts, or this process's elements of either.
 
-    If processes hold some elements each, every process must call `array` and `elements`.
-
-    Attributes:
-      pieces: the arrays in memory, by which elements they have.
-      shape: shape of the whole.
-      dtype: its dtype.
+    `pieces` are the arrays in memory, by which elements they have. If processes hold some elements each, every process
+    must call `array` and `elements`.
     """
 
     pieces: Mapping[Where, Any]
@@ -103,10 +98,7 @@ class Stored:
         return whole if part is None else _part_of(whole, part)
 
     def elements(self, placement: Placement, index: Any) -> np.ndarray:
-        """Returns a copy of the elements at an index of NumPy's.
-
-        Of a slice of rows, alone or first in a tuple, no other rows are copied or gathered.
-        """
+        """Returns a copy of the elements at an index of NumPy's; other rows than a slice's are not gathered."""
         if None in self.pieces:
             return np.array(np.asarray(self.pieces[None])[index])
         span, axis = self.span, self.axis
@@ -136,14 +128,11 @@ def _part(where: Where) -> Part | None:
 
 
 class Pieces:
-    """Arrays that callers take one by one; cuts or joins them if a caller asks for the other form.
+    """Arrays by name that callers take one by one; cuts or joins them if a caller asks for the other form.
 
     Releases an array as soon as its parts exist, so that at most one array exists twice. Where processes hold elements
-    of an array, and a caller asks for another form, all processes must do so, in the same order.
-
-    Args:
-      arrays: by name; the caller keeps no references. Those of NumPy are the user's, and are copied.
-      placement: where they live.
+    of an array, and a caller asks for another form, all processes must do so, in the same order. NumPy's arrays are
+    the user's, and are copied; to others the caller keeps no references.
     """
 
     def __init__(self, arrays: Mapping[Any, Stored], placement: Placement) -> None:

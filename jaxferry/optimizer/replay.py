@@ -4,11 +4,9 @@
 
 Optax sees the tree, the shapes and the paths that the user knows, so masks, labels and schedules mean what they say.
 The update of a group of whole parameters runs the equations that its outputs depend on, so it equals the whole update
-by construction. If no output of one parameter depends on another, each layer has an update of its own. Clipping by
-global norm is an example of an optimizer that needs all parameters.
-
-Parts of a parameter are updated alone if the equations are element-wise: the same equations run on the part. Otherwise
-(factored moments, norms of a parameter) the parts are updated together.
+by construction. If an output of one parameter depends on another, as with clipping by global norm, all layers have one
+update. Parts of a parameter are updated alone if the equations are element-wise: the same equations run on the part.
+Otherwise (factored moments, norms of a parameter) the parts are updated together.
 """
 
 from __future__ import annotations
@@ -27,36 +25,17 @@ from jaxferry.errors import InputError
 from jaxferry.optimizer.pieces import Key, Where
 from jaxferry.optimizer.transformations import Settled, extra_arguments, masked, traced, update_of, visible_state
 from jaxferry.optimizer.update_group import path_names
-from jaxferry.partition import (
-    ELEMENTWISE,
-    Atom,
-    Canonical,
-    Equation,
-    Graph,
-    Span,
-    bytes_of,
-    evaluate,
-    live_equations,
-)
+from jaxferry.partition import ELEMENTWISE, Atom, Canonical, Equation, Graph, Span, bytes_of, evaluate, live_equations
 
-SHARED = -1
-"""The owner of state that belongs to no single parameter."""
-
-Held = Sequence[tuple[int, Where]]
+SHARED = -1  # the owner of state that belongs to no single parameter
+Keys = Sequence[tuple[int, Where]]
 """Leaves of the model's tree, each with its part or some of its elements; None for a whole leaf."""
 
 _SAME_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
 
 
 class TreeUpdate:
-    """An Optax transformation, traced on a tree of parameters.
-
-    Args:
-      optimizer: the transformation.
-      tree: the structure of the parameters.
-      avals: their shapes and master dtypes.
-      hidden: leaves that the transformation does not see, by index.
-      extra_args: the user's own arguments of its update, by name; arrays.
+    """An Optax transformation, traced on a tree of parameters; it does not see `hidden` leaves.
 
     Attributes:
       optimizer: the transformation, as of `transformations.Traced`.
@@ -138,18 +117,18 @@ class TreeUpdate:
         """Returns the whole state, of what `shown` returns."""
         return self.optimizer.stored(shown) if isinstance(self.optimizer, Settled) else shown
 
-    def state_keys(self, held: Held) -> list[Key]:
+    def state_keys(self, keys: Keys) -> list[Key]:
         """Returns the keys of the state's leaves that belong to these parts, or are shared."""
-        return [(self._state_names[i], part) for i, part in self._state_numbers(held)]
+        return [(self._state_names[i], part) for i, part in self._state_numbers(keys)]
 
-    def state_avals(self, held: Held) -> list[jax.ShapeDtypeStruct]:
+    def state_avals(self, keys: Keys) -> list[jax.ShapeDtypeStruct]:
         """Returns shapes and dtypes of the leaves that `state_keys` names."""
-        return [part_aval(self._state_avals[i], part) for i, part in self._state_numbers(held)]
+        return [part_aval(self._state_avals[i], part) for i, part in self._state_numbers(keys)]
 
-    def init(self, held: Held, masters: Sequence[jax.Array]) -> list[jax.Array]:
+    def init(self, keys: Keys, masters: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the initial state of parts; for a jitted function."""
-        made = self._init(held, dict(zip(self._placed(held), masters, strict=True)))
-        return [made[number] for number in self._state_numbers(held)]
+        made = self._init(keys, dict(zip(self._placed(keys), masters, strict=True)))
+        return [made[number] for number in self._state_numbers(keys)]
 
     def extra_of(self, value: Any, extra_args: Mapping[str, Any]) -> list[Any]:
         """Returns what `extra` describes."""
@@ -166,30 +145,30 @@ class TreeUpdate:
 
     def update(
         self,
-        held: Held,
+        keys: Keys,
         gradients: Sequence[jax.Array],
         masters: Sequence[jax.Array],
         state: Sequence[jax.Array],
         extra: Sequence[Any] = (),
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns masters and state after a step; for a jitted function."""
-        count, placed, numbers = len(self.leaves), self._placed(held), self._state_numbers(held)
+        count, placed, numbers = len(self.leaves), self._placed(keys), self._state_numbers(keys)
         arguments: dict[Key, Any] = dict(zip(placed, gradients, strict=True))
         arguments |= {(count + i, part): array for (i, part), array in zip(placed, masters, strict=True)}
         arguments |= {(2 * count + i, part): array for (i, part), array in zip(numbers, state, strict=True)}
         arguments |= {(i, None): array for i, array in zip(self._extra, extra, strict=True)}
-        made = self._update(held, arguments)
+        made = self._update(keys, arguments)
         after: Any = optax.apply_updates(list(masters), [made[key] for key in placed])
         return after, [made[count + i, part] for i, part in numbers]
 
-    def _placed(self, held: Held) -> Held:
+    def _placed(self, keys: Keys) -> Keys:
         """Returns the same with each leaf's place among the leaves that the optimizer sees."""
-        return [(self._places[leaf], part) for leaf, part in held]
+        return [(self._places[leaf], part) for leaf, part in keys]
 
-    def _state_numbers(self, held: Held) -> list[Key]:
+    def _state_numbers(self, keys: Keys) -> list[Key]:
         """Returns numbers and parts of the leaves of the state that belong to these parts, or are shared."""
         parts: dict[int, list[Where]] = {SHARED: [None]}
-        for leaf, part in held:
+        for leaf, part in keys:
             parts.setdefault(leaf, []).append(part)
         return [(i, part) for i, owner in enumerate(self._owners) for part in parts.get(owner, ())]
 
@@ -220,13 +199,9 @@ class _ObstacleError(Exception):
 
 @dataclasses.dataclass
 class _Recipe:
-    """How to compute the outputs of a stacked leaf for one part.
+    """How to compute the outputs of a stacked leaf for one part: element-wise equations and broadcasts, in order.
 
-    Attributes:
-      outputs: numbers and values of the outputs.
-      equations: element-wise equations and broadcasts of scalars, in order.
-      scalars: scalars that these equations read, the same for all parts.
-      is_of_scalar: whether the leaf is a scalar.
+    `outputs` are numbers and values; `scalars` are read by the equations and the same for all parts.
     """
 
     outputs: list[tuple[int, Atom]]
@@ -236,13 +211,9 @@ class _Recipe:
 
 
 class _Replay:
-    """A traced function of all parameters, run on some of them or on parts of them.
+    """A traced function of all parameters (`graphs_of`), run on some of them or on parts of them.
 
-    Args:
-      graphs: see `graphs_of`.
-      inputs: the leaf that each input belongs to, or `SHARED`.
-      outputs: likewise for each output.
-      shapes: of the leaves.
+    `inputs` and `outputs` name the leaf that each belongs to, or `SHARED`; `shapes` are of the leaves.
     """
 
     def __init__(
@@ -266,7 +237,6 @@ class _Replay:
 
     @property
     def has_effects(self) -> bool:
-        """Whether an equation has effects."""
         return any(equation.has_effects for equation in self._graph.equations)
 
     def inputs_read(self) -> frozenset[int]:
@@ -277,7 +247,6 @@ class _Replay:
         return frozenset(number for number, value in enumerate(self._numbers) if value in read)
 
     def mixes(self) -> bool:
-        """Whether an output of one leaf depends on another leaf."""
         return any(made_from - {owner} for owner, made_from in zip(self._outputs, self.sources, strict=True))
 
     @functools.cached_property
@@ -290,7 +259,6 @@ class _Replay:
         return [found.get(atom, frozenset()) if isinstance(atom, int) else frozenset() for atom in self._graph.outputs]
 
     def is_zero(self, output: int) -> bool:
-        """Whether an output is a constant zero."""
         atom = self._graph.outputs[output]
         while isinstance(atom, int) and atom not in self._graph.constants:
             equation = self._made_by.get(atom)
@@ -323,21 +291,21 @@ class _Replay:
         found = self._recipe(leaf)
         return found if isinstance(found, str) else None
 
-    def __call__(self, held: Held, arguments: Mapping[Key, Any]) -> dict[Key, Any]:
+    def __call__(self, keys: Keys, arguments: Mapping[Key, Any]) -> dict[Key, Any]:
         """Computes the outputs that belong to these parts, or are shared; keys are numbers and parts."""
-        graph = self._graph if any(part for _, part in held) else self._calling
+        graph = self._graph if any(part for _, part in keys) else self._calling
         values = dict(graph.constants)
         values |= {self._numbers[i]: array for (i, part), array in arguments.items() if part is None}
-        whole = {SHARED, *(leaf for leaf, part in held if part is None)}
+        whole = {SHARED, *(leaf for leaf, part in keys if part is None)}
         direct = {i: atom for i, atom in enumerate(graph.outputs) if self._outputs[i] in whole}
-        recipes = {leaf: self._recipe(leaf) for leaf, part in held if part is not None}
+        recipes = {leaf: self._recipe(leaf) for leaf, part in keys if part is not None}
         scalars = [value for recipe in recipes.values() if isinstance(recipe, _Recipe) for value in recipe.scalars]
         evaluate(live_equations(graph.equations, [*direct.values(), *scalars]), values)
         made: dict[Key, Any] = {
             (i, None): values[atom] if isinstance(atom, int) else jnp.asarray(atom.val, graph.aval_of(atom).dtype)
             for i, atom in direct.items()
         }
-        for leaf, part in held:
+        for leaf, part in keys:
             recipe = recipes.get(leaf)
             if part is not None and isinstance(recipe, _Recipe):
                 own = {i: array for (i, other), array in arguments.items() if other == part and self._inputs[i] == leaf}

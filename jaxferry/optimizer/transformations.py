@@ -32,12 +32,15 @@ def graphs_of(function: Callable[..., Any], *args: Any) -> tuple[Graph, Graph]:
     return made[0], made[1]
 
 
-def extra_arguments(optimizer: optax.GradientTransformation, given: Mapping[str, Any], params: Any) -> dict[str, Any]:
+def extra_arguments(
+    optimizer: optax.GradientTransformation, extra_args: Mapping[str, Any], params: Any
+) -> dict[str, Any]:
     """Returns shapes of the keyword arguments that an update takes: of the loss, `value`, and of those given."""
     taken = call_users(inspect.signature, optimizer.update).parameters.values()
     takes_all, names = any(each.kind is each.VAR_KEYWORD for each in taken), {each.name for each in taken}
     wide = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
-    found = {name: own for name, own in {"value": np.empty((), wide), **given}.items() if takes_all or name in names}
+    known = {"value": np.empty((), wide), **extra_args}
+    found = {name: own for name, own in known.items() if takes_all or name in names}
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found)
 
 
@@ -93,13 +96,10 @@ def _check_update(made: Any, gradients: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A transformation, traced.
+    """A traced transformation, with a state whose structure no update changes: if need be, a `Settled` one.
 
-    Attributes:
-      optimizer: the transformation, with a state whose structure no update changes: if need be, a `Settled` one.
-      state: shapes of its state.
-      init: `init(params)`; graphs as of `graphs_of`.
-      update: `update_of(optimizer)`, whose results are the updates, then the new state.
+    `state` has shapes. `init` has the graphs of `init(params)`, `update` of `update_of(optimizer)`, whose results are
+    the updates, then the new state.
     """
 
     optimizer: Any
@@ -109,11 +109,7 @@ class Traced:
 
 
 def traced(optimizer: Any, params: Any, extra_args: Mapping[str, Any]) -> Traced:
-    """Traces a transformation.
-
-    Raises:
-      InputError: if the update needs others, or changes the structure of the state each time.
-    """
+    """Traces a transformation; raises `InputError` if its update needs other arguments, or never settles."""
     init = graphs_of(init_of(optimizer), params)
     state = _result(init)
     update = graphs_of(update_of(optimizer), params, params, state, extra_args)
@@ -131,12 +127,10 @@ def traced(optimizer: Any, params: Any, extra_args: Mapping[str, Any]) -> Traced
 
 
 class SettlingState(NamedTuple):
-    """The state of a `Settled` transformation.
+    """The state of a `Settled` transformation; `is_settled` is 0 before the first update, then 1.
 
-    Attributes:
-      is_settled: 0 before the first update, then 1.
-      state: the state as an update leaves it; before, zeros in place of what the initial state does not have.
-      initial: by path, the leaves that only the initial state has.
+    `state` is as an update leaves it; before, zeros replace what the initial state does not have. `initial` are, by
+    path, the leaves that only the initial state has.
     """
 
     is_settled: Any
@@ -209,13 +203,11 @@ class Settled:
 
 
 def _result(graphs: tuple[Graph, Graph]) -> Any:
-    """Returns the shapes of what a traced function returns."""
     avals = map(graphs[0].aval_of, graphs[0].outputs)
     return jax.tree.unflatten(graphs[0].out_tree, [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
 
 
 def _named(state: Any) -> dict[str, tuple[Any, Any]]:
-    """Returns shape and dtype of each leaf, by path."""
     leaves = zip(path_names(state), jax.tree.leaves(state), strict=True)
     return {name: (np.shape(leaf), jax.dtypes.result_type(leaf)) for name, leaf in leaves}
 

@@ -14,8 +14,7 @@ from jaxferry.partition import Layer, Part, Span, aval_bytes
 from jaxferry.step import Arrival
 from jaxferry.transport import Vectors
 
-OfLayers = Sequence[Vectors]
-"""Vectors of each layer of a unit."""
+OfLayers = Sequence[Vectors]  # vectors of each layer of a unit
 
 
 def path_names(tree: Any) -> list[str]:
@@ -28,7 +27,6 @@ class UpdateGroup:
     """What one update covers: a layer, or all layers if the optimizer is not separable.
 
     Attributes:
-      layers: indices of the layers.
       keys: indices of their parameters in the model's own tree, each with its part, or some elements, if not all.
       masters: master parameters in the order of `keys`.
       state: leaves of the Optax state.
@@ -109,9 +107,8 @@ class Subgroup:
 
     Attributes:
       unit: the update of these parameters alone; masters and state are shapes, but for state that stays on the device.
-      trained: these parameters, at their offsets in vectors of the unit's layer.
+      trained: these parameters, at their offsets in vectors of the unit's layer, whose numbers are `touched`.
       spans: by index of the leaf, its elements that are of this subgroup; empty for those that are whole.
-      touched: the numbers of these vectors.
       streamed: the layout of what moves, in flat vectors of its own: masters, then leaves of the state, by index.
       vectors: these vectors, in pinned memory; empty if only shapes are wanted.
     """
@@ -154,10 +151,7 @@ def updated_together(layers: Sequence[Layer], not_by_part: Collection[int]) -> l
 
 
 def by_master(unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[[Mapping[int, jax.Array]], list[jax.Array]]:
-    """Returns a function, for a jitted one, of arrays by index of the layers' leaves to a list as of a unit's masters.
-
-    It joins stored parts that are updated together.
-    """
+    """Returns a function, for a jitted one, of arrays by the leaves' index to a list in the order of the masters."""
     leaves, is_by_part = unit.leaves, unit.is_by_part
 
     def in_order(arrays: Mapping[int, jax.Array]) -> list[jax.Array]:

@@ -2,7 +2,7 @@
 
     gradient vectors --unscale, clip--> update --> master, state (in place), compute copy (in place)
 
-With an optimizer of `jaxferry.optimizer.optimizers`, an update is one call into the native library (`fused.py`).
+With an optimizer of `jaxferry.optimizer.optimizers`, an update is one call into the native library (`FusedUpdate`).
 Otherwise XLA compiles Optax's update. Masters and state are leaves of the model's own tree; gradients and the compute
 copy are flat vectors.
 """
@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.native import host_sums
-from jaxferry.optimizer.fused import Factors, FusedUpdate, factors_program, fused_rule
-from jaxferry.optimizer.optimizers import HostRule
+from jaxferry.optimizer.optimizers import Factors, FusedUpdate, HostRule, factors_program, fused_rule
 from jaxferry.optimizer.pieces import filled
 from jaxferry.optimizer.replay import TreeUpdate
 from jaxferry.optimizer.update_group import (
@@ -46,16 +45,11 @@ class Update(Protocol):
     def __call__(
         self, unit: UpdateGroup, vectors: OfLayers, gradients: OfLayers, norm: Any, scale: Any, extra: Any = ()
     ) -> OfLayers:
-        """Updates a unit's masters and state, and returns the new compute copy; waits for both.
+        """Updates a unit's masters and state in place, and returns the new compute copy; waits for both.
 
-        Args:
-          unit: the unit; its old masters and state are overwritten.
-          vectors: the compute copy of each of its layers, in pinned memory, which is overwritten where the CPU can.
-          gradients: for each layer the vectors of its trained parameters, which have arrived; empty for a layer that no
-            segment reads.
-          norm: fp32 scalar, the global norm of the gradients after the division.
-          scale: fp32 scalar, the divisor of the gradients.
-          extra: what `TreeUpdate.extra` describes.
+        `vectors` are the compute copy of each layer in pinned memory, overwritten where the CPU can; `gradients` the
+        vectors that have arrived, none for a layer that no segment reads. `norm` and `scale` are fp32 scalars: the
+        global norm of the gradients after the division by the scale.
         """
         ...
 
@@ -65,14 +59,11 @@ class Update(Protocol):
 
 
 class CompiledUpdate:
-    """An update that XLA has compiled.
+    """An update that XLA has compiled, for units with these trained parameters.
 
-    Args:
-      program: maps `(masters, state, vectors, gradients, norm, scale, extra)` to `(masters, state, vectors)`, with
-        vectors of trained parameters alone. Masters and state are donated; if the device is a CPU, so are vectors, else
-        there are none.
-      placement: where arrays live.
-      layers: of such a unit, the trained parameters.
+    `program` maps `(masters, state, vectors, gradients, norm, scale, extra)` to `(masters, state, vectors)`, with
+    vectors of trained parameters alone. Masters and state are donated; if the device is a CPU, so are vectors, else
+    there are none.
     """
 
     def __init__(self, program: Any, placement: Placement, layers: Sequence[Layer]) -> None:
@@ -96,13 +87,7 @@ class CompiledUpdate:
 
 
 class _InitialState:
-    """Makes initial states: zeros, the most of them, are written by all threads, and a program makes others, if any.
-
-    Args:
-      init: returns the leaves of the state of masters.
-      masters: some that it takes.
-      placement: where arrays live.
-    """
+    """Makes initial states: all threads write zeros, most of the state, and a program makes what else there is."""
 
     def __init__(
         self, init: Callable[[Any], list[jax.Array]], masters: Sequence[jax.Array], placement: Placement
@@ -118,7 +103,6 @@ class _InitialState:
         self._others = jax.jit(others, out_shardings=placement.host) if len(self._zeros) < len(avals) else None
 
     def __call__(self, masters: Sequence[jax.Array]) -> list[jax.Array]:
-        """The leaves of the state."""
         made = [] if self._others is None else self._others(masters)
         for number, aval in sorted(self._zeros.items()):
             made.insert(number, filled(aval.shape, aval.dtype, self._placement, host_sums.clear))
@@ -126,13 +110,7 @@ class _InitialState:
 
 
 class UpdatePrograms:
-    """Compiles updates; equal units share one.
-
-    Args:
-      tree: the transformation on the model's tree.
-      placement: where arrays live.
-      clip_norm: global norm to clip gradients to, or None.
-    """
+    """Compiles updates of the transformation on the model's tree; equal units share one."""
 
     def __init__(self, tree: TreeUpdate, placement: Placement, clip_norm: float | None) -> None:
         self._tree, self._placement, self._clip_norm = tree, placement, clip_norm
@@ -143,10 +121,10 @@ class UpdatePrograms:
 
     def init_state(self, unit: UpdateGroup, masters: Sequence[jax.Array]) -> list[jax.Array]:
         """The initial Optax state of a unit, in host memory."""
-        held = unit.keys  # the function is kept, and so is what it refers to: not the unit, which holds arrays
+        keys = unit.keys  # the function is kept, and so is what it refers to: not the unit, which holds arrays
 
         def init(masters: Any) -> list[jax.Array]:
-            return self._tree.init(held, jax.device_put(masters, jax.memory.Space.Device))
+            return self._tree.init(keys, jax.device_put(masters, jax.memory.Space.Device))
 
         key = (self._tree.init_content(unit.leaves) or unit.leaves, tuple(master.shape for master in masters))
         if key not in self._programs:
@@ -155,13 +133,7 @@ class UpdatePrograms:
         return state
 
     def compile(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> None:
-        """Stores the `Update` of every unit in `unit.programs`; equal units share it.
-
-        Args:
-          units: the units.
-          layers: the parameter groups.
-          arrivals: for each layer, how its gradient arrives.
-        """
+        """Stores every unit's `Update` in `unit.programs` for how its gradients arrive; equal units share it."""
         wanted, missing, rules = self._begin(units, layers, arrivals)
         settings = traced_settings()
         begun = {key: self._begun.pop((key, settings), None) for key in missing}
@@ -170,20 +142,15 @@ class UpdatePrograms:
             counts, *_ = programs[_FACTORS].args_info[0]
             self._factors = Factors(programs.pop(_FACTORS), len(counts))
         for key, program in programs.items():
-            self._updates[key] = CompiledUpdate(program, self._placement, self._trained(missing[key][0], layers))
+            trained = [layers[i].trained for i in missing[key][0].layers]
+            self._updates[key] = CompiledUpdate(program, self._placement, trained)
         for key, rule in rules.items():
             self._updates[key] = self._fused(rule, missing[key][0], missing[key][1], layers)
         for unit, how, key in wanted:
             unit.programs[how] = self._updates[key]
 
     def begin(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> None:
-        """Lets threads compile what `compile` will return; that call raises what fails here.
-
-        Args:
-          units: as for `compile`; masters and state may be shapes.
-          layers: likewise.
-          arrivals: likewise.
-        """
+        """Lets threads compile what `compile` will return, for shapes or arrays; that call raises what fails here."""
         with contextlib.suppress(Exception):
             self._begin(units, layers, arrivals)
 
@@ -197,9 +164,8 @@ class UpdatePrograms:
     ) -> tuple[list[tuple[UpdateGroup, Any, Any]], dict[Any, Any], dict[Any, HostRule]]:
         """Begins to compile what is missing.
 
-        Returns:
-          The units without an update, each with how its gradients arrive and its key; by key, one such unit of those
-          whose update is not compiled; and the rules of those that the native library updates.
+        Returns the units without an update, each with arrivals and key; by key, one such unit of those that are not
+        compiled; and the rules of those that the native library updates.
         """
         missing: dict[Any, Any] = {}
         wanted = []
@@ -215,32 +181,30 @@ class UpdatePrograms:
         contents = {key: self._content(key, given[0]) for key, given in missing.items() if key not in rules}
         if rules and self._factors is None:
             key = next(iter(rules))
-            contents[_FACTORS] = self._factors_content(missing[key][0])
+            content = self._tree.content(missing[key][0].leaves)
+            contents[_FACTORS] = content and ("factors", content, self._clip_norm, self._placement)
             missing[_FACTORS] = (missing[key][0], rules[key])
         settings = traced_settings()
         new = {key: content for key, content in contents.items() if (key, settings) not in self._begun}
-        begun = begin_shared(new, lambda key: self._lowered(key, missing[key][0], missing[key][1], layers))
+
+        def lowered(key: Any) -> Any:
+            unit, how = missing[key]
+            return self._lower_factors(unit, how) if key == _FACTORS else self._lower(unit, layers, how)
+
+        begun = begin_shared(new, lowered)
         self._begun |= {(key, settings): compiling for key, compiling in begun.items()}
         return wanted, missing, rules
-
-    def _lowered(self, key: Any, unit: UpdateGroup, how: Any, layers: Sequence[Layer]) -> Any:
-        """A program before XLA compiles it: of the factors by a rule, or of a unit's update by what is read."""
-        return self._lower_factors(unit, how) if key == _FACTORS else self._lower(unit, layers, how)
 
     def plain(self, unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[..., Any]:
         """The update of a unit by Optax, for a jitted function on any device.
 
         It maps `(masters, state, gradients, norm, extra)` to `(masters, state)`. `gradients` are in the master dtypes,
-        by index of the leaf.
-
-        Args:
-          unit: the unit.
-          layers: its layers' trained parameters.
+        by index of the leaf; `layers` are the unit's trained parameters.
         """
-        held, in_order = unit.keys, by_master(unit, layers)  # not the unit, which holds arrays
+        keys, in_order = unit.keys, by_master(unit, layers)  # not the unit, which holds arrays
 
         def update(masters: Any, state: Any, gradients: dict[int, jax.Array], norm: jax.Array, extra: Any) -> Any:
-            return self._tree.update(held, in_order(self._clipped(gradients, norm)), masters, state, extra)
+            return self._tree.update(keys, in_order(self._clipped(gradients, norm)), masters, state, extra)
 
         return update
 
@@ -261,13 +225,8 @@ class UpdatePrograms:
         """Everything that a compiled update depends on, whatever the model; None if that cannot be compared."""
         if unit.is_by_part or len(unit.layers) > 1 or self._tree.content(unit.leaves) is None:
             return None
-        place = self._placement
-        return ("update", key, self._clip_norm, place, place.is_cpu)
-
-    def _factors_content(self, unit: UpdateGroup) -> Hashable | None:
-        """Likewise for the factors of a step."""
-        content = self._tree.content(unit.leaves)
-        return content and ("factors", content, self._clip_norm, self._placement)
+        placement = self._placement
+        return ("update", key, self._clip_norm, placement, placement.is_cpu)
 
     def text(self, unit: UpdateGroup, layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> str:
         """Returns a text that says what a unit's update does; masters and state may be shapes."""
@@ -291,20 +250,16 @@ class UpdatePrograms:
         self, rule: HostRule, unit: UpdateGroup, reads: Sequence[Arrival], layers: Sequence[Layer]
     ) -> FusedUpdate:
         assert self._factors is not None
-        own, place = self._owned(unit, layers), self._placement
-        return FusedUpdate(
-            rule,
-            self._factors,
-            own,
-            self._tree.state_of(unit.leaves),
-            self._decays(rule, unit),
-            self._dtypes_arriving(unit, layers, reads),
-            place,
-            place.is_cpu or writes_in_place(place),
-        )
+        own, state, placement = self._owned(unit, layers), self._tree.state_of(unit.leaves), self._placement
+        found: list[bool] = []
+        jax.eval_shape(lambda params: found.extend(rule.decays(params)), self._tree.params)
+        of_leaves = dict(zip(self._tree.leaves, found, strict=True))
+        decays, dtypes = [of_leaves[leaf] for leaf in unit.leaves], self._dtypes_arriving(unit, layers, reads)
+        in_place = placement.is_cpu or writes_in_place(placement)
+        return FusedUpdate(rule, self._factors, own, state, decays, dtypes, placement, in_place)
 
     def _lower(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> Any:
-        place, unit_layers = self._placement, self._owned(unit, layers)
+        placement, unit_layers = self._placement, self._owned(unit, layers)
         update, masters_of = self.plain(unit, unit_layers), masters_by_leaf(unit, unit_layers)
 
         def flat_update(
@@ -319,21 +274,20 @@ class UpdatePrograms:
         def struct(x: Any, where: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-        def structs(layer: Layer) -> Any:
-            return tuple(struct(v, place.update_output) for v in layer.vectors)
+        def structs(vectors: Any) -> Any:
+            return tuple(struct(v, placement.update_output) for v in vectors)
 
-        arrived = self._arrived(unit, layers, reads)
-        gradients = [tuple(struct(v, place.update_output) for v in of_layer) for of_layer in arrived]
-        vectors = [structs(layer) if place.is_cpu else () for layer in unit_layers]
-        number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute)
-        extra = [struct(x, place.host_compute) for x in self._tree.extra]
-        masters, states = ([struct(x, place.host) for x in leaves] for leaves in (unit.masters, unit.state))
+        gradients = list(map(structs, self._arrived(unit, layers, reads)))
+        vectors = [structs(layer.vectors if placement.is_cpu else ()) for layer in unit_layers]
+        number = jax.ShapeDtypeStruct((), jnp.float32, sharding=placement.host_compute)
+        extra = [struct(x, placement.host_compute) for x in self._tree.extra]
+        masters, states = ([struct(x, placement.host) for x in leaves] for leaves in (unit.masters, unit.state))
 
         jitted = jax.jit(
             flat_update,
-            donate_argnums=(0, 1, 2) if place.is_cpu else (0, 1),
+            donate_argnums=(0, 1, 2) if placement.is_cpu else (0, 1),
             keep_unused=True,
-            out_shardings=(place.host, place.host, place.update_output),
+            out_shardings=(placement.host, placement.host, placement.update_output),
         )
         return jitted.trace(masters, states, vectors, gradients, number, number, extra).lower()
 
@@ -345,11 +299,7 @@ class UpdatePrograms:
     def _dtypes_arriving(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> list[np.dtype]:
         return [vector.dtype for of_layer in self._arrived(unit, layers, reads) for vector in of_layer]
 
-    def _trained(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
-        return [layers[i].trained for i in unit.layers]
-
     def _owned(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
-        """The trained parameters of a unit's layers, as this process holds them."""
         return [self._placement.ownership.of(layers[i].trained) for i in unit.layers]
 
     def _rule(self, unit: UpdateGroup, reads: Sequence[Arrival], layers: Sequence[Layer]) -> HostRule | None:
@@ -358,13 +308,6 @@ class UpdatePrograms:
         if unit.joins_parts_of(own) or [name for name, _ in unit.state_keys] != path_names(state):
             return None
         return fused_rule(self._tree.optimizer, state, own, [arrival is not Arrival.NONE for arrival in reads])
-
-    def _decays(self, rule: HostRule, unit: UpdateGroup) -> list[bool]:
-        """Returns which masters of a unit decay."""
-        found: list[bool] = []
-        jax.eval_shape(lambda params: found.extend(rule.decays(params)), self._tree.params)
-        decays = dict(zip(self._tree.leaves, found, strict=True))
-        return [decays[leaf] for leaf in unit.leaves]
 
     def _clipped(self, gradients: dict[int, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
         """Scales gradients to `clip_norm` if `norm` exceeds it: `optax.clip_by_global_norm` with a given norm."""

@@ -30,8 +30,7 @@ from jaxferry.processes.global_arrays import is_key
 
 _MESSAGE_CHARACTERS = 2000
 _SAMPLES = 64
-_TIMEOUT_S = 6 * 3600
-"""How long a process waits for a message: another one may be writing a checkpoint."""
+_TIMEOUT_S = 6 * 3600  # how long a process waits for a message: another one may be writing a checkpoint
 
 
 def check_same(what: str, content: str) -> None:
@@ -53,9 +52,7 @@ def check_same(what: str, content: str) -> None:
 def check_same_values(what: str, leaves: Sequence[Any]) -> None:
     """Checks by a sample of each array that all processes have the same values; each must call this.
 
-    Args:
-      what: names the arrays in the error.
-      leaves: the arrays. Arrays that a process has in part, and lazy ones, are left out.
+    `what` names the arrays in the error. Arrays that a process has in part, and lazy ones, are left out.
 
     Raises:
       InputError: as for `check_same`.
@@ -91,11 +88,7 @@ class Messages:
         coordination_client().key_value_set(self._key(what, self.process), content)
 
     def receive(self, what: str, process: int) -> str:
-        """Waits for what another process sends.
-
-        Raises:
-          CheckpointError: if that process has failed.
-        """
+        """Waits for what another process sends; raises `CheckpointError` if that process has failed."""
         found = json.loads(coordination_client().blocking_key_value_get(self._key(what, process), 1000 * _TIMEOUT_S))
         if "error" in found:
             raise CheckpointError(f"process {process}: {found['error']}")
@@ -134,17 +127,11 @@ def coordination_client() -> Any:
 
 _PREFIX = "jaxferry/progress"
 _EXIT_STATUS = 70
-_MAX_INTERVAL_S = 10.0
-"""The longest time between two publications."""
+_MAX_INTERVAL_S = 10.0  # the longest time between two publications
 
 
 class Progress:
-    """Counts the calls that all processes of a training make together.
-
-    Attributes:
-      num_begun: the number of calls begun.
-      since_s: when the current call began, by the monotonic clock; None outside of calls.
-    """
+    """Counts the calls that all processes of a training make together; `since_s` is when the current one began."""
 
     def __init__(self) -> None:
         self.num_begun, self.since_s = 0, None  # type: tuple[int, float | None]

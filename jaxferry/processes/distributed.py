@@ -53,10 +53,8 @@ def are_virtual() -> bool:
     return _VIRTUAL in os.environ.get("XLA_FLAGS", "")
 
 
-JOIN_TIMEOUT_S = 300
-"""How long processes wait for each other at the start by default."""
-_ANSWER_S = 5
-"""How much longer a process waits for the answer of the first one, which names the missing processes."""
+JOIN_TIMEOUT_S = 300  # how long processes wait for each other at the start by default
+_ANSWER_S = 5  # how much longer a process waits for the answer of the first one, which names the missing processes
 _NUMBERS = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
 
 

@@ -28,13 +28,7 @@ def spread(array: Any, where: NamedSharding) -> jax.Array:
 
 
 def joined_rows(array: Any, where: NamedSharding, by_process: NamedSharding) -> jax.Array:
-    """Joins the rows of all processes in one array.
-
-    Args:
-      array: this process's rows.
-      where: the sharding of the whole.
-      by_process: one that splits the first axis over the processes.
-    """
+    """Joins this process's rows with all others' in one array; `by_process` splits the first axis by process."""
     is_split = where.spec and where.spec[0] is not None
     made = jax.make_array_from_process_local_data(where if is_split else by_process, np.asarray(array))
     return made if is_split else jax.device_put(made, where)
@@ -80,8 +74,7 @@ def empty(size: int, dtype: Any, where: NamedSharding) -> jax.Array:
 
 
 _LONG_ROW_BYTES = 512
-_ALIASED_ALIGNMENT = 16
-"""JAX aliases NumPy memory that starts at a multiple of so many bytes, and copies other memory."""
+_ALIASED_ALIGNMENT = 16  # JAX aliases NumPy memory that starts at a multiple of so many bytes, and copies other memory
 
 
 def copied_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -104,11 +97,8 @@ def _start(index: Any) -> int:
 def merged(array: np.ndarray, where: NamedSharding) -> np.ndarray:
     """Joins arrays of which each process has some elements, and zeros elsewhere; each process must call this.
 
-    Each device exchanges all bytes of the array, a piece at a time.
-
-    Args:
-      array: of one shape in all processes. Two processes must not have values for one byte.
-      where: splits the first axis over the processes.
+    They have one shape. Two processes must not have values for one byte. `where` splits the first axis over the
+    processes. Each device exchanges all bytes of the array, a piece at a time.
     """
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     words = np.zeros(-(-raw.size // 4), np.uint32)
@@ -141,10 +131,8 @@ def is_global(array: Any) -> bool:
 def global_shape(leaf: Any, num_processes: int) -> Any:
     """Returns the shape and dtype that an argument of a step has over all processes.
 
-    Args:
-      leaf: an argument, or its shape and dtype. Arrays of all processes, PRNG keys and structs with a sharding keep
-        their shape; of others each process has its own rows.
-      num_processes: the number of processes.
+    Arrays of all processes, PRNG keys and structs with a sharding keep their shape; of others each process has its own
+    rows.
     """
     is_whole = is_global(leaf) or (
         getattr(leaf, "sharding", None) is not None and not leaf.sharding.is_fully_addressable

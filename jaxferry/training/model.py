@@ -124,7 +124,7 @@ class Model:
             if no batch has shown which these are.
         """
         own, layers = self._placement.ownership, layers or self.layers
-        state: Iterable[Any] = self.optimizer.state_shapes().values()
+        state: Iterable[Any] = self.optimizer.state_shapes.values()
         if not own.is_all:
             state = [aval for unit in self.optimizer.units_of(layers) for aval in unit.state]
         copies = sum(own.num_whole_bytes(layers[group]) for group in read)

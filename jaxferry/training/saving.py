@@ -67,8 +67,8 @@ def restored(saved: checkpoint.Checkpoint, model: Model, layers: Sequence[Layer]
     checkpoint.check_coded(saved.params, saved.dtypes, expected, model.optimizer.avals)
     stored = {name: stored_struct(leaf) for name, leaf in expected.items()}
     checkpoint.check_matches("model", saved.params, stored)
-    checkpoint.check_transformations(saved.optimizer, model.optimizer.state_shapes(), expected)
-    checkpoint.check_matches("optimizer", saved.optimizer, model.optimizer.state_shapes(), check_dtypes=True)
+    checkpoint.check_transformations(saved.optimizer, model.optimizer.state_shapes, expected)
+    checkpoint.check_matches("optimizer", saved.optimizer, model.optimizer.state_shapes, check_dtypes=True)
     model.check_host_memory()
     masters = model.masters([saved.params[name] for name in expected])
     optimizer = model.optimizer_state(saved.optimizer)

@@ -3,7 +3,7 @@
 placement     where arrays live             base          what a transport does
 pinned        views of pinned memory        ferry         by the native library's queues
 allocator     XLA's, as a model             device_put    by plain JAX, and which of both
-held          copies on the device          marks         when a task started and ended
+copies        of layers and gradients     marks          when a task started and ended
 """
 
 import lazy_loader

@@ -5,6 +5,11 @@ from .allocator import unsplit_bytes as unsplit_bytes
 from .base import Transport as Transport
 from .base import added as added
 from .base import split as split
+from .copies import CopyInFlight as CopyInFlight
+from .copies import DeviceLayer as DeviceLayer
+from .copies import HostGradient as HostGradient
+from .copies import PutCopy as PutCopy
+from .copies import delete_all as delete_all
 from .device_put import TRANSPORTS as TRANSPORTS
 from .device_put import DevicePut as DevicePut
 from .device_put import choose_transport as choose_transport
@@ -15,11 +20,6 @@ from .ferry import StoredCopy as StoredCopy
 from .ferry import hold_together as hold_together
 from .ferry import landed_program as landed_program
 from .ferry import queue_stores as queue_stores
-from .held import CopyInFlight as CopyInFlight
-from .held import DeviceLayer as DeviceLayer
-from .held import HostGradient as HostGradient
-from .held import PutCopy as PutCopy
-from .held import delete_all as delete_all
 from .interrupts import Terminated as Terminated
 from .interrupts import deferred_interrupts as deferred_interrupts
 from .interrupts import raising_terminated as raising_terminated

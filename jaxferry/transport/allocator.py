@@ -33,21 +33,16 @@ _SAFETY = {Allocator.PREALLOCATED: 2, Allocator.GROWING: 3}
 times as much as in the model was unsplit where it preallocates, and up to 2.0 times as much where it grows."""
 
 
-_SPARE_BYTES = 2**16
-"""For scalars and tables of addresses, of which each takes 256 bytes."""
+_SPARE_BYTES = 2**16  # for scalars and tables of addresses, of which each takes 256 bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffer:
-    """A request for device memory within one step.
+    """A request for `num_bytes` of device memory within one step.
 
     Times are integers that order the events of a step; those below 0 lie in the step before, and those from the step's
-    length on in the next one. At equal times, memory is freed before any is requested.
-
-    Attributes:
-      num_bytes: its size.
-      start: the earliest and the latest time of the request.
-      end: the earliest and the latest time when the buffer is freed.
+    length on in the next one. At equal times, memory is freed before any is requested. `start` and `end` are the
+    earliest and the latest times of the request and of its end.
     """
 
     num_bytes: int
@@ -58,12 +53,9 @@ class Buffer:
 class BestFit:
     """XLA's allocator.
 
-    Args:
-      kind: whether memory is taken from the device in regions that grow; else it is one region, which has no end here.
+    It takes memory from the device in regions that grow (`kind`), or has one region without end here.
 
-    Attributes:
-      in_use: bytes of all chunks that are handed out.
-      requested: bytes that these were requested for.
+    `in_use` are the bytes of all chunks that are handed out, `requested` those that were asked for.
     """
 
     def __init__(self, kind: Allocator = Allocator.PREALLOCATED) -> None:
@@ -79,11 +71,11 @@ class BestFit:
     def allocate(self, num_bytes: int) -> int:
         """Returns the address of a chunk for so many bytes."""
         needed = max(-(-num_bytes // _ROUNDING_BYTES), 1) * _ROUNDING_BYTES
-        place = bisect.bisect_left(self._free, (needed, -1))
-        if place == len(self._free):
+        index = bisect.bisect_left(self._free, (needed, -1))
+        if index == len(self._free):
             self._extend(needed)
-            place = bisect.bisect_left(self._free, (needed, -1))
-        size, address = self._free[place]
+            index = bisect.bisect_left(self._free, (needed, -1))
+        size, address = self._free[index]
         self._remove(address)
         if size >= 2 * needed or size - needed >= _LARGEST_REST_BYTES:
             self._put(address + needed, size - needed)
@@ -132,11 +124,6 @@ def unsplit_bytes(buffers: Sequence[Buffer], step_length: int, kind: Allocator) 
 
     This is a multiple of the most that runs of the model show: on a device, orders vary more than in these. Where
     memory grows, a whole region that earlier programs have left may be the chunk of a request.
-
-    Args:
-      buffers: the requests of a step.
-      step_length: the time from the start of a step to that of the next one.
-      kind: how the device's memory is taken.
     """
     found = _SAFETY[kind] * max(_run(buffers, step_length, kind, run) for run in range(_NUM_RUNS))
     if kind is Allocator.GROWING:
@@ -168,10 +155,10 @@ def _run(buffers: Sequence[Buffer], step_length: int, kind: Allocator, run: int)
             events += [(start + step * step_length, 1, len(sizes)), (end + step * step_length, 0, len(sizes))]
             sizes.append(buffer.num_bytes)
     allocator, addresses, most = BestFit(kind), dict[int, int](), 0
-    for _, is_start, number in sorted(events):
+    for _, is_start, index in sorted(events):
         if is_start:
-            addresses[number] = allocator.allocate(sizes[number])
+            addresses[index] = allocator.allocate(sizes[index])
             most = max(most, allocator.in_use - allocator.requested)
         else:
-            allocator.free(addresses.pop(number))
+            allocator.free(addresses.pop(index))
     return most

@@ -21,7 +21,7 @@ from jaxferry.native import NativeLibrary, host_sums
 from jaxferry.partition import Gradient, Layer, RowGradient
 from jaxferry.processes import empty
 from jaxferry.step import NO_JOINS, Joins
-from jaxferry.transport.held import Addend, CopyInFlight, DeviceLayer, HeldBytes, HostGradient, PutCopy, delete_all
+from jaxferry.transport.copies import Addend, CopyInFlight, DeviceLayer, HostGradient, LoadedBytes, PutCopy, delete_all
 from jaxferry.transport.marks import TaskMark
 from jaxferry.transport.pinned import Vectors, as_numpy, borrowed, can_view, from_shares, on_cpu, writes_in_place
 from jaxferry.transport.placement import Placement
@@ -34,18 +34,13 @@ _OF_LOADS = frozenset({"unpack", "load", "load onto", "load vacant", "load unuse
 class Transport(abc.ABC):
     """Moves layers and their gradients; the base class of all transports.
 
-    Gradients have the dtypes of `Layer.trained`. Sums may have those of its `wide`: the host adds what arrives in fewer
-    bits.
-
-    Args:
-      placement: the memories between which they move.
-      layers: the layers; loads move all their parameters, gradients cover the trained ones.
-      accumulates: whether gradients are summed over micro-batches, which the device may do.
+    Loads move all parameters of a layer. Gradients have the dtypes of `Layer.trained`. Sums may have those of its
+    `wide`: the host adds what arrives in fewer bits.
 
     Attributes:
       library: the native library, if the transport uses it.
       staging_bytes: device memory that transfers need beside the moved bytes.
-      held: counts the bytes of parameters on the device.
+      loaded_bytes: counts the bytes of parameters on the device.
       made_ahead: vectors that `make_ahead` has asked for and that nothing has taken, by layer and whether of sums.
     """
 
@@ -64,27 +59,21 @@ class Transport(abc.ABC):
         self._spare: dict[Any, list[Vectors]] = {}
         self._written_before: dict[tuple[int, bool], list[Vectors]] = {}
         self._num_begun: collections.Counter[int] = collections.Counter()
-        self.held = HeldBytes()
+        self.loaded_bytes = LoadedBytes()
         self.made_ahead: dict[tuple[int, bool], Future[Vectors]] = {}
         self.staging_bytes = 0
 
     def load(self, layer: int, vectors: Vectors, mark: TaskMark | None = None) -> DeviceLayer:
-        """Starts the copy of a layer's parameters from pinned memory into device buffers.
-
-        Args:
-          layer: the layer.
-          vectors: its parameters.
-          mark: records when the copy starts and ends; None for no record.
-        """
+        """Starts the copy of a layer's parameters from pinned memory to the device; `mark` records start and end."""
         size = self._layers[layer].num_bytes
-        self.held.add(size)
+        self.loaded_bytes.add(size)
         try:
             return self._load(layer, size, vectors, mark)
         except BaseException:
-            self.held.add(-size)
+            self.loaded_bytes.add(-size)
             raise
 
-    def vacate(self, held: DeviceLayer) -> None:  # noqa: B027 - nothing to do by default
+    def vacate(self, copy: DeviceLayer) -> None:  # noqa: B027 - nothing to do by default
         """Notes that all programs that read a device copy have been issued, for the load that will replace it.
 
         That load waits for these programs, and not for others. If a program reads the copy after all, it waits for all
@@ -96,26 +85,24 @@ class Transport(abc.ABC):
         """Whether loads into buffers that stay allocated start earlier."""
         return False
 
-    def drop(self, held: DeviceLayer, is_reused: bool = True, is_reserved: bool = False) -> None:
+    def drop(self, copy: DeviceLayer, is_reused: bool = True, is_reserved: bool = False) -> None:
         """Frees a device copy once the programs that read it have run; does nothing if it is freed already.
 
-        Args:
-          held: the copy.
-          is_reused: whether its buffers may be kept for another load.
-          is_reserved: whether its buffers stay allocated for the next load of the layer, or until `release`. That load
-            must not be issued before the last reader of the copy is known to have ended.
+        With `is_reused`, its buffers may be kept for another load. With `is_reserved`, they stay allocated for the
+        next load of the layer, or until `release`; that load is issued once the last reader of the copy is known to
+        have ended.
         """
-        if held.is_dropped:
+        if copy.is_dropped:
             return
-        held.is_dropped = True
-        self._drop(held, is_reused, is_reserved)
-        self.held.add(-held.num_bytes)
+        copy.is_dropped = True
+        self._drop(copy, is_reused, is_reserved)
+        self.loaded_bytes.add(-copy.num_bytes)
 
-    def take(self, held: DeviceLayer) -> list[jax.Array]:
+    def take(self, copy: DeviceLayer) -> list[jax.Array]:
         """The arrays of a device copy, for a program that donates them; the copy counts as freed."""
-        arrays = held.parameters()
-        held.is_dropped = True
-        self.held.add(-held.num_bytes)
+        arrays = copy.parameters()
+        copy.is_dropped = True
+        self.loaded_bytes.add(-copy.num_bytes)
         return arrays
 
     @property
@@ -159,7 +146,7 @@ class Transport(abc.ABC):
           gradients: those of its trained parameters, on the device: joined as by `Layer.join_small`, or one for each
             parameter if some are rows of lookups.
           onto: the stored gradient of an earlier use of the layer, to which these are added; it is consumed.
-          mark: records when the copy starts and ends; None for no record.
+          mark: records when the copy starts and ends.
           is_sum: whether they are sums over micro-batches, joined arrays in the dtypes of `wide`.
           widens: whether the host sums them in these dtypes, and they have others unless `is_sum`.
           into: vectors in pinned memory to overwrite, which are donated; None for the transport's own. The result's
@@ -191,24 +178,21 @@ class Transport(abc.ABC):
 
     def _begun_on_host(self, layer: int, widens: bool) -> HostGradient:
         """A gradient of which nothing is written yet; the host will begin it."""
-        place = self._placement
-        if place.is_cpu or writes_in_place(place):
-            return HostGradient(self.destinations(layer, is_sum=widens), place.is_cpu)
+        placement = self._placement
+        if placement.is_cpu or writes_in_place(placement):
+            return HostGradient(self.destinations(layer, is_sum=widens), placement.is_cpu)
         # Nothing else would be read through the memory that the device can write.
         shapes = self._here[2 if widens else 1][layer].vectors
         spare = self._spares(layer, shapes, is_pinned=False)
         if spare:
             return HostGradient(spare.pop(), True)
         self._num_begun[layer] += 1
-        return HostGradient(tuple(jax.device_put(np.empty(v.shape, v.dtype), place.host) for v in shapes), True)
+        return HostGradient(tuple(jax.device_put(np.empty(v.shape, v.dtype), placement.host) for v in shapes), True)
 
     def destinations(self, layer: int, onto: HostGradient | None = None, is_sum: bool = False) -> Vectors:
-        """Returns vectors in pinned memory for a program that writes a layer's gradient there, or adds it.
+        """Returns vectors in pinned memory for a program that writes a layer's gradient there, or adds it to `onto`.
 
-        Args:
-          layer: the layer.
-          onto: the gradient to add to, which is not summed on the host; None for one to write.
-          is_sum: whether a sum in the dtypes of `wide` is written.
+        `onto` is not summed on the host. With `is_sum`, a sum in the dtypes of `wide` is written.
         """
         if onto is None:
             kind = layer, is_sum and self._sums[layer] is not self._gradients[layer]
@@ -243,13 +227,9 @@ class Transport(abc.ABC):
     ) -> None:
         """Lets a thread make the vectors that the first `destinations` of layers return: to pin memory takes long.
 
+        `stored` has the layers whose gradients a step stores, in that order, and whether programs write them there
+        themselves; of these the device sums the `summed` ones, and `widened` ones are summed in the dtypes of `wide`.
         What earlier calls have asked for, and nothing has taken, is dropped unless it is wanted again.
-
-        Args:
-          stored: the layers whose gradients a step stores, in that order: whether programs write them there themselves.
-          summed: those of them that the device sums over micro-batches before.
-          widened: those of them whose gradients are summed in the dtypes of `wide`.
-          submit: lets the thread call a function with arguments, and returns a `Future`; needed if any are stored.
         """
         taken = {
             layer: self._taken(is_written, layer in summed, layer in widened) for layer, is_written in stored.items()
@@ -293,8 +273,10 @@ class Transport(abc.ABC):
                 else:
                     # Views are remembered. That pays where later steps write the same memory, as by the library.
                     is_remembered = gradient.is_reusable and self.library is not None
-                    place = self._placement
-                    gradient.vectors = borrowed(written, place, has_waited) if is_remembered else on_cpu(written, place)
+                    placement = self._placement
+                    gradient.vectors = (
+                        borrowed(written, placement, has_waited) if is_remembered else on_cpu(written, placement)
+                    )
                 gradient.written, gradient.is_gathered = written, True
             # What is stored meanwhile is left to the next reader.
             for _ in range(len(gradient.addends)):
@@ -302,10 +284,7 @@ class Transport(abc.ABC):
             return gradient.vectors
 
     def recycle(self, layer: int, gradient: HostGradient) -> None:
-        """Reuses the vectors of a gradient once the optimizer has read it.
-
-        Earlier reuse would be unsafe: if the program that wrote them fails late, so does all that uses them.
-        """
+        """Reuses the vectors of a gradient once the optimizer has read it; earlier, its program may still fail."""
         if gradient.is_gathered and gradient.is_reusable:
             vectors, is_pinned = gradient.written or gradient.vectors, bool(gradient.written) or self._placement.is_cpu
             spare = self._spares(layer, vectors, is_pinned)
@@ -314,10 +293,7 @@ class Transport(abc.ABC):
                 spare.append(vectors)
 
     def _spares(self, layer: int, like: Sequence[Any], is_pinned: bool) -> list[Vectors]:
-        """A layer's vectors of these shapes to write again: in pinned memory, or where the host adds gradients.
-
-        Each layer has its own: the norm of a gradient may be read when its vectors come back, and until the step ends.
-        """
+        """A layer's own vectors of these shapes to write again: a norm may be read when they come back."""
         shapes = tuple((vector.shape, vector.dtype) for vector in like)
         return self._spare.setdefault((layer, is_pinned or self._placement.is_cpu, shapes), [])
 
@@ -325,8 +301,8 @@ class Transport(abc.ABC):
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         """Starts the copy of a layer of this size for `load`, which counts it."""
 
-    def _drop(self, held: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
-        delete_all(held.arrays)
+    def _drop(self, copy: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
+        delete_all(copy.arrays)
 
     def _store_rows(
         self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None, widens: bool
@@ -336,7 +312,10 @@ class Transport(abc.ABC):
         if self._placement.is_cpu:
             there, copy = gradients, None
         else:
-            there = jax.device_put(self._of_one(gradients), self._placement.pinned_alone)
+            own: Any = gradients
+            if self._placement.num_devices > 1:  # each of which has all
+                own = jax.tree.map(lambda array: array.addressable_shards[0].data, gradients)
+            there = jax.device_put(own, self._placement.pinned_alone)
             copy = PutCopy(gradients, there)
             if mark is not None:
                 mark.watch(jax.tree.leaves(there))
@@ -354,12 +333,6 @@ class Transport(abc.ABC):
             delete_all(jax.tree.leaves(gradients))
         return total
 
-    def _of_one(self, arrays: Any) -> Any:
-        """Arrays of which each device has all, as arrays of the first device."""
-        if self._placement.num_devices == 1:
-            return arrays
-        return jax.tree.map(lambda array: array.addressable_shards[0].data, arrays)
-
     def program(self, name: str, layer: int, is_sum: bool = False) -> Any:
         """The jitted function of a name, for sums in the dtypes of `wide` if so; groups of the same layout share it."""
         known = self._of_layer.get((name, layer, is_sum))
@@ -374,8 +347,7 @@ class Transport(abc.ABC):
         return known
 
     @abc.abstractmethod
-    def _jitted(self, name: str, layer: Layer) -> Any:
-        """Makes the jitted function of a name."""
+    def _jitted(self, name: str, layer: Layer) -> Any: ...
 
 
 def add_gradients(

@@ -12,8 +12,8 @@ from jaxferry.errors import InputError
 from jaxferry.native import DTYPES, is_usable, twins, unusable_reason
 from jaxferry.partition import Gradient, Layer, RowGradient
 from jaxferry.transport.base import Transport, split
+from jaxferry.transport.copies import CopyInFlight, DeviceLayer, HostGradient, PutCopy, delete_all
 from jaxferry.transport.ferry import Ferry
-from jaxferry.transport.held import CopyInFlight, DeviceLayer, HostGradient, PutCopy, delete_all
 from jaxferry.transport.marks import TaskMark
 from jaxferry.transport.pinned import Vectors, as_numpy, can_view
 from jaxferry.transport.placement import Placement
@@ -26,8 +26,8 @@ class DevicePut(Transport):
     program needs them, so that the split does not delay earlier programs. If the device is a CPU, copy and split are
     one pass, and gradients are written into existing host buffers.
 
-    The thread that issues programs waits for a load before its first reader, and for offloads whose memory the next
-    program needs: memory that a copy of the runtime still reads is freed late (`PutCopy`). `Ferry` has no such waits.
+    The issuing thread waits for a load before its first reader, and for offloads whose memory the next program needs:
+    memory that a copy of the runtime still reads is freed late (`PutCopy`). `Ferry` has no such waits.
     """
 
     def __init__(self, placement: Placement, layers: Sequence[Layer], accumulates: bool = False) -> None:
@@ -139,7 +139,6 @@ class _PartCopy(CopyInFlight):
         self._layer, self._pieces, self._into = layer, pieces, into
 
     def wait(self) -> None:
-        """See `CopyInFlight`."""
         if self._pieces.copy is not None:
             self._pieces.copy.wait()
         _put_together(self._layer, list(map(as_numpy, self._pieces.vectors)), list(map(as_numpy, self._into)))
@@ -160,12 +159,8 @@ TRANSPORTS: dict[str, type[Transport]] = {"ferry": Ferry, "device_put": DevicePu
 def choose_transport(name: str | None, placement: Placement, layers: Sequence[Layer] = ()) -> str:
     """Returns the transport's name: `name`, or by default `ferry` if the native library can be used on the device.
 
-    On a GPU, the process's first call that may choose `ferry` runs the library's self-test.
-
-    Args:
-      name: the user's choice; None for the default.
-      placement: where arrays live.
-      layers: the layers to move, if known; the default for gradients in float64 is `device_put`.
+    On a GPU, the process's first call that may choose `ferry` runs the library's self-test. For gradients in float64
+    the default is `device_put`.
 
     Raises:
       InputError: if there is no such transport, or `ferry` is chosen without its library, with one that fails its

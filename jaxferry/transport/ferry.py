@@ -27,7 +27,7 @@ from jaxferry.native import Donating, NativeLibrary, Vacancy, library, targets
 from jaxferry.partition import Gradient, Layer, RowGradient
 from jaxferry.step import NO_JOINS, Joins
 from jaxferry.transport.base import Transport
-from jaxferry.transport.held import CopyInFlight, DeviceLayer, HostGradient, delete_all
+from jaxferry.transport.copies import CopyInFlight, DeviceLayer, HostGradient, delete_all
 from jaxferry.transport.interrupts import deferred_interrupts
 from jaxferry.transport.marks import TaskMark
 from jaxferry.transport.pinned import ORPHANED_COPIES, InFlight, Vectors
@@ -51,27 +51,15 @@ Waiter = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 
 
 class StoredCopy(CopyInFlight):
-    """One gradient on its way to host memory.
+    """One gradient on its way to host memory: copies by `native` of `sources` into `arrays`.
 
-    Args:
-      native: the library that copies.
-      vectors: where it goes, as returned by the program that has queued the copies.
-      sources: the arrays that are copied.
-      landed: a program that makes the device wait for copies of arrays, which it is donated, and returns them.
-      in_flight: the transport's copies that have not ended; this one is among them until it has.
-
-    Attributes:
-      arrays: the vectors.
-      gradient: returns the gradient that the copy is for, or None once nobody has it any more.
+    `landed` makes the device wait for copies of arrays, which it is donated, and returns them. The copy is among
+    `in_flight` until it has ended. `gradient` returns the gradient that it is for, or None once nobody has it any
+    more.
     """
 
     def __init__(
-        self,
-        native: NativeLibrary,
-        vectors: Vectors,
-        sources: Sequence[jax.Array],
-        landed: Waiter,
-        in_flight: InFlight,
+        self, native: NativeLibrary, vectors: Vectors, sources: Sequence[jax.Array], landed: Waiter, in_flight: InFlight
     ) -> None:
         self.arrays = vectors
         self.gradient: Callable[[], object] = lambda: self
@@ -111,11 +99,9 @@ class StoredCopy(CopyInFlight):
 def hold_together(copies: Sequence[StoredCopy], landed: Waiter, keeps_freed: bool) -> None:
     """Makes the device wait for copies before its next program, and frees their sources for that program.
 
-    Args:
-      copies: the copies, in their order, in which they end.
-      landed: as in `StoredCopy`.
-      keeps_freed: whether freed memory stays as it is until the device has run what was issued before. Then the device
-        waits for the last copy alone. A CPU's memory does not, so what a copy still reads goes to a program that waits.
+    The copies end in their order. With `keeps_freed`, freed memory stays as it is until the device has run what was
+    issued before: then the device waits for the last copy alone. A CPU's memory does not, so what a copy still reads
+    goes to a program that waits.
     """
     taken = [copy.take_sources() for copy in copies]
     for sources in taken[-1:] if keeps_freed else _joined(taken):
@@ -216,12 +202,12 @@ class Ferry(Transport):
         self, layer: int, is_reserved: bool, is_recorded: bool
     ) -> list[tuple[Donating, tuple[Any, ...]]]:
         """The programs of a layer's loads, into new and into known buffers, each with its arguments."""
-        place, own = self._placement, self._layers[layer]
-        vectors = tuple(place.readable(own))
-        arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.device) for leaf in own.leaves]
+        placement, own = self._placement, self._layers[layer]
+        vectors = tuple(placement.readable(own))
+        arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.device) for leaf in own.leaves]
         token = self._tokens(is_recorded)
         found: list[tuple[str, tuple[Any, ...]]] = [("load", (vectors, *token))]
-        if not place.is_cpu:
+        if not placement.is_cpu:
             found.append(("load unused" if is_reserved else "load vacant", (vectors, arrays, *token)))
             found += [] if is_reserved else [("vacate", (arrays,))]
         found += [("arrived", (arrays, vectors))] if is_recorded or not self.joins.arrives else []
@@ -229,13 +215,13 @@ class Ferry(Transport):
 
     def _calls_of_store(self, layer: int, is_recorded: bool) -> list[tuple[Donating, tuple[Any, ...]]]:
         """Likewise of the stores of a layer's gradient that is no rows of lookups."""
-        place, own = self._placement, self._gradients[layer]
+        placement, own = self._placement, self._gradients[layer]
         leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in own.leaves]
         joined = jax.eval_shape(own.join_small, leaves)
-        arrays = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place.device) for each in joined]
-        vectors = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place.pinned_of(own)) for v in own.vectors)
+        arrays = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=placement.device) for each in joined]
+        vectors = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=placement.pinned_of(own)) for v in own.vectors)
         store = self.program("store", layer), (arrays, vectors, *self._tokens(is_recorded))
-        landed = [] if place.is_cpu else [(self._landed, (arrays,))]
+        landed = [] if placement.is_cpu else [(self._landed, (arrays,))]
         return [*landed, *([store] if is_recorded or not self.joins.stores else [])]
 
     def _tokens(self, is_recorded: bool) -> list[jax.ShapeDtypeStruct]:
@@ -261,11 +247,11 @@ class Ferry(Transport):
         # What writes the vectors may be a program behind the last reader of the buffers.
         sources: tuple[Any, ...] = vectors
         is_ready = not self._placement.is_cpu and all(source.is_ready() for source in sources)
-        given: tuple[Any, ...] = (vectors,)
+        arguments: tuple[Any, ...] = (vectors,)
         if reserved is not None:
-            name, given = "load unused" if is_ready else "load onto", (vectors, reserved)
+            name, arguments = "load unused" if is_ready else "load onto", (vectors, reserved)
         elif free:  # those that have been free for longest
-            name, given = "load vacant" if is_ready else "load onto", (vectors, free.pop(0))
+            name, arguments = "load vacant" if is_ready else "load onto", (vectors, free.pop(0))
         else:
             name = "load"
         load, wait = self.program(name, layer), self.program("arrived", layer)
@@ -276,34 +262,34 @@ class Ferry(Transport):
             return arrived
 
         with deferred_interrupts():
-            held = DeviceLayer(layer, size, list(_marked(load, given, mark)), arrive)
-            forget = held.forget = functools.partial(self.in_flight.pop, id(held), None)
-            self.in_flight[id(held)] = (held, vectors)
-        return held
+            copy = DeviceLayer(layer, size, list(_marked(load, arguments, mark)), arrive)
+            forget = copy.forget = functools.partial(self.in_flight.pop, id(copy), None)
+            self.in_flight[id(copy)] = (copy, vectors)
+        return copy
 
-    def vacate(self, held: DeviceLayer) -> None:
+    def vacate(self, copy: DeviceLayer) -> None:
         """See `Transport.vacate`. On a CPU, a load runs when its buffers are free."""
         if not self._placement.is_cpu:
             # Waits for the copy, which may still be writing.
-            arrays = held.parameters()
+            arrays = copy.parameters()
             with deferred_interrupts():
-                held.arrays, held.is_vacant = self.program("vacate", held.layer)(arrays), True
+                copy.arrays, copy.is_vacant = self.program("vacate", copy.layer)(arrays), True
 
     @property
     def reserves(self) -> bool:
         """See `Transport`. On a CPU, a load runs when its buffers are free."""
         return not self._placement.is_cpu
 
-    def _drop(self, held: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
+    def _drop(self, copy: DeviceLayer, is_reused: bool, is_reserved: bool) -> None:
         if is_reserved:
-            assert held.layer not in self._reserved, "two buffers of a layer are reserved"
-            self._reserved[held.layer] = held.parameters()
+            assert copy.layer not in self._reserved, "two buffers of a layer are reserved"
+            self._reserved[copy.layer] = copy.parameters()
         elif is_reused:
-            if not held.is_vacant:
-                self.vacate(held)
-            self._free[self._layouts[held.layer]].append(held.parameters())
+            if not copy.is_vacant:
+                self.vacate(copy)
+            self._free[self._layouts[copy.layer]].append(copy.parameters())
         else:
-            delete_all(held.parameters())
+            delete_all(copy.parameters())
 
     def release(self) -> None:
         """See `Transport.release`."""
@@ -323,7 +309,6 @@ class Ferry(Transport):
 
 
 def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[], Any]]:
-    """Makes the programs that move parameters, by name."""
     numbers, offsets = [leaf.vector for leaf in layer.leaves], [leaf.offset for leaf in layer.leaves]
 
     def load_onto(vacancy: Vacancy, vectors: Vectors, into: Sequence[jax.Array], *token: jax.Array) -> Any:
@@ -351,8 +336,6 @@ def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[],
 
 
 def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[], Any]]:
-    """Makes the programs that move gradients, by name."""
-
     def store(accumulate: bool, sources: Sequence[jax.Array], into: Vectors, *token: jax.Array) -> Any:
         stored = queue_stores(layer, sources, into, accumulate)
         return stored, [targets.mark(each, stored, "store") for each in token]
@@ -361,10 +344,7 @@ def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[]
         return jax.jit(functools.partial(store, accumulate), donate_argnums=1, out_shardings=both)
 
     both = (placement.pinned, placement.device)
-    return {
-        "store": lambda: jitted_store(False),
-        "accumulate": lambda: jitted_store(True),
-    }
+    return {"store": lambda: jitted_store(False), "accumulate": lambda: jitted_store(True)}
 
 
 def landed_program(placement: Placement) -> Any:

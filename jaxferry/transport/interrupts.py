@@ -61,8 +61,7 @@ class deferred_interrupts:
     def are_raised(self) -> bool:
         """Calls the handlers of the signals deferred so far; returns whether one has raised.
 
-        Its exception is raised at the end of the block, so call this where the block may be left. While a handler runs,
-        signals are still deferred.
+        Its exception is raised at the end of the block, so call this where the block may be left.
         """
         while self._is_in_main and self._received and self._error is None:
             number, frame = self._received.popleft()
@@ -89,11 +88,7 @@ class deferred_interrupts:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived: the machine is about to be taken away.
-
-    Attributes:
-      status: the exit status by which shells and schedulers know a terminated process.
-    """
+    """SIGTERM arrived: the machine is about to be taken away. Schedulers know the exit status `status`."""
 
     status = 128 + signal.SIGTERM
 

@@ -31,20 +31,15 @@ from jaxferry.native import NativeLibrary, targets
 from jaxferry.settings import ThreadPool
 from jaxferry.transport.placement import Placement
 
-UNDER_WAY = 2
-"""Steps that make marks while those of the last finished steps are kept: a running one and a failed one."""
-
+UNDER_WAY = 2  # steps that make marks while those of the last finished steps are kept: a running one and a failed one
 _MOST_COPIES = 64
 
 
 class Marks:
-    """The marks of one list of tasks.
+    """The marks of one list of tasks, kept for the last `num_steps` steps.
 
-    Args:
-      placement: the device.
-      num_steps: number of last steps whose marks are kept.
-      library: the native library that moves layers; None if threads wait for results.
-      clock: the clock of those threads, in seconds.
+    With the `library` that moves layers, events are on the device's queues; without, threads wait for results and read
+    `clock`, in seconds.
     """
 
     def __init__(
@@ -152,10 +147,7 @@ class StepMarks:
         self._seen[index] = self.marks.when(arrays)
 
     def times(self) -> dict[int, tuple[float, float]]:
-        """Returns start and end of each marked task, in seconds of the host's clock; NaN if unknown.
-
-        Waits for tasks in flight.
-        """
+        """Waits for tasks in flight; returns each marked task's start and end by the host's clock, NaN if unknown."""
         concurrent.futures.wait(self._seen.values())
         seen = {index: (math.nan, future.result()) for index, future in self._seen.items()}
         return seen | self.marks.read(self._numbers)

@@ -39,10 +39,8 @@ Vectors = tuple[jax.Array, ...]
 
 _MAPPINGS = "/proc/self/maps"
 _CHECKED_BYTES = 1 << 16
-_ALIGNMENT = 64
-"""The CPU backend copies memory that is not aligned to as many bytes."""
-_MOST_VIEWS = 1 << 14
-"""Views that are remembered, of a few hundred bytes each."""
+_ALIGNMENT = 64  # the CPU backend copies memory that is not aligned to as many bytes
+_MOST_VIEWS = 1 << 14  # views that are remembered, of a few hundred bytes each
 
 
 class _Memory:
@@ -80,9 +78,9 @@ def _reaches(placement: Placement) -> bool:
 
 
 def on_cpu(arrays: Sequence[jax.Array], placement: Placement) -> Vectors:
-    """The CPU backend's arrays of arrays in pinned memory; waits for them.
+    """Waits for arrays in pinned memory; returns the CPU backend's views of them, which change when the device writes.
 
-    They are views, so they change when the device writes there again. Programs must not take them as donated arguments.
+    Programs must not take them as donated arguments.
     """
     if not can_view(placement):
         return tuple(jax.device_put(array, placement.host) for array in arrays)
@@ -110,13 +108,7 @@ def _view(address: int, shape: tuple[int, ...], dtype: np.dtype, placement: Plac
 
 
 def from_shares(vectors: Sequence[jax.Array], placement: Placement, layer: Layer) -> Vectors:
-    """The CPU backend's vectors of a layer that several devices share: copies; waits for them.
-
-    Args:
-      vectors: all vectors of the layer in pinned memory, or the first ones.
-      placement: where arrays live.
-      layer: the layer; of its vectors, what this process owns is returned.
-    """
+    """Waits for all or the first vectors of a layer that devices share; copies what this process owns of them."""
     found = placement.ownership.from_shares(layer, list(map(rows_of, vectors)))
     return tuple(jax.device_put(vector, placement.host) for vector in found)
 
@@ -127,12 +119,9 @@ def as_numpy(array: jax.Array) -> np.ndarray:
 
 
 def to_pinned(vectors: Sequence[jax.Array], placement: Placement, layer: Layer | None = None) -> Vectors:
-    """Copies vectors of the CPU backend into pinned memory, unless they are there already.
+    """Copies all or the first vectors of a layer from the CPU backend into pinned memory, unless they are there.
 
-    Args:
-      vectors: all vectors of a layer, or the first ones; where several processes train, of what this one owns.
-      placement: where arrays live.
-      layer: the layer; needed where several devices share its vectors.
+    Where several processes train, these are what this one owns; where several devices share them, `layer` is needed.
     """
     if placement.is_cpu:
         return tuple(vectors)
@@ -150,11 +139,8 @@ def updated_vectors(
 ) -> list[Vectors]:
     """The compute copy after an update, in the pinned memory of an accelerator.
 
-    Args:
-      old: each layer's vectors before it. No program may be reading them: they are overwritten if the CPU can.
-      made: new vectors of each layer's trained parameters, which are its first ones, in ordinary memory.
-      placement: where arrays live.
-      layers: these parameters; needed where several devices share the vectors.
+    The CPU overwrites each layer's `old` vectors, which no program may be reading, if it can. `made` are new vectors
+    of each layer's trained parameters, which are its first ones, in ordinary memory.
     """
     wanted: Sequence[Layer | None] = layers or [None] * len(made)
     pairs = zip(old, made, wanted, strict=True)
@@ -210,12 +196,9 @@ class OrphanedCopies:
             self._owners.append((finalizer, native))
 
     def keep(self, owner: object, placement: Placement, vectors: Any) -> None:
-        """Ensures that pinned memory outlives the programs that its owner has issued.
+        """Ensures that pinned memory outlives the programs that its owner has issued, if the runtime itself does not.
 
-        Args:
-          owner: the owner; once it is deleted, the thread waits for the device before it drops the memory.
-          placement: where arrays live; on a CPU, the runtime itself waits.
-          vectors: arrays, or any object that holds them.
+        Once the owner is deleted, the thread waits for the device before it drops the arrays, or what holds them.
         """
         if not placement.is_cpu:
             with self._lock:

@@ -27,8 +27,7 @@ from jaxferry.transport.allocator import Allocator
 
 DATA = "data"
 """The axis of a mesh along which devices share a batch; of the engine's own mesh, that of one process's devices."""
-PROCESS = "process"
-"""The other axis of the engine's own mesh, if there are several processes."""
+PROCESS = "process"  # the other axis of the engine's own mesh, if there are several processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +57,7 @@ class Placement:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the device is itself a CPU, so that the optimizer can access its pinned memory directly.
-
-        Several CPU devices are driven as accelerators are.
-        """
+        """Whether the device is one CPU, whose pinned memory the optimizer can access directly."""
         return self.platform == "cpu" and self.num_devices == 1
 
     @property
@@ -104,8 +100,8 @@ class Placement:
     def readable(self, layer: Layer) -> list[jax.ShapeDtypeStruct]:
         """The vectors in host memory from which programs read a layer's parameters without a load, with their places.
 
-        If several processes share the layer's vectors, each has all of these: a row for each process's shares. See
-        `host.whole_copies`.
+        If several processes share the layer's vectors, each has all of these, a row for each process's shares
+        (`WholeCopies`).
         """
         vectors, where = self.ownership.shared(layer).vectors, self.pinned_of(layer)
         if not self.exchanges(layer):
@@ -165,8 +161,8 @@ class Placement:
     def in_turn(self, made: Any) -> Any:
         """Waits for the results of a program that may exchange values, if the devices are several CPU devices.
 
-        These run programs in a common pool of threads. Two such programs at a time could take all threads, each waiting
-        for a part of itself that gets none.
+        These run programs in a common pool of threads. Two such programs at a time could take all threads, each
+        waiting for a part of itself that gets none.
         """
         return jax.block_until_ready(made) if self.takes_turns else made
 
@@ -178,7 +174,8 @@ class Placement:
     def put(self, graph: Graph, number: int, array: Any) -> Any:
         """Moves the batch or a constant, a value of this number, to the accelerators.
 
-        Of an array that is smaller than the value, each process has its own rows; others are the same in all processes.
+        Of an array that is smaller than the value, each process has its own rows; others are the same in all
+        processes.
         """
         aval = graph.avals[number]
         where = self.of(graph, aval)
@@ -227,11 +224,7 @@ class Placement:
 
 
 def check_passes(aval: Any, placement: Placement) -> None:
-    """Checks that compiled programs take values of a dtype.
-
-    Raises:
-      InputError: if they do not. JAX 0.10 compares layouts of fewer than 8 bits an element wrongly on CPUs.
-    """
+    """Raises `InputError` for a dtype that compiled programs do not take: JAX 0.10 on CPUs for less than 8 bits."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or bits_of(aval.dtype) >= 8:
         return
     if not _passes(np.dtype(aval.dtype), placement):
@@ -307,12 +300,7 @@ def _devices_of(mesh: Any, device: Any) -> list[Any]:
         raise InputError(f"mesh must have devices, each once, got {', '.join(map(str, devices)) or 'none'}")
     if AxisType.Manual in mesh.axis_types:
         raise InputError(f"the axis {DATA!r} of mesh must be automatic or explicit, got a manual one")
-    _check_processes([each.process_index for each in devices])
-    return devices
-
-
-def _check_processes(of_devices: list[int]) -> None:
-    """Raises InputError unless each process has as many devices, one after the other, and this one has some."""
+    of_devices = [each.process_index for each in devices]
     in_turn = list(dict.fromkeys(of_devices))
     if jax.process_index() not in in_turn:
         raise InputError(
@@ -323,3 +311,4 @@ def _check_processes(of_devices: list[int]) -> None:
             "mesh must have equally many devices of each process, one process after the other, got devices of "
             f"processes {', '.join(map(str, of_devices))}"
         )
+    return devices

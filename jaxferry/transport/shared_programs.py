@@ -36,12 +36,7 @@ def shared_function(content: Hashable, make: Callable[[], Any]) -> Any:
 
 
 class Compiling:
-    """A program that a thread compiles, or that some step holds.
-
-    Args:
-      content: everything that it depends on; None if it is not shared.
-      program: what compiles it.
-    """
+    """A program that a thread compiles, or that some step holds; it is shared by its `content` unless that is None."""
 
     def __init__(self, content: Hashable | None, program: Future[Any]) -> None:
         self._content, self._program = content, program
@@ -57,12 +52,7 @@ class Compiling:
         return self.is_done and self._program.exception() is not None
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Waits for the program, and returns it.
-
-        Raises:
-          TimeoutError: if it takes longer.
-          Exception: what XLA has raised.
-        """
+        """Waits for the program, and returns it; raises `TimeoutError`, or what XLA has raised."""
         program = self._program.result(timeout_s)
         if self._content is not None:
             _PROGRAMS[self._content] = program
@@ -99,9 +89,8 @@ def finished(begun: Mapping[Any, Compiling]) -> dict[Any, Any]:
 def compile_shared(wanted: Mapping[Any, Hashable | None], lowered: Callable[[Any], Any]) -> dict[Any, Any]:
     """Returns programs by key; compiles those that no step holds, in parallel.
 
-    Args:
-      wanted: by key, everything that the program depends on; None for a program that is not shared.
-      lowered: returns a key's program before XLA compiles it.
+    `wanted` has everything that a program depends on, None for one that is not shared. `lowered` returns a key's
+    program before XLA compiles it.
     """
     return finished(begin_shared(wanted, lowered))
 
@@ -110,9 +99,9 @@ def _found(content: Hashable | None) -> Compiling | None:
     """The program of this content that a step holds, or that a thread compiles for one."""
     if content is None:
         return None
-    if (held := _PROGRAMS.get(content)) is not None:
+    if (known := _PROGRAMS.get(content)) is not None:
         program: Future[Any] = Future()
-        program.set_result(held)
+        program.set_result(known)
         return Compiling(content, program)
     compiling = _COMPILING.get(content)
     return None if compiling is None or compiling.has_failed else compiling

@@ -29,10 +29,8 @@ TIME_LIMIT_S = 120.0
 def bound(instance: Instance, time_limit_s: float = TIME_LIMIT_S) -> Outcome:
     """Returns a lower bound on the duration of any schedule.
 
-    Args:
-      instance: the problem.
-      time_limit_s: limit on HiGHS's search, and on the relaxation after it. If it is reached, the result is the best
-        bound proven by then, and the note says so.
+    `time_limit_s` limits HiGHS's search, and the relaxation after it. If it is reached, the result is the best bound
+    proven by then, and the note says so.
 
     Raises:
       BudgetError: if no schedule exists.

@@ -21,15 +21,12 @@ from jaxferry.units import format_bytes
 
 _LISTS = ("weights", "activations", "forward_s", "backward_s")
 _SCALARS = ("memory_bytes", "bandwidth_bytes_per_s")
-_LARGEST = 1e30
-"""Far beyond any machine, and small enough that sums and quotients do not overflow."""
+_LARGEST = 1e30  # far beyond any machine, and small enough that sums and quotients do not overflow
 
 
 @dataclasses.dataclass(frozen=True)
 class Instance:
-    """A chain of L layers, a GPU memory and a link.
-
-    Layers are numbered from 0 here and in all outputs, so layer k is the paper's k + 1.
+    """A chain of L layers, a GPU memory and a link. Layers are numbered from 0: layer k is the paper's k + 1.
 
     Attributes:
       weights: |w_i|, bytes of each layer's weights; L entries.
@@ -115,11 +112,7 @@ class Instance:
 
     @classmethod
     def from_json(cls, document: Any) -> "Instance":
-        """Reads the JSON object `{"weights": [..], "activations": [..], ..., "bandwidth_bytes_per_s": B}`.
-
-        Raises:
-          InputError: naming the missing, unknown or invalid key.
-        """
+        """Reads a JSON object with the fields of an instance; raises `InputError` with the first wrong key."""
         if not isinstance(document, Mapping):
             raise InputError(f"an instance must be a JSON object, got {type(document).__name__}")
         check_keys(document, _LISTS + _SCALARS, "instance")
@@ -145,12 +138,10 @@ def _check_number(name: str, value: object) -> None:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Choice:
-    """An offloading choice (k, d) of "Weight Offloading Strategies", section 5.
+    """An offloading choice (k, d) of "Weight Offloading Strategies", section 5, for layer k, counted from 0.
 
-    Attributes:
-      layer: k, counted from 0.
-      before_backward: True is the paper's d = 1, choice (a): absent between its forward and its backward;
-        False is d = 0, choice (b): absent between its backward and the next forward.
+    `before_backward` is the paper's d = 1, choice (a): absent between its forward and its backward; False is d = 0,
+    choice (b): absent between its backward and the next forward.
     """
 
     layer: int
@@ -183,9 +174,7 @@ class Event:
 class Schedule:
     """One training cycle, repeated forever: backward from the last to the first layer, then forward.
 
-    Attributes:
-      duration_s: the period; all operations and transfers of the cycle end within it.
-      events: the events, ordered by start.
+    `duration_s` is the period; all operations and transfers of the cycle end within it. `events` are ordered by start.
     """
 
     duration_s: float
@@ -203,7 +192,6 @@ class Outcome:
     """The result of a policy.
 
     Attributes:
-      policy: its name.
       duration_s: the period of the schedule; for `bound`, a lower bound on any period.
       compute_s: the sum of all operations' times.
       choices: the weights that leave the device, and when.
@@ -268,13 +256,8 @@ def instance_from_profile(profile: Profile, memory_bytes: int) -> Instance:
 def export_plan(profile: Profile, policy: str, choices: Iterable[Choice]) -> Plan:
     """Makes a plan for the engine: RELOAD where a weight is absent between forward and backward, else GFGB.
 
-    Args:
-      profile: the profile whose layers the choices number.
-      policy: the name of the policy that made the choices; the plan's policy is that name after `weights-`.
-      choices: as in an `Outcome`.
-
-    Raises:
-      InputError: if a choice names a layer that the profile does not have.
+    Its policy is `weights-` and `policy`. Raises `InputError` if a choice names a layer that the profile does not
+    have.
     """
     reloaded = {choice.layer for choice in choices if choice.before_backward}
     unknown = [layer for layer in reloaded if not 0 <= layer < len(profile.layers)]

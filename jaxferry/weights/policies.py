@@ -36,11 +36,7 @@ _NOTE = "the formula leaves too little time for the offloads of this instance: n
 
 
 def l2l(instance: Instance) -> Outcome:
-    """Returns the baseline's duration by formula, and a schedule of that duration if one is found.
-
-    Raises:
-      BudgetError: if no schedule exists.
-    """
+    """Returns the baseline's duration by formula, and a schedule of it if found; raises `BudgetError` if none."""
     instance.check_feasible()
     transfers_s = math.fsum(map(instance.transfer_s, range(instance.num_layers)))
     duration_s = instance.compute_s + 2 * transfers_s
@@ -148,15 +144,13 @@ class _Builder:
         self.memory.add(time_s, -self.instance.weights[layer])
 
 
-_LOWERED_BY = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
-"""Reductions of the memory, in units of the largest weight."""
+_LOWERED_BY = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0)  # reductions of the memory, in units of the largest weight
 
 
 def greedy_best(instance: Instance) -> Outcome:
     """Returns the shortest schedule over all selections; ties go to fewer choices.
 
-    Raises:
-      BudgetError: if no schedule exists.
+    Raises `BudgetError` if none exists.
     """
     instance.check_feasible()
     largest = max(instance.weights)
@@ -174,9 +168,7 @@ def greedy_best(instance: Instance) -> Outcome:
 def greedy(instance: Instance, discount: bool = True) -> Outcome:
     """Runs Algorithms 1 and 2: the selection, then the schedule of the transfers.
 
-    Args:
-      instance: the problem.
-      discount: whether a weight that is offloaded twice per cycle is sent to the host only once (section 3).
+    With `discount`, a weight that is offloaded twice per cycle is sent to the host only once (section 3).
 
     Raises:
       BudgetError: if no schedule exists.
@@ -258,12 +250,7 @@ POLICIES: Mapping[str, Callable[[Instance], Outcome]] = {
 
 
 def solve(instance: Instance, policy: str) -> Outcome:
-    """Runs the policy of that name.
-
-    Raises:
-      InputError: if the name is unknown; the message lists the known ones.
-      BudgetError: if no schedule exists in the instance's memory.
-    """
+    """Runs the policy of that name; raises `InputError` for another one, `BudgetError` if no schedule exists."""
     check_policy(policy)
     return POLICIES[policy](instance)
 

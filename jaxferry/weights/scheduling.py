@@ -45,11 +45,7 @@ class MemoryTimeline:
         self.final_bytes += change
 
     def earliest_s(self, ready_s: float, extra_bytes: float) -> float:
-        """Returns the earliest time, not before `ready_s`, from which `extra_bytes` more always fit.
-
-        Raises:
-          NoRoomError: if they do not fit after the last known change.
-        """
+        """Returns the earliest time from `ready_s` on from which so much more always fits, or raises `NoRoomError`."""
         used = self.final_bytes + extra_bytes
         if not self.instance.fits(used):
             raise NoRoomError
@@ -65,10 +61,8 @@ class MemoryTimeline:
 def schedule_transfers(instance: Instance, choices: Sequence[Choice], discount: bool = True) -> Schedule:
     """Runs Algorithm 2: returns the shortest cycle over all cuts.
 
-    Args:
-      instance: the problem.
-      choices: the weights that leave the device; with them, every operation must fit into the memory.
-      discount: whether a weight that leaves after both its backward and its forward is sent to the host only once.
+    With the weights that leave the device by `choices`, every operation must fit into the memory. With `discount`, a
+    weight that leaves after both its backward and its forward is sent to the host only once.
 
     Raises:
       JaxFerryError: if the choices leave too little memory for some operation.

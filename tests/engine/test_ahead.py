@@ -16,7 +16,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.step import Kind, Lane, LayerPlan, Plan
 from jaxferry.transport import Ferry, Placement
 from models import chain
-from planned import assert_same_bits, state_after
+from planned import assert_same_bits, state_after, taken
 from slowly import slow
 from steps import link, transport_of
 from watched import device_arrays
@@ -78,7 +78,7 @@ def test_what_is_loaded_ahead_is_used_and_changes_no_bit(monkeypatch):
     monkeypatch.setattr(transport, "load", lambda layer, *args: loaded.append(layer) or load(layer, *args))
     state = state_after(step, params, BATCH, 5)
     assert len(loaded) == 6 * DEPTH // 2
-    assert transport.held.now == LOADED_BYTES
+    assert transport.loaded_bytes.now == LOADED_BYTES
     other, _ = made((Mode.DHA,) * (DEPTH // 2) + (Mode.RESIDENT,) * (DEPTH // 2))
     assert_same_bits(state.params, state_after(other, params, BATCH, 5).params)
 
@@ -87,9 +87,9 @@ def test_what_is_loaded_ahead_is_used_and_changes_no_bit(monkeypatch):
 def test_an_evaluation_has_the_device_for_itself_and_the_next_step_goes_on():
     step, params = made()
     state, expected = state_after(step, params, BATCH, 2), state_after(made()[0], params, BATCH, 3)
-    assert transport_of(step, BATCH).held.now == LOADED_BYTES
+    assert transport_of(step, BATCH).loaded_bytes.now == LOADED_BYTES
     step.evaluate(state, BATCH)
-    assert transport_of(step, BATCH).held.now == 0
+    assert transport_of(step, BATCH).loaded_bytes.now == 0
     state, metrics = step(state, BATCH)
     assert metrics["device_param_bytes_peak"] == LOADED_BYTES
     assert_same_bits(state.params, expected.params)
@@ -104,7 +104,7 @@ def test_of_two_states_in_turn_only_one_has_layers_on_the_device():
         second, metrics = step(second, BATCH)
         first.block_until_ready()
         second.block_until_ready()
-        assert transport_of(step, BATCH).held.now == metrics["device_param_bytes_peak"] == LOADED_BYTES
+        assert transport_of(step, BATCH).loaded_bytes.now == metrics["device_param_bytes_peak"] == LOADED_BYTES
     assert_same_bits(first.params, second.params)
 
 
@@ -116,7 +116,7 @@ def test_a_batch_of_another_shape_frees_what_was_loaded_for_the_first():
         state, metrics = step(state, batch)
         assert metrics["device_param_bytes_peak"] == LOADED_BYTES
     state.block_until_ready()
-    assert transport_of(step, BATCH).held.now == LOADED_BYTES
+    assert transport_of(step, BATCH).loaded_bytes.now == LOADED_BYTES
 
 
 @pytest.mark.usefixtures("threads")
@@ -145,7 +145,7 @@ def test_a_load_that_fails_ahead_is_tried_again_when_its_step_is_called(monkeypa
             assert not state.prefetch.is_good
     assert_same_bits(state.params, expected.params)
     state.block_until_ready()
-    assert transport.held.now == LOADED_BYTES
+    assert transport.loaded_bytes.now == LOADED_BYTES
 
 
 def test_what_is_loaded_ahead_takes_the_place_of_gradients_so_the_least_budget_has_room_for_it(monkeypatch):
@@ -154,7 +154,7 @@ def test_what_is_loaded_ahead_takes_the_place_of_gradients_so_the_least_budget_h
     free, params = made()
     free.init(params)
     prepared = free.prepare(BATCH)
-    assert prepared.peak.held == peak_bytes(prepared.program, {}).held
+    assert prepared.peak.array_bytes == peak_bytes(prepared.program, {}).array_bytes
     for budget in (prepared.peak.total, prepared.peak.total + LOADED_BYTES):
         step, _ = made(memory_budget=budget)
         step.init(params)
@@ -175,8 +175,7 @@ def test_loads_ahead_wait_for_no_other_program_where_the_budget_has_room_for_the
     state, program, called = step.init(params), Ferry.program, []
     prepared = step.prepare(BATCH)
     assert prepared.modes == modes and prepared.peak.total <= budget
-    for _ in range(3):
-        state, _ = step(state, BATCH)
+    state = taken(step, state, BATCH, 3)
     state.block_until_ready()
     monkeypatch.setattr(Ferry, "program", lambda *args: called.append(args[1:3]) or program(*args))
     for _ in range(4):

@@ -15,7 +15,7 @@ import models
 from jaxferry.engine import Lifetimes
 from jaxferry.modes import Mode
 from jaxferry.transport import Allocator, BestFit, Buffer, Placement, unsplit_bytes
-from planned import plan_of
+from planned import plan_of, prepared
 
 MIB = 2**20
 SIZES = st.integers(1, 4000).map(lambda size: size * 256)
@@ -118,10 +118,8 @@ def test_times_that_vary_are_tried():
 @pytest.mark.parametrize("options", [{}, {"remat": "full", "offload_activations": True}, {"remat": "full"}])
 def test_the_buffers_of_a_step_add_up_to_what_is_counted(modes, options):
     gpt = models.mlp()
-    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan_of(gpt, modes), **options)
-    step.declare(gpt.params)
-    prepared = step.prepare(gpt.batch)
-    runnable, program = prepared.runner.runnable, prepared.program
+    found = prepared(gpt, optax.adamw(1e-3), plan=plan_of(gpt, modes), **options)
+    counted, runnable, program = found.peak.counted, found.runner.runnable, found.program
     temporary_bytes = {key: runnable.programs.temporary_bytes[key] for key in program.keys}
     found = Lifetimes(program, temporary_bytes, runnable.loads_ahead, joins_vectors=False)
     layers, graph = program.partition.layers, program.partition.graph
@@ -133,7 +131,7 @@ def test_the_buffers_of_a_step_add_up_to_what_is_counted(modes, options):
         now += num_bytes
         most = max(most, now)
     # A few flags of one byte may stand for more.
-    assert most == pytest.approx(prepared.peak.counted, abs=8 * len(program.programs))
+    assert most == pytest.approx(counted, abs=8 * len(program.programs))
 
 
 @pytest.mark.parametrize("budget", ["200MiB", "2GiB"])

@@ -16,7 +16,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.step import Kind, LayerPlan, Operation, Plan
 from jaxferry.transport import Placement
 from models import chain
-from planned import assert_same_bits, state_after
+from planned import assert_same_bits, state_after, taken
 from slowly import slow, slow_cases
 from steps import fail, transport_of, with_sums_in_host_memory, wrap
 
@@ -109,11 +109,9 @@ def test_the_first_step_of_a_structure_updates_after_all_gradients_so_every_fail
         state = step.init(params)
         fault.arm(at)
         with pytest.raises(jaxferry.TaskError, match=r"the callback broke.*the state is that before the step"):
-            for _ in range(2):
-                state, _ = step(state, BATCH)
+            state = taken(step, state, BATCH, 2)
         assert_same_bits(state.params, expected[state.step])
-        while state.step < 2:
-            state, _ = step(state, BATCH)
+        state = taken(step, state, BATCH, 2 - state.step)
         assert_same_bits(state.params, expected[2])
 
 
@@ -139,10 +137,9 @@ def test_a_device_that_runs_out_of_memory_in_the_first_backward_trains_on_with_a
     state = step.init(params)
     with pytest.raises(jaxferry.TaskError, match=r"RESOURCE_EXHAUSTED.*the state is that before the step"):
         step(state, BATCH)
-    assert state.step == 0 and transport_of(step, BATCH).held.now == 0
+    assert state.step == 0 and transport_of(step, BATCH).loaded_bytes.now == 0
     assert_same_bits(state.params, params)
-    for _ in range(3):
-        state, _ = step(state, small)
+    state = taken(step, state, small, 3)
     assert_same_bits(state.params, expected)
 
 
@@ -169,8 +166,7 @@ def test_a_failure_after_an_update_has_begun_damages_the_state_and_every_use_say
         with pytest.raises(jaxferry.StateError, match=r"layer 'l1' failed: no memory.*two steps: restore .*saved"):
             use()
     state = step.restore(tmp_path / "saved")
-    for _ in range(2):
-        state, _ = step(state, BATCH)
+    state = taken(step, state, BATCH, 2)
     assert_same_bits(state.params, expected)
 
 
@@ -196,8 +192,7 @@ def test_an_update_task_that_fails_before_any_update_rolls_back_a_step_that_has_
             state.block_until_ready()
     assert state.step == 2
     assert_same_bits(state.params, expected[0])
-    while state.step < 4:
-        state, _ = step(state, BATCH)
+    state = taken(step, state, BATCH, 4 - state.step)
     assert_same_bits(state.params, expected[1])
 
 
@@ -241,8 +236,7 @@ def test_a_micro_batch_that_fails_is_rolled_back_or_takes_the_state_to_the_last_
                 step.save(state, tmp_path / "saved")
                 restored = step.restore(tmp_path / "saved")
                 assert_same_bits(restored.params, expected[restored.step // 3])
-            while state.step < 9:
-                state, _ = step(state, BATCH)
+            state = taken(step, state, BATCH, 9 - state.step)
             assert_same_bits(state.params, expected[3])
     assert outcomes == {True, False}
 
@@ -326,8 +320,7 @@ def test_a_move_that_fails_costs_no_step_and_no_bit(kind, threads, monkeypatch):
             with pytest.raises(jaxferry.TaskError, match=f"the {kind.value} of layer .* failed: no memory"):
                 state, _ = step(state, BATCH)
         assert state.step == 0
-        while state.step < 4:
-            state, _ = step(state, BATCH)
+        state = taken(step, state, BATCH, 4 - state.step)
         assert_same_bits(state.params, expected[4])
     assert num_moves >= 2
 

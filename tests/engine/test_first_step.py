@@ -15,6 +15,7 @@ from jaxferry.optimizer import arrays
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import base, make_placement
 from models import chain
+from planned import taken
 from steps import transport_of
 from watched import becomes, compiled
 
@@ -72,8 +73,7 @@ def test_the_first_step_makes_no_vectors_itself(makers, options):
     step = made(**options)
     state = step.init(parameters())
     step.compile_updates(state, BATCH)
-    for _ in range(2 * options.get("accumulate", 1)):
-        state, _ = step(state, BATCH)
+    state = taken(step, state, BATCH, 2 * options.get("accumulate", 1))
     state.block_until_ready()
     num = {name: len(threads) for name, threads in makers.items()}
     assert num["compute copy"] == DEPTH and num["gradient"] >= DEPTH

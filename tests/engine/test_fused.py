@@ -326,5 +326,5 @@ def test_a_layer_without_a_gradient_or_of_other_dtypes_is_left_to_optax():
 
 
 def test_without_the_library_optax_does_it(monkeypatch, is_fused):
-    monkeypatch.setattr("jaxferry.optimizer.fused.is_available", lambda platform: False)
+    monkeypatch.setattr("jaxferry.optimizer.optimizers.is_available", lambda platform: False)
     assert not is_fused(PAIRS["adamw"][0])

@@ -14,7 +14,7 @@ import models
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
 from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Plan, Source, Target, UpdateOrder
-from planned import take_steps
+from planned import prepared, take_steps
 from slowly import slow
 
 STEPS = 3
@@ -86,9 +86,8 @@ def test_a_program_waits_for_the_loads_of_the_layers_that_it_reads():
     reloaded = next(name for name in of_block if not name.endswith("/vectors"))
     modes = {use.name: Mode.DHA if use.name.endswith("/vectors") else Mode.GFGB for use in parts.uses}
     layers = tuple(LayerPlan(name, mode) for name, mode in (modes | {reloaded: Mode.RELOAD}).items())
-    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), granularity=MODULE, plan=Plan("any", 1.0, layers))
-    step.declare(task.params)
-    instructions = step.prepare(task.batch).program.instructions
+    found = prepared(task, optax.adamw(1e-3), granularity=MODULE, plan=Plan("any", 1.0, layers))
+    instructions = found.program.instructions
     forward, backward = [i for i in instructions if i.key is not None and i.segment == block]
     for program in (forward, backward):
         read = dict(zip(of_block, zip(program.copies, program.key.reads, strict=True), strict=True))
@@ -125,10 +124,8 @@ def test_an_evaluation_before_the_first_step_does_not_decide_how_fine_layers_are
     if options == "a plan of modules":
         options = {"plan": Plan("any", 1.0, tuple(LayerPlan(use.name, Mode.GFGB) for use in parts.uses))}
     else:
-        step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), granularity="auto", memory_budget=1)
-        step.declare(task.params)
         with pytest.raises(jaxferry.BudgetError) as error:
-            step.prepare(task.batch)
+            prepared(task, optax.adamw(1e-3), granularity="auto", memory_budget=1)
         options = {"memory_budget": error.value.smallest_bytes}
     losses = []
     for evaluates in (False, True):

@@ -11,7 +11,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import is_available
 from jaxferry.partition import host_stores, partition
 from jaxferry.step import LayerPlan, Plan, ProgramKind, Source, Target, program_keys
-from planned import plan_of, train
+from planned import plan_of, prepared, train
 
 STEPS = 6
 ADAMW, MOMENTUM = optax.adamw(1e-3), optax.sgd(0.1, momentum=0.9)
@@ -40,9 +40,8 @@ TOLERANCE = 1e-5
 def test_the_reserve_factor_decides_which_gradients_are_written_by_the_backward(task):
     uses = {}
     for factor in (0, 1):
-        step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), reserve_factor=factor)
-        step.init(task.params)
-        uses[factor] = [key.writes for key in step.prepare(task.batch).program.keys]
+        keys = prepared(task, optax.sgd(0.1), reserve_factor=factor).program.keys
+        uses[factor] = [key.writes for key in keys]
     assert set(uses[1]) == {(Target.DEVICE,)}
     assert (Target.HOST,) in uses[0]
 

@@ -10,11 +10,12 @@ import pytest
 import jaxferry
 from jaxferry.engine import peak_bytes
 from jaxferry.modes import Mode
-from planned import assert_same_bits, plan_of
+from planned import assert_same_bits, plan_of, prepared, taken
 from slowly import slow
 from steps import transport_of
 
 N = 3
+ADAMW = optax.adamw(1e-3)
 
 
 def count_loads(transport, monkeypatch):
@@ -30,7 +31,7 @@ def count_loads(transport, monkeypatch):
 
 
 def test_no_group_is_loaded_again_before_its_update(gpt, monkeypatch):
-    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N)
+    step = jaxferry.train_step(gpt.loss_fn, ADAMW, accumulate=N)
     state, _ = step(step.init(gpt.params), gpt.batch)
     groups = sorted(step.prepare(gpt.batch).program.loaded)
     loaded = count_loads(transport_of(step, gpt.batch), monkeypatch)
@@ -39,39 +40,35 @@ def test_no_group_is_loaded_again_before_its_update(gpt, monkeypatch):
         state.block_until_ready()
         # The next group of micro-batches may have begun to load.
         assert number // N * len(groups) - len(groups) <= len(loaded) <= (number + 1) // N * len(groups)
-    expected = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N, plan=plan_of(gpt, [Mode.GFGB]))
+    expected = jaxferry.train_step(gpt.loss_fn, ADAMW, accumulate=N, plan=plan_of(gpt, [Mode.GFGB]))
     other = expected.init(gpt.params)
-    for _ in range(3 * N):
-        other, _ = expected(other, gpt.batch)
+    other = taken(expected, other, gpt.batch, 3 * N)
     assert_same_bits(state.params, other.params)
 
 
 @pytest.mark.cpu_device  # temporaries of another device may leave room for all of them
 @pytest.mark.parametrize("excess", [0.0, *slow(0.3), 1.0])
 def test_as_many_stay_as_fit_into_the_budget(gpt, excess):
-    def prepared(budget):
-        step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N, memory_budget=budget)
-        step.declare(gpt.params)
-        return step.prepare(gpt.batch)
-
     with pytest.raises(jaxferry.BudgetError) as error:
-        prepared(1)
-    least, most = error.value.smallest_bytes, prepared(None).peak.total
+        prepared(gpt, ADAMW, accumulate=N, memory_budget=1)
+    least, most = error.value.smallest_bytes, prepared(gpt, ADAMW, accumulate=N).peak.total
     budget = round(least + excess * (most - least))
-    found = prepared(budget)
+    found = prepared(gpt, ADAMW, accumulate=N, memory_budget=budget)
     assert found.peak.total <= budget
     kept, loaded = found.program.kept, found.program.loaded.keys()
     assert kept <= loaded and (excess == 0.3 or (kept == loaded) == (excess == 1.0))
     for group in loaded - kept:  # none of the others fits beside them
         more = dataclasses.replace(found.program, kept=kept | {group})
         known = found.runner.runnable.programs.temporary_bytes
-        assert peak_bytes(more, known, found.peak.held - peak_bytes(found.program, {}).held).total > budget
+        assert (
+            peak_bytes(more, known, found.peak.array_bytes - peak_bytes(found.program, {}).array_bytes).total > budget
+        )
 
 
 def test_copies_in_use_are_within_the_count_and_evaluation_frees_what_stays(gpt):
-    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N)
+    step = jaxferry.train_step(gpt.loss_fn, ADAMW, accumulate=N)
     state, prepared = step.init(gpt.params), step.prepare(gpt.batch)
-    held = transport_of(step, gpt.batch).held
+    held = transport_of(step, gpt.batch).loaded_bytes
     whole = sum(layer.num_bytes for layer in prepared.partition.layers)
     for number in range(2 * N):
         state, metrics = step(state, gpt.batch)
@@ -85,7 +82,7 @@ def test_copies_in_use_are_within_the_count_and_evaluation_frees_what_stays(gpt)
 
 def test_a_failed_micro_batch_frees_what_stays_and_costs_no_bit(gpt, monkeypatch):
     def train(fails):
-        step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N)
+        step = jaxferry.train_step(gpt.loss_fn, ADAMW, accumulate=N)
         state, _ = step(step.init(gpt.params), gpt.batch)
         transport = transport_of(step, gpt.batch)
         if fails:
@@ -95,7 +92,7 @@ def test_a_failed_micro_batch_frees_what_stays_and_costs_no_bit(gpt, monkeypatch
                 patch.setattr("jaxferry.engine.gradients._add_onto", lambda *args: 1 / 0)
                 with pytest.raises(jaxferry.TaskError, match="division by zero"):
                     step(state, gpt.batch)
-            assert transport.held.now == 0
+            assert transport.loaded_bytes.now == 0
         while state.updated_step < 2 * N:
             state, _ = step(state, gpt.batch)
         return state.params
@@ -104,7 +101,7 @@ def test_a_failed_micro_batch_frees_what_stays_and_costs_no_bit(gpt, monkeypatch
 
 
 def test_a_batch_of_another_shape_takes_over_what_stays(gpt, monkeypatch):
-    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N)
+    step = jaxferry.train_step(gpt.loss_fn, ADAMW, accumulate=N)
     half = jax.tree.map(lambda leaf: leaf[: max(len(leaf) // 2, 1)], gpt.batch)
     state, _ = step(step.init(gpt.params), gpt.batch)
     step.prepare(half)
@@ -115,52 +112,43 @@ def test_a_batch_of_another_shape_takes_over_what_stays(gpt, monkeypatch):
 
 @pytest.mark.parametrize("policy", ["zero-offload", "native-offload", "native-overlapped"])
 def test_copies_stay_under_any_policy(gpt, policy):
-    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N, policy=policy, profile="estimate")
-    step.declare(gpt.params)
-    program = step.prepare(gpt.batch).program
+    program = prepared(gpt, ADAMW, accumulate=N, policy=policy, profile="estimate").program
     assert program.kept == program.loaded.keys() and program.loaded
 
 
 def test_given_plans_and_l2l_load_as_they_say(gpt):
     for options in ({"plan": plan_of(gpt, [Mode.RELOAD])}, {"policy": "l2l"}):
-        step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N, **options)
-        step.declare(gpt.params)
-        assert step.prepare(gpt.batch).program.kept == frozenset()
+        assert prepared(gpt, ADAMW, accumulate=N, **options).program.kept == frozenset()
 
 
 @pytest.mark.cpu_device  # likewise
 def test_loads_run_ahead_where_only_some_copies_stay(gpt):
-    def prepared(budget):
-        step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N, memory_budget=budget)
-        step.declare(gpt.params)
-        return step, step.prepare(gpt.batch)
-
     with pytest.raises(jaxferry.BudgetError) as error:
-        prepared(1)
+        prepared(gpt, ADAMW, accumulate=N, memory_budget=1)
     least = error.value.smallest_bytes
-    steps = (prepared(round(least * (1 + share / 20))) for share in range(1, 20))
-    step = next(
-        step
-        for step, found in steps
-        if set() != found.program.kept != found.program.loaded.keys() and found.runner.runnable.loads_ahead
-    )
+
+    def keeps_some(budget):
+        found = prepared(gpt, ADAMW, accumulate=N, memory_budget=budget)
+        return set() != found.program.kept != found.program.loaded.keys() and found.runner.runnable.loads_ahead
+
+    budget = next(filter(keeps_some, (round(least * (1 + share / 20)) for share in range(1, 20))))
+    step = jaxferry.train_step(gpt.loss_fn, ADAMW, accumulate=N, memory_budget=budget)
     state, ahead = step.init(gpt.params), []
     for _ in range(2 * N):
         state, _ = step(state, gpt.batch)
         state.block_until_ready()
         ahead.append(state.prefetch is not None)
     assert all(ahead)
-    expected = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N, policy="l2l")
+    expected = jaxferry.train_step(gpt.loss_fn, ADAMW, accumulate=N, policy="l2l")
     other = expected.init(gpt.params)
-    for _ in range(2 * N):
-        other, _ = expected(other, gpt.batch)
+    other = taken(expected, other, gpt.batch, 2 * N)
     assert_same_bits(state.params, other.params)
 
 
 def test_one_state_keeps_copies_at_a_time(gpt):
-    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N)
+    step = jaxferry.train_step(gpt.loss_fn, ADAMW, accumulate=N)
     states = [step.init(gpt.params) for _ in range(2)]
-    held = transport_of(step, gpt.batch).held
+    held = transport_of(step, gpt.batch).loaded_bytes
     whole = sum(layer.num_bytes for layer in step.prepare(gpt.batch).partition.layers)
     for number in range(2 * N):
         for state in states:

@@ -44,6 +44,12 @@ def assert_stopping_waits(work, may_end):
     assert not stopping.is_alive() and work.is_over()
 
 
+def loaded_once(num_layers):
+    """The tasks of a step that loads each of so many layers once."""
+    profile = transformer(num_layers)
+    return lowered(profile, with_modes(profile, [Mode.GFGB] * num_layers))
+
+
 def times(works):
     starts = [work.starts_s for work in works]
     return starts, [work.ends_s for work in works]
@@ -75,8 +81,7 @@ def test_whatever_the_delays_tasks_follow_what_they_wait_for_and_lanes_their_ord
 @pytest.mark.parametrize("threads", [ONE_EACH, TOGETHER])
 def test_trivial_tasks_are_nobodys_and_end_with_the_last_that_they_wait_for(threads):
     """On the GPU's lane that is also the task before, so that what follows it on the lane starts no earlier."""
-    profile = transformer(6)
-    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 6))
+    schedule = loaded_once(6)
     backwards = [i for i, task in enumerate(schedule.tasks) if task.kind is Kind.BACKWARD]
     trivial = [backwards[0], *(i for i, task in enumerate(schedule.tasks) if task.kind is Kind.OFFLOAD)]
     tasks, lanes, done = TaskList(schedule, trivial), Lanes(threads), []
@@ -98,8 +103,7 @@ def test_trivial_tasks_are_nobodys_and_end_with_the_last_that_they_wait_for(thre
 
 
 def test_the_host_takes_the_update_that_is_needed_first():
-    profile = transformer(6)
-    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 6))
+    schedule = loaded_once(6)
     has_begun, all_landed, order = threading.Event(), threading.Event(), []
 
     def action(step, index):
@@ -119,8 +123,7 @@ def test_the_host_takes_the_update_that_is_needed_first():
 
 
 def test_the_next_step_starts_before_the_last_update_has_ended():
-    profile = transformer(6)
-    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 6))
+    schedule = loaded_once(6)
 
     def action(step, index):
         time.sleep(0.05 if schedule.tasks[index].kind is Kind.UPDATE else 0.001)
@@ -166,8 +169,7 @@ def test_loads_of_the_next_step_start_before_it_is_submitted_once_their_updates_
 @pytest.mark.parametrize("threads", [ONE_EACH, TOGETHER])
 @pytest.mark.parametrize("kind", [Kind.LOAD, Kind.FORWARD, Kind.OFFLOAD, Kind.UPDATE])
 def test_a_failure_stops_what_follows(kind, threads):
-    profile = transformer(6)
-    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 6))
+    schedule = loaded_once(6)
     lanes, tasks, done = Lanes(threads), TaskList(schedule), []
     victim = next(i for i, task in enumerate(schedule.tasks) if task.kind is kind and task.segment == 3)
 
@@ -192,8 +194,7 @@ def test_a_failure_stops_what_follows(kind, threads):
 
 
 def test_stopped_work_does_nothing_more_and_committed_work_does_not_stop():
-    profile = transformer(6)
-    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 6))
+    schedule = loaded_once(6)
     for commits in (False, True):
         lanes, seen = Lanes(), threading.Event()
 
@@ -217,8 +218,7 @@ def test_stopped_work_does_nothing_more_and_committed_work_does_not_stop():
 @pytest.mark.parametrize("threads", [ONE_EACH, TOGETHER])
 def test_tasks_that_an_action_begins_end_when_their_wait_returns(threads):
     """Other tasks start meanwhile, those that depend on one only after its end."""
-    profile = transformer(8)
-    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 8))
+    schedule = loaded_once(8)
     ended, is_awaited = {}, [task.kind is Kind.OFFLOAD for task in schedule.tasks]
 
     def action(index):
@@ -239,8 +239,7 @@ def test_tasks_that_an_action_begins_end_when_their_wait_returns(threads):
 
 
 def test_a_wait_that_fails_fails_its_task_and_stopping_waits_for_it():
-    profile = transformer(4)
-    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 4))
+    schedule = loaded_once(4)
     first = next(i for i, task in enumerate(schedule.tasks) if task.kind is Kind.OFFLOAD)
     begun, may_end, lanes = threading.Event(), threading.Event(), Lanes(TOGETHER)
 
@@ -258,8 +257,7 @@ def test_a_wait_that_fails_fails_its_task_and_stopping_waits_for_it():
 
 def test_one_thread_issues_copies_a_few_layers_ahead_of_programs_and_not_all_of_them():
     """Each issue takes time, in which a device without a program does nothing."""
-    profile = transformer(12)
-    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 12))
+    schedule = loaded_once(12)
     lanes, done = Lanes(TOGETHER), []
     work = lanes.make(TaskList(schedule), done.append)
     lanes.submit(work)
@@ -273,8 +271,7 @@ def test_one_thread_issues_copies_a_few_layers_ahead_of_programs_and_not_all_of_
 
 
 def test_an_arrival_that_fails_is_left_to_the_update_and_stopping_waits_for_one_that_hangs():
-    profile = transformer(4)
-    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 4))
+    schedule = loaded_once(4)
     begun, may_end, lanes, done = threading.Event(), threading.Event(), Lanes(TOGETHER), []
 
     def failing(index):

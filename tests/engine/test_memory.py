@@ -17,7 +17,7 @@ from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Loads, Plan
 from models import chain
-from planned import assert_same_bits, plan_of, train
+from planned import assert_same_bits, plan_of, prepared, taken, train
 from slowly import slow, slow_but, slow_cases
 from steps import after_each_program, link, transport_of, with_sums_in_host_memory
 from watched import becomes, device_arrays, device_bytes, live_arrays, settled, watched_steps
@@ -36,7 +36,7 @@ def test_live_bytes_stay_under_the_predicted_peak_and_come_near_it(gpt, monkeypa
     """Layers that are loaded twice are two at a time; those that stay for the backward are the whole model."""
     with link(store=1e7):  # slow, so that gradients stay on the device as long as they may
         watch, metrics, prepared, _ = watched_steps(gpt, monkeypatch, plan=plan_of(gpt, modes))
-    assert 0.7 * prepared.peak.held <= watch.most <= prepared.peak.held <= prepared.peak.total
+    assert 0.7 * prepared.peak.array_bytes <= watch.most <= prepared.peak.array_bytes <= prepared.peak.total
     assert metrics["device_param_bytes_peak"] == prepared.peak.parameters
     parts = prepared.partition
     if len(modes) == 1:
@@ -50,16 +50,12 @@ def test_live_bytes_stay_under_the_predicted_peak_and_come_near_it(gpt, monkeypa
 @pytest.mark.slow
 def test_a_memory_budget_is_kept_by_reloading_and_changes_no_bit(gpt, monkeypatch):
     free_state, _ = train(jaxferry.train_step(gpt.loss_fn, ADAMW), gpt, 3)
-    free = jaxferry.train_step(gpt.loss_fn, ADAMW)
-    free.init(gpt.params)
-    largest = free.prepare(gpt.batch).peak.total
-    least = jaxferry.train_step(gpt.loss_fn, ADAMW, plan=plan_of(gpt, [Mode.RELOAD]))
-    least.init(gpt.params)
-    smallest = least.prepare(gpt.batch).peak.total
+    largest = prepared(gpt, ADAMW).peak.total
+    smallest = prepared(gpt, ADAMW, plan=plan_of(gpt, [Mode.RELOAD])).peak.total
     for budget in np.linspace(smallest, largest, 3).astype(int).tolist():
-        watch, _, prepared, state = watched_steps(gpt, monkeypatch, memory_budget=budget)
-        assert watch.most <= prepared.peak.total <= budget
-        assert (Mode.RELOAD in prepared.modes) == (budget < largest)
+        watch, _, made, state = watched_steps(gpt, monkeypatch, memory_budget=budget)
+        assert watch.most <= made.peak.total <= budget
+        assert (Mode.RELOAD in made.modes) == (budget < largest)
         assert_same_bits(state.params, free_state.params)
 
 
@@ -130,9 +126,7 @@ def test_steps_in_a_row_need_no_more_memory_than_one(accumulate, num_frozen, mon
     plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.RELOAD, GradientPlace.DEVICE) for name in LAYERS))
     trainable = {name: index >= num_frozen for index, name in enumerate(LAYERS)}
     options = {"plan": plan, "transport": "ferry", "trainable": trainable}
-    single = jaxferry.train_step(deep_loss, ADAMW, **options)
-    single.init(LAYERS)
-    held = single.prepare(ROWS).peak.held
+    held = prepared(models.Task(deep_loss, LAYERS, ROWS), ADAMW, **options).peak.array_bytes
     step = jaxferry.train_step(deep_loss, ADAMW, accumulate=accumulate, **options)
     state = step.init(LAYERS)
     with_sums_in_host_memory(step.prepare(ROWS))
@@ -145,8 +139,7 @@ def test_steps_in_a_row_need_no_more_memory_than_one(accumulate, num_frozen, mon
 
     after_each_program(monkeypatch, count)
     with link(store=1e6):
-        for _ in range(6):
-            state, _ = step(state, ROWS)
+        state = taken(step, state, ROWS, 6)
     state.block_until_ready()
     # Losses and norms of the previous step are a few bytes more.
     assert 0.7 * held < max(most) <= held + 64
@@ -207,15 +200,13 @@ def test_no_step_leaves_anything_behind(name, transport, monkeypatch):
         own = [a for a in live_arrays() if id(a) not in known and not a.is_deleted() and a.nbytes > 8]
         return tuple(sum(a.nbytes for a in own if a.sharding.memory_kind == kind) for kind in KINDS)
 
-    for _ in range(4):
-        state, _ = step(state, task.batch)
+    state = taken(step, state, task.batch, 4)
     before = []
     for _ in range(3):  # the next step's first loads may have ended or not
         state, _ = step(state, task.batch)
         before.append(settled(live))
     most = [max(sizes) for sizes in zip(*before, strict=True)]
-    for _ in range(8):
-        state, _ = step(state, task.batch)
+    state = taken(step, state, task.batch, 8)
     assert becomes(lambda: all(now <= known for now, known in zip(live(), most, strict=True)))
     assert {u.sharding.memory_kind for unit in state.host.units for u in (*unit.masters, *unit.state)} == {KINDS[2]}
     assert {v.sharding.memory_kind for vectors in state.host.vectors for v in vectors} == {KINDS[1]}

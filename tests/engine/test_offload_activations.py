@@ -24,7 +24,7 @@ from jaxferry.step import (
     simulate_schedule,
 )
 from models import encoder_decoder, random_streams
-from planned import assert_same_bits, plan_of, train
+from planned import assert_same_bits, plan_of, prepared, train
 from profiles import lowered, transformer, with_modes
 
 MOVES = (Kind.SAVE, Kind.FETCH)
@@ -85,14 +85,8 @@ def perceptron(depth, rows=64, width=16):
 
 
 def peak_of(depth, rows=64, **options):
-    task = perceptron(depth, rows)
-    step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), remat="full", plan=plan_of_perceptron(depth), **options)
-    step.init(task.params)
-    return step.prepare(task.batch).peak.total
-
-
-def plan_of_perceptron(depth):
-    return Plan("test", 1.0, tuple(LayerPlan(f"l{i:02}", Mode.RELOAD) for i in range(depth)))
+    plan = Plan("test", 1.0, tuple(LayerPlan(f"l{i:02}", Mode.RELOAD) for i in range(depth)))
+    return prepared(perceptron(depth, rows), optax.sgd(0.1), remat="full", plan=plan, **options).peak.total
 
 
 @pytest.mark.cpu_device  # buffers of layers stay on an accelerator where no budget forbids it
@@ -144,9 +138,7 @@ def test_values_of_layers_without_a_backward_do_not_move():
 @pytest.mark.slow
 def test_small_values_keys_and_what_is_read_soon_stay():
     task = random_streams.gpt_dropout()
-    step = offloading(task)
-    step.init(task.params)
-    made = step.prepare(task.batch)
+    made = prepared(task, optax.adamw(1e-3), offload_activations=True)
     graph, (saves, fetches) = made.partition.graph, moves_of(made.program)
     moved = [(place, value) for place, values in saves.items() for value in values]
     back = {value: place for place, values in fetches.items() for value in values}

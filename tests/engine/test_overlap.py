@@ -19,7 +19,7 @@ from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Operation, Plan
 from jaxferry.transport import HostGradient
 from models import chain
-from planned import assert_same_bits
+from planned import assert_same_bits, taken
 from python_runs import run_python
 from slowly import slow, slow_cases
 from steps import Serial, delay, fail, transport_of, with_sums_in_host_memory, wrap
@@ -200,13 +200,11 @@ def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, mo
         threads = [thread for thread in threading.enumerate() if not thread.name.startswith("jaxferry marks")]
         return settled_arrays(), len(threads)
 
-    for _ in range(10):
-        state, _ = step(state, batch)
+    state = taken(step, state, batch, 10)
     sizes, num_threads = [live()[0]], live()[1]
     # A device that lags more than ever before may need one more vector in flight, which is then kept.
     while len(sizes) < 2 or (len(sizes) < 4 and not has_not_grown(*sizes[-2:])):
-        for _ in range(50):
-            state, _ = step(state, batch)
+        state = taken(step, state, batch, 50)
         sizes.append(live()[0])
     assert has_not_grown(*sizes[-2:]), sizes
     assert live()[1] <= num_threads  # threads of other tests may end meanwhile
@@ -234,8 +232,7 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, option
         try:
             timer = threading.Timer(draw.random() * 0.06, signal.raise_signal, [signal.SIGINT])
             timer.start()
-            for _ in range(3):
-                state, _ = step(state, batch)
+            state = taken(step, state, batch, 3)
             timer.join()
         except KeyboardInterrupt:
             num_interrupts += 1
@@ -243,12 +240,11 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, option
     assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
     timer.join()
     patch.undo()
-    for _ in range(state.step):
-        expected, _ = other(expected, batch)
+    expected = taken(other, expected, batch, state.step)
     assert_same_bits(state.params, expected.params)
     step.prepare(batch).runner.runnable.resources.prefetch.take(None)
     resident, transport = state.resident.values(), transport_of(step, batch)
-    assert transport.held.now == sum(held.num_bytes for held in resident)
+    assert transport.loaded_bytes.now == sum(held.num_bytes for held in resident)
     assert transport.in_flight.keys() <= set(map(id, resident))  # the next step reads these first
 
 

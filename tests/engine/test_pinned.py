@@ -14,7 +14,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import make_placement, pinned
-from planned import assert_same_bits
+from planned import assert_same_bits, taken
 from slowly import slow
 
 NUM_STEPS = 6
@@ -213,7 +213,6 @@ def test_copies_between_the_clients_are_counted(accelerator, unreachable, crossi
 def test_the_compute_copy_stays_where_it_is(accelerator, transport, optimizer, plan):
     step, state, _ = train(transport, optimizer, plan, num_steps=2)
     before = [[v.unsafe_buffer_pointer() for v in of_group] for of_group in state.host.vectors]
-    for _ in range(3):
-        state, _ = step(state, TOKENS)
+    state = taken(step, state, TOKENS, 3)
     state.block_until_ready()
     assert [[v.unsafe_buffer_pointer() for v in of_group] for of_group in state.host.vectors] == before

@@ -18,6 +18,7 @@ from jaxferry.step import Kind, Lane, Operation, machine, repeat, schedule_step
 from jaxferry.transport import Marks, make_placement
 from models import chain
 from native_calls import load, wait
+from planned import taken
 from profiles import deterministic, lowered, planned
 from python_runs import run_python
 from recorded import check_times
@@ -132,8 +133,7 @@ def test_copies_are_recorded_as_long_as_the_link_takes():
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1), transport="ferry", compute_dtype=jnp.float32, record_steps=2)
     state, seconds = step.init(params), {Kind.LOAD: 0.01, Kind.OFFLOAD: 0.02}
     with link(*(4 * WIDTH**2 / each_s for each_s in seconds.values())):
-        for _ in range(3):
-            state, _ = step(state, batch)
+        state = taken(step, state, batch, 3)
         state.block_until_ready()
     run = step.recorded()
     check_times(run)
@@ -153,8 +153,7 @@ def test_marks_start_anew_after_a_failure(monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(jaxferry.TaskError, match="no space"):
         fail(patch, [Operation.LOAD, Operation.FORWARD], after=3, message="no space")
         step(state, batch)
-    for _ in range(4):
-        state, _ = step(state, batch)
+    state = taken(step, state, batch, 4)
     state.block_until_ready()
     run = step.recorded()
     check_times(run)

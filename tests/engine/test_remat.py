@@ -14,7 +14,7 @@ from jaxferry.costs import Profile
 from jaxferry.engine import derivatives_of
 from jaxferry.modes import Mode, Remat
 from jaxferry.step import LayerPlan, Plan
-from planned import assert_same_bits, plan_of, train
+from planned import assert_same_bits, plan_of, prepared, train
 from watched import watched_steps
 
 POLICY = jax.checkpoint_policies.dots_saveable
@@ -31,15 +31,9 @@ def with_large_batch(task):
     return dataclasses.replace(task, batch=jax.random.randint(jax.random.key(1), (8, 33), 0, 128))
 
 
-def prepared(task, **options):
-    step = jaxferry.train_step(task.loss_fn, ADAMW, **options)
-    step.init(task.params)
-    return step.prepare(task.batch)
-
-
 def smallest_of(task, **options):
     with pytest.raises(jaxferry.BudgetError) as caught:
-        prepared(task, memory_budget=1, **options)
+        prepared(task, ADAMW, memory_budget=1, **options)
     return caught.value.smallest_bytes
 
 
@@ -60,7 +54,7 @@ def test_a_plan_that_recomputes_has_the_bits_of_the_same_remat(gpt):
 
 
 def test_full_recomputation_keeps_what_crosses_segments_alone(gpt):
-    made = prepared(gpt, remat="full")
+    made = prepared(gpt, ADAMW, remat="full")
     derivatives = made.program.derivatives
     assert all(derivatives[segment.program].saved == () for segment in made.partition.segments)
 
@@ -70,11 +64,11 @@ def test_auto_recomputes_only_what_a_budget_asks_for_and_none_stays_none(gpt, mo
     without, with_it = smallest_of(gpt), smallest_of(gpt, remat="auto")
     assert with_it < 0.8 * without
     with pytest.raises(jaxferry.BudgetError, match="remat='auto' needs less"):
-        prepared(gpt, memory_budget=without - 1)
+        prepared(gpt, ADAMW, memory_budget=without - 1)
     with pytest.raises(jaxferry.BudgetError, match=r"with \d segments that recompute") as caught:
-        prepared(gpt, memory_budget=with_it - 1, remat="auto")
+        prepared(gpt, ADAMW, memory_budget=with_it - 1, remat="auto")
     assert caught.value.smallest_bytes == with_it
-    assert set(prepared(gpt, memory_budget=without, remat="auto").remat) == {"none"}
+    assert set(prepared(gpt, ADAMW, memory_budget=without, remat="auto").remat) == {"none"}
     counts = []
     for budget in np.linspace(with_it, without - 1, 2).astype(int).tolist():
         watch, _, made, _ = watched_steps(gpt, monkeypatch, memory_budget=budget, remat="auto")
@@ -86,7 +80,7 @@ def test_auto_recomputes_only_what_a_budget_asks_for_and_none_stays_none(gpt, mo
 
 def test_segments_that_are_not_left_to_the_plan_stay_as_they_are(gpt):
     choices = {"h_0": "auto", "h_1": "auto", "h_2": POLICY}
-    made = prepared(gpt, memory_budget=smallest_of(gpt, remat=choices), remat=choices)
+    made = prepared(gpt, ADAMW, memory_budget=smallest_of(gpt, remat=choices), remat=choices)
     chosen = {segment.name: kept for segment, kept in zip(made.partition.segments, made.remat, strict=True)}
     assert (chosen["h_0"], chosen["h_1"], chosen["h_2"], chosen["h_3"]) == ("full", "full", POLICY, "none")
 
@@ -97,11 +91,11 @@ def test_policy_auto_chooses_recomputation_by_the_profile_and_the_same_plan_is_r
     """By the planner's count of bytes, which has no temporaries; so with a smaller budget than the engine's."""
     options = {"policy": "auto", "profile": profile}
     budget = smallest_of(gpt, remat="auto", **options)
-    made = prepared(gpt, memory_budget=int(1.02 * budget), remat="auto", **options)
+    made = prepared(gpt, ADAMW, memory_budget=int(1.02 * budget), remat="auto", **options)
     assert any(made.plan.recomputes) and made.remat.count("full") >= sum(made.plan.recomputes)
-    assert not any(prepared(gpt, memory_budget=2**30, remat="none", **options).plan.recomputes)
+    assert not any(prepared(gpt, ADAMW, memory_budget=2**30, remat="none", **options).plan.recomputes)
     made.plan.save(tmp_path / "plan.json")
-    again = prepared(gpt, plan=Plan.load(tmp_path / "plan.json"))
+    again = prepared(gpt, ADAMW, plan=Plan.load(tmp_path / "plan.json"))
     assert again.plan == made.plan and again.remat.count("full") == sum(made.plan.recomputes)
 
 

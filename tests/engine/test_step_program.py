@@ -141,9 +141,9 @@ def test_temporaries_count_where_their_program_runs(parts, derivatives):
     without = peak_bytes(program, {})
     for instruction in program.programs:
         more = peak_bytes(program, {instruction.key: 10**9})
-        assert (more.parameters, more.held) == (without.parameters, without.held)
-        assert 10**9 < more.total <= 10**9 + without.held
-    assert peak_bytes(program, {}, other_bytes=77).held == without.held + 77
+        assert (more.parameters, more.array_bytes) == (without.parameters, without.array_bytes)
+        assert 10**9 < more.total <= 10**9 + without.array_bytes
+    assert peak_bytes(program, {}, other_bytes=77).array_bytes == without.array_bytes + 77
 
 
 def starts_of_loads(program):
@@ -231,7 +231,7 @@ def test_memory_is_a_fold_that_an_independent_walk_over_values_confirms(parts, d
             del residuals[instruction.segment]
             cotangents = {v: n for v, n in cotangents.items() if v not in segment.outputs}
     assert num_reused == last
-    assert peak_bytes(program, {}).held == max(footprint.held for footprint in found)
+    assert peak_bytes(program, {}).array_bytes == max(footprint.array_bytes for footprint in found)
 
 
 def test_loads_ahead_never_raise_the_peak_and_grow_with_the_budget(parts, derivatives):
@@ -305,4 +305,4 @@ def test_gradients_fill_only_room_that_the_step_has_anyway_or_is_given(parts, de
         two_slots = dataclasses.replace(
             program, schedule=dataclasses.replace(program.schedule, tasks=tuple(tasks)), instructions=instructions
         )
-        assert peak_bytes(program, {}).held <= peak_bytes(two_slots, {}).held, mode
+        assert peak_bytes(program, {}).array_bytes <= peak_bytes(two_slots, {}).array_bytes, mode

@@ -17,7 +17,7 @@ from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
 from jaxferry.optimizer import pinned_bytes
 from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Plan
-from planned import assert_same_bits, segment_names, take_steps
+from planned import assert_same_bits, segment_names, take_steps, taken
 from slowly import slow
 from steps import with_sums_in_host_memory
 from watched import becomes, live_arrays, settled
@@ -158,8 +158,7 @@ def test_what_is_pinned_for_the_uses_of_a_layer_is_counted(monkeypatch, transpor
     step = jaxferry.train_step(used_often, jaxferry.sgd(1.0), compute_dtype=jnp.bfloat16, transport=transport)
     state = step.init(UNUSED)
     before = settled(pinned)
-    for _ in range(3):
-        state, _ = step(state, BATCHES[0])
+    state = taken(step, state, BATCHES[0], 3)
     made = step.prepare(BATCHES[0])
     counted = step.compiler.model.host_bytes(made.partition.layers, widened=made.program.widened)
     assert counted["sums of gradients"] == 2 * 4 * 128

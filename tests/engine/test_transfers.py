@@ -12,7 +12,7 @@ from jax._src.array import ArrayImpl
 import jaxferry
 import models
 from accelerator import emulate
-from jaxferry.engine import norms
+from jaxferry.engine import gradients as engine_gradients
 from jaxferry.errors import NativeError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
@@ -46,9 +46,9 @@ def test_what_is_loaded_is_what_was_packed_and_is_counted_while_held(placement):
     held = transfers.load(0, vectors)
     assert_same_bits(held.parameters(), leaves)
     assert {p.sharding.memory_kind for p in held.parameters()} == {"device"}
-    assert transfers.held.now == transfers.held.peak == layer.num_bytes == 36
+    assert transfers.loaded_bytes.now == transfers.loaded_bytes.peak == layer.num_bytes == 36
     transfers.drop(held)
-    assert transfers.held.now == 0
+    assert transfers.loaded_bytes.now == 0
     assert all(p.is_deleted() for p in held.parameters())
 
 
@@ -320,13 +320,13 @@ def test_a_small_gradient_beside_an_empty_one_leaves_whole():
 
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
 def test_a_gradient_stays_until_its_norm_is_known_though_its_update_has_ended(transport, monkeypatch):
-    computed = norms._norm_of_vectors
+    computed = engine_gradients._norm_of_vectors
 
     def late(vectors):
         time.sleep(0.05)
         return computed(vectors)
 
-    monkeypatch.setattr(norms, "_norm_of_vectors", late)
+    monkeypatch.setattr(engine_gradients, "_norm_of_vectors", late)
 
     # No program knows the norm of a gradient to which two add.
     loss_fn = chain(("l0", "l1", "l0"))

@@ -21,7 +21,7 @@ from models import chain
 from native import emulated_cuda
 from native.native_operations import check_product, numbers
 from native.operations_suite import CopySuite, FerrySuite, MarkSuite, PanelSuite
-from planned import assert_same_bits
+from planned import assert_same_bits, taken
 from recorded import check_times
 
 
@@ -319,8 +319,7 @@ class TestMarks(MarkSuite):
             assert start < end or task.name == "backward c", task
         counts = []
         for _ in range(3):
-            for _ in range(5):
-                state, _ = step(state, batch)
+            state = taken(step, state, batch, 5)
             state.block_until_ready()
             counts.append(library.emulation_num_events())
         assert counts[0] == counts[-1]

@@ -32,8 +32,7 @@ from watched import SCALARS_BYTES, most_on_one_device
 pytestmark = pytest.mark.cpu_device  # one accelerator is no mesh
 
 NUM_STEPS, BATCH, WIDTH, WORDS = 5, 4, 6, 7
-NAMES = ("table", "first", "second", "head")
-"""Sizes that two devices do not divide, in a vector of several parameters."""
+NAMES = ("table", "first", "second", "head")  # of sizes that two devices do not divide
 
 
 def params():
@@ -64,13 +63,17 @@ def batches(num=NUM_STEPS, size=BATCH):
     ]
 
 
+def loss_alone(params, batch, key):
+    return loss_fn(params, batch, key)[0]
+
+
 def mesh(axis_type=AxisType.Auto, num=2):
     return jax.make_mesh((num,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:num])
 
 
-def train(step, state, given):
+def train(step, state, batches):
     metrics = []
-    for batch in given:
+    for batch in batches:
         state, found = step(state, *batch)
         metrics.append(jax.device_get(found))
     return state, metrics
@@ -211,14 +214,12 @@ def test_a_checkpoint_goes_on_with_another_number_of_devices(tmp_path):
 def test_each_device_holds_no_more_than_predicted_and_less_than_one_alone():
     """The bytes of all arrays on the first device while programs run."""
 
-    all_reload = plan((Mode.RELOAD,) * 4)
-
     def most(**options):
-        step = jaxferry.train_step(lambda *given: loss_fn(*given)[0], optax.sgd(0.1), plan=all_reload, **options)
+        step = jaxferry.train_step(loss_alone, optax.sgd(0.1), plan=plan((Mode.RELOAD,) * 4), **options)
         state, given = step.init(params()), batches(2, 64)
         train(step, state, given)
         held = most_on_one_device(lambda: train(step, state, given))
-        return held, step.prepare(*given[0]).peak.held
+        return held, step.prepare(*given[0]).peak.array_bytes
 
     (alone, predicted_alone), (found, predicted) = most(transport="device_put"), most(mesh=mesh())
     assert 0 < found <= predicted + SCALARS_BYTES
@@ -253,14 +254,10 @@ def test_only_programs_of_the_gpu_lane_exchange_anything():
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own.shares_of(layer))
             for x in jax.eval_shape(layer.join_small, sizes)
         ]
-        assert exchanges(transport.program("pack", number).lower(joined)) == set()
+        assert not collectives(transport.program("pack", number).lower(joined).compile().as_text())
         vectors = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=own.shares_of(layer)) for v in layer.vectors]
-        assert exchanges(transport.program("unpack", number).lower(vectors)) == {"all-gather"}
-
-
-def exchanges(lowered):
-    """The kinds of collectives in a program."""
-    return set(collectives(lowered.compile().as_text()))
+        text = transport.program("unpack", number).lower(vectors).compile().as_text()
+        assert set(collectives(text)) == {"all-gather"}
 
 
 def collectives(text):
@@ -272,7 +269,7 @@ def collectives(text):
 
 def test_gpus_add_up_gradients_where_their_shares_are():
     """As XLA compiles backwards for two H200: each receives its share of the sums."""
-    step = jaxferry.train_step(lambda *given: loss_fn(*given)[0], optax.sgd(0.1), mesh=mesh())
+    step = jaxferry.train_step(loss_alone, optax.sgd(0.1), mesh=mesh())
     step.declare(params())
     program = step.prepare(*batches(1)[0]).program
     programs = Programs(program.partition, program.derivatives, make_placement(mesh=mesh()))
@@ -294,7 +291,7 @@ def test_gpus_update_their_shares_and_gather_the_compute_copy_alone(monkeypatch)
     lowered = device_updates.lower_traced
     monkeypatch.setattr(device_updates, "lower_traced", lambda each: traced.append(each) or lowered(each))
     options = {"plan": ON_DEVICES, "compute_dtype": jnp.bfloat16}
-    step = jaxferry.train_step(lambda *given: loss_fn(*given)[0], optax.adamw(1e-2), mesh=mesh(), **options)
+    step = jaxferry.train_step(loss_alone, optax.adamw(1e-2), mesh=mesh(), **options)
     step.declare(params())
     step.prepare(*batches(1)[0])
     updates = [each for each in traced if each.fun_name == "update"]
@@ -315,12 +312,12 @@ def test_updates_on_devices_hold_a_share_of_the_state_on_each():
     filled_up = 4 * 3 * len(jax.tree.leaves(state.params))
     assert whole / 2 <= state.host.device_bytes <= whole / 2 + filled_up + 4 * len(NAMES)
     held = most_on_one_device(lambda: train(step, state, batches(2)))
-    assert held <= step.prepare(*batches(1)[0]).peak.held + SCALARS_BYTES
+    assert held <= step.prepare(*batches(1)[0]).peak.array_bytes + SCALARS_BYTES
 
 
 def test_auto_updates_on_several_devices_as_far_as_the_memory_goes():
     given = batches(3)
-    parts = partition(lambda *given: loss_fn(*given)[0], params(), given[0], num_devices=2)
+    parts = partition(loss_alone, params(), given[0], num_devices=2)
     slow_host = dataclasses.replace(MACHINES["h100-pcie5"], host_bytes_per_s=1e6)
     profile = estimate_profile(partition_costs(parts), slow_host, num_devices=2)
     assert all(layer.update_gpu_s and layer.state_up_s is None for layer in profile.layers)
@@ -383,27 +380,18 @@ def test_a_share_of_a_layer_holds_its_part_of_each_parameter(num, dtype):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mesh": "all"}, "mesh must be a jax.sharding.Mesh"),
-        ({"mesh": "two axes"}, "mesh must have one axis, 'data', got 'data', 'model'"),
-        ({"mesh": "no devices"}, "mesh must have devices, each once, got none"),
-        ({"mesh": "twice"}, "mesh must have devices, each once, got"),
-        ({"mesh": "manual"}, "must be automatic or explicit"),
-        ({"mesh": "mesh", "device": "first"}, "device and mesh are given both"),
-        ({"mesh": "mesh", "transport": "ferry"}, "moves the layers of one device"),
+        (lambda: {"mesh": "all"}, "mesh must be a jax.sharding.Mesh"),
+        (lambda: {"mesh": jax.make_mesh((2, 1), ("data", "model"))}, "have one axis, 'data', got 'data', 'model'"),
+        (lambda: {"mesh": Mesh(np.array([]), ("data",))}, "mesh must have devices, each once, got none"),
+        (lambda: {"mesh": Mesh(np.array(jax.devices()[:1] * 2), ("data",))}, "mesh must have devices, each once, got"),
+        (lambda: {"mesh": mesh(AxisType.Manual)}, "must be automatic or explicit"),
+        (lambda: {"mesh": mesh(), "device": jax.devices()[0]}, "device and mesh are given both"),
+        (lambda: {"mesh": mesh(), "transport": "ferry"}, "moves the layers of one device"),
     ],
 )
 def test_other_meshes_are_errors(options, message):
-    known = {
-        "mesh": mesh(),
-        "two axes": jax.make_mesh((2, 1), ("data", "model")),
-        "no devices": Mesh(np.array([]), ("data",)),
-        "twice": Mesh(np.array(jax.devices()[:1] * 2), ("data",)),
-        "manual": mesh(AxisType.Manual),
-        "first": jax.devices()[0],
-    }
-    options = {name: known.get(value, value) for name, value in options.items()}
     with pytest.raises(InputError, match=message):
-        jaxferry.train_step(loss_fn, optax.sgd(0.1), **options)
+        jaxferry.train_step(loss_fn, optax.sgd(0.1), **options())
 
 
 def test_batches_that_the_devices_cannot_share_and_plans_that_stream_updates_are_errors():
@@ -420,32 +408,21 @@ def test_a_mesh_of_one_device_is_that_device(alone):
     assert [m["loss"] for m in metrics] == [m["loss"] for m in alone[2]]
 
 
-WITH_DEVICES = Path(__file__).parents[1] / "support" / "mesh_losses.py"
-
-
-def losses_of_models(num_devices, place, *names):
-    """The losses of models on meshes of up to this many devices, by name and number, beside those of plain Optax."""
-    flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
-    given = (WITH_DEVICES, num_devices, place.value, *names)
-    return json.loads(run_python(*given, timeout_s=3600, XLA_FLAGS=flags, JAX_PLATFORMS="cpu").splitlines()[-1])
-
-
-def check_losses(found):
-    for name, by_number in found.items():
-        plain = by_number.pop("plain")
-        assert by_number
-        for number, losses in by_number.items():
-            np.testing.assert_allclose(losses, plain, rtol=1e-5, err_msg=f"{name} on {number} devices")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("place", [UpdatePlace.HOST, UpdatePlace.RESIDENT])
 @pytest.mark.parametrize("num_devices", [2, 8])
 def test_any_model_trains_on_several_devices_as_plain_optax_does(num_devices, place):
-    found = losses_of_models(num_devices, place)
+    flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
+    script = Path(__file__).parents[1] / "support" / "mesh_losses.py"
+    options = {"timeout_s": 3600, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    found = json.loads(run_python(script, num_devices, place.value, **options).splitlines()[-1])
     assert len(found) > 25
-    check_losses(found)
+    for name, by_number in found.items():
+        plain = by_number.pop("plain")
+        assert by_number
+        for number, losses in by_number.items():
+            np.testing.assert_allclose(losses, plain, rtol=1e-5, err_msg=f"{name} on {number} devices")
 
 
 @pytest.mark.parametrize(
@@ -465,9 +442,9 @@ def test_the_axis_that_is_split_is_that_of_most_arguments_that_are_not_state(arg
     def struct(shape):
         return jax.ShapeDtypeStruct(shape, np.uint32 if shape == (2,) else np.float32)
 
-    given = jax.tree.map(struct, arguments, is_leaf=lambda x: isinstance(x, tuple))
+    def loss(params, batch):
+        return params["scale"].sum() + sum(x.sum() for x in jax.tree.leaves(batch))
+
+    batch = jax.tree.map(struct, arguments, is_leaf=lambda x: isinstance(x, tuple))
     params = {"scale": struct((8,)), "kernel": struct((3, 3, 8, 8))}
-    graph = trace(
-        lambda p, batch: p["scale"].sum() + sum(x.sum() for x in jax.tree.leaves(batch)), params, (given,), {}
-    )
-    assert graph.num_rows == rows
+    assert trace(loss, params, (batch,), {}).num_rows == rows

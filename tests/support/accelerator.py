@@ -36,7 +36,7 @@ CLIENT_BYTES_PER_S = 2.5e9
 
 _WIDTH, _PRODUCTS = 128, 16
 _ISSUING = "jaxferry H2D+"
-_FOR_COPIES_OF_THE_RUNTIME = {("held.py", "wait"), ("device_put.py", "arrive")}
+_FOR_COPIES_OF_THE_RUNTIME = {("copies.py", "wait"), ("device_put.py", "arrive")}
 """Where `device_put` waits until copies of the runtime have ended, so that memory which they read is free at once."""
 _PUT, _JIT, _BLOCK = jax.device_put, jax.jit, jax.block_until_ready
 _DELETE, _BLOCK_ONE, _CALL = ArrayImpl.delete, ArrayImpl.block_until_ready, jax.stages.Compiled.__call__

@@ -75,10 +75,22 @@ def assert_same_bits(tree: Any, other: Any) -> None:
         assert np.asarray(leaf).tobytes() == np.asarray(same).tobytes(), jax.tree_util.keystr(path)
 
 
-def state_after(step, params, batch, num_steps):
-    """The state after steps on one batch, once its updates have ended."""
-    state = step.init(params)
+def taken(step, state, batch, num_steps):
+    """The state after further steps on one batch."""
     for _ in range(num_steps):
         state, _ = step(state, batch)
+    return state
+
+
+def state_after(step, params, batch, num_steps):
+    """The state after steps on one batch, once its updates have ended."""
+    state = taken(step, step.init(params), batch, num_steps)
     state.block_until_ready()
     return state
+
+
+def prepared(task, optimizer, **options):
+    """A step of a task as it is prepared, without a state."""
+    step = jaxferry.train_step(task.loss_fn, optimizer, **options)
+    step.declare(task.params)
+    return step.prepare(task.batch)

@@ -347,7 +347,7 @@ def host_bytes(step, state):
     vectors = [shard.data for own in state.host.vectors for vector in own for shard in vector.addressable_shards]
     found = [sum(array.nbytes for array in arrays) for arrays in (units, vectors)]
     predicted = step.compiler.model.host_bytes(state.host.layers)
-    shapes = step.compiler.model.optimizer.state_shapes().values()
+    shapes = step.compiler.model.optimizer.state_shapes.values()
     whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*jax.tree.leaves(step.compiler.model.params), *shapes))
     return {
         "held": found[0],

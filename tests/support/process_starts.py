@@ -192,7 +192,7 @@ class Starts:
         held = most_on_one_device(lambda: self.train(step, state))
         state.block_until_ready()
         batch, key = self.model.batches(1, 8)[0]
-        return held, step.prepare(self.own(batch), key).peak.held
+        return held, step.prepare(self.own(batch), key).peak.array_bytes
 
     def measures(self):
         """A plan for measured times, of which those of the last process's programs are a second longer."""

@@ -208,7 +208,7 @@ def test_every_budget_that_is_not_refused_holds(transport, monkeypatch):
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
         evaluator = step.compiler.evaluator(narrow, (tokens,), {})
         assert evaluator.peak.total <= budget
-        assert evaluator.transport.held.peak <= evaluator.peak.parameters
+        assert evaluator.transport.loaded_bytes.peak <= evaluator.peak.parameters
         reads.update(evaluator.stream.reads)
         waits.update(evaluator.stream.ahead)
     assert reads == {Source.DEVICE, Source.HOST}
@@ -271,8 +271,8 @@ def test_at_most_two_layers_are_on_the_device(gpt):
     evaluator = step.compiler.evaluator(logits_fn, (gpt.batch,), {})
     sizes = [state.host.layers[segment.group].num_bytes for segment in evaluator.partition.segments]
     most = max(a + b for a, b in itertools.pairwise(sizes))
-    assert evaluator.transport.held.peak == most < sum(layer.num_bytes for layer in state.host.layers)
-    assert evaluator.transport.held.now == 0
+    assert evaluator.transport.loaded_bytes.peak == most < sum(layer.num_bytes for layer in state.host.layers)
+    assert evaluator.transport.loaded_bytes.now == 0
 
 
 @pytest.mark.parametrize("at", [0, 3])
@@ -291,7 +291,7 @@ def test_an_interrupt_leaves_nothing_behind(gpt, at, monkeypatch):
         after_each_program(patch, interrupt)
         with pytest.raises(KeyboardInterrupt):
             step.apply(state, logits_fn, gpt.batch)
-    assert evaluator.transport.held.now == 0
+    assert evaluator.transport.loaded_bytes.now == 0
     evaluator.transport.release()
     assert device_bytes(()) <= held
     assert_same_bits(step.apply(state, logits_fn, gpt.batch), before)

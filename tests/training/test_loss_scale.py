@@ -8,7 +8,7 @@ import pytest
 
 import jaxferry
 from jaxferry.engine import LossScale
-from jaxferry.engine import norms as loss_scale
+from jaxferry.engine import pending as loss_scale
 from planned import assert_same_bits
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)

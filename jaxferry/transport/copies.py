@@ -1,4 +1,4 @@
-"""What transports hand out: device copies of layers, gradients on their way to the host, and a count of held bytes."""
+"""What transports hand out: device copies of layers, gradients on their way to the host, a count of loaded bytes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ class DeviceLayer:
     """The device copy of a layer.
 
     Attributes:
-      layer: the layer's index.
-      num_bytes: its size.
       arrays: the arrays that hold it now.
       arrive: converts `arrays` to the parameters when the first program needs them; None afterwards.
       forget: notes that a program waits for the load in place of `arrive`.
@@ -46,10 +44,7 @@ class DeviceLayer:
         return list(self.arrays)
 
     def arrived_in(self, arrays: Sequence[jax.Array]) -> None:
-        """Notes that a program waits for the load, and has returned these parameters in place of `arrays`.
-
-        Such a program has `ProgramKey.arrives`.
-        """
+        """Notes that a program with `ProgramKey.arrives` waits for the load, and has returned the parameters."""
         self.arrive, self.arrays = None, arrays
         if self.forget is not None:
             self.forget()
@@ -77,8 +72,9 @@ class CopyInFlight(abc.ABC):
 class PutCopy(CopyInFlight):
     """A copy by `jax.device_put`, whose sources stay on the device until it has ended.
 
-    An array that is deleted earlier is freed by a thread of the runtime, at some time after the copy. Programs that are
-    issued meanwhile find its memory in use, and take more. An array that is deleted after the copy is freed at once.
+    An array that is deleted earlier is freed by a thread of the runtime, at some time after the copy. Programs that
+    are issued meanwhile find its memory in use, and take more. An array that is deleted after the copy is freed at
+    once.
     """
 
     def __init__(self, sources: Any, targets: Any) -> None:
@@ -149,7 +145,7 @@ class HostGradient:
         self.latest, self.is_summed_on_host = copy, True
 
 
-class HeldBytes:
+class LoadedBytes:
     """Counts bytes on the device, now and at their peak since `reset_peak`; several threads may add."""
 
     def __init__(self) -> None:
@@ -163,14 +159,13 @@ class HeldBytes:
             if now > self.peak:
                 self.peak = now
 
-    def reset_peak(self, held: Iterable[DeviceLayer] | None = None) -> None:
+    def reset_peak(self, copies: Iterable[DeviceLayer] | None = None) -> None:
         """Starts a new measurement of the peak.
 
-        Args:
-          held: live copies; resets the count. Needed if copies of other states, or of another transport, were counted.
-            None if the count is right.
+        `held` are all live copies, if copies of other states or of another transport were counted; None if the count
+        is right.
         """
         with self._lock:
-            if held is not None:
-                self.now = sum(layer.num_bytes for layer in held)
+            if copies is not None:
+                self.now = sum(layer.num_bytes for layer in copies)
             self.peak = self.now
