@@ -283,14 +283,14 @@ class Ranking:
         every = np.concatenate([[single, np.full_like(single, -1)], pairs[:, fits]], axis=1)
         every_bytes = np.concatenate([num_bytes[single], both_bytes[fits]])
         order = np.lexsort((every_bytes, np.concatenate([ranks, both_s[fits]])))
-        for one, other in every[:, order].T.tolist():
-            if other < 0:
-                made, chosen = moves.taken(self._columns, codes, one), (one,)
-            elif set(moves.layers(one)).isdisjoint(moves.layers(other)):
-                made, chosen = moves.taken(self._columns, codes, one), (one, other)
-                made = None if made is None else moves.taken(self._columns, made, other)
-            else:
+        for chosen in every[:, order].T.tolist():
+            if chosen[1] < 0:
+                chosen = chosen[:1]
+            elif not set(moves.layers(chosen[0])).isdisjoint(moves.layers(chosen[1])):
                 continue
+            made: np.ndarray | None = codes
+            for move in chosen:
+                made = None if made is None else moves.taken(self._columns, made, move)
             if made is not None:
                 yield tuple(moves.kind(self._columns, move) for move in chosen), made
 
