@@ -11,7 +11,6 @@ plan, and does not count for moves from it.
 
 from __future__ import annotations
 
-import collections
 import copy
 import dataclasses
 import itertools
@@ -273,9 +272,7 @@ class Ranking:
         single = np.flatnonzero((seconds < below_s * _SINGLE) & (num_bytes <= most_bytes))
         ranks = np.where(seconds < below_s, seconds, _LATER + held_s)[single]
         faster, others = self._to_pair(seconds * scale_s - now_s.max(), num_bytes - now_bytes.max(), now_bytes.max())
-        pairs = np.concatenate(
-            [[np.repeat(faster, len(others)), np.tile(others, len(faster))], self._swaps(moves, codes)], axis=1
-        )
+        pairs = np.stack([np.repeat(faster, len(others)), np.tile(others, len(faster))])
         both_s = _smooth(now_s[:, None] + more_s[:, pairs[0]] + more_s[:, pairs[1]], scale_s)
         pairs, both_s = pairs[:, both_s < below_s], both_s[both_s < below_s]
         both_bytes = (now_bytes[:, None] + moves.num_bytes[:, pairs[0]] + moves.num_bytes[:, pairs[1]]).max(axis=0)
@@ -305,22 +302,6 @@ class Ranking:
         cheapest = saves[np.argsort(-more_s[saves] / more_bytes[saves], kind="stable")]
         at_all = saves[np.argsort(more_s[saves], kind="stable")]
         return faster, np.unique([*cheapest[:_PAIRED], *at_all[: _PAIRED // 2], *faster]).astype(int)
-
-    def _swaps(self, moves: Moves, codes: np.ndarray) -> np.ndarray:
-        """Pairs of moves by which layers of a class exchange their columns with as many others of it, (2, pairs)."""
-        class_of = self._columns.class_of
-        firsts = [
-            (class_of[part[0]], len(part), int(codes[part[0]])) if (codes[part] == codes[part[0]]).all() else None
-            for part in moves.parts
-        ]
-        found = collections.defaultdict[tuple[int, ...], list[int]](list)
-        for move, (part, after) in enumerate(zip(moves.part.tolist(), moves.column.tolist(), strict=True)):
-            key = firsts[part]
-            if key is not None:
-                found[*key, after].append(move)
-        both = ((there, found.get((*key[:2], key[3], key[2]), ())) for key, there in found.items() if key[2] < key[3])
-        pairs = [pair for there, back in both for pair in itertools.product(there, back)]
-        return np.array(pairs, dtype=int).reshape(-1, 2).T
 
     def _add_slots(self, moves: Moves, codes: np.ndarray) -> None:
         """Adds the memory of slots that layers share: of updates that stream, and two for the copies of RELOAD."""
