@@ -37,8 +37,11 @@ from jaxferry.planner.preference import longest_equal_s, preferred
 from jaxferry.planner.starts import of_two_columns, rounded
 from jaxferry.step import Plan, UpdateOrder, slots_bytes
 
-MOST_EFFORT = 90_000
-"""The tasks of the plans that a search for one budget lowers or simulates; half of it again where that is few plans."""
+MOST_EFFORT = 130_000
+"""The tasks of the plans that a search for one budget lowers or simulates."""
+
+_EFFORT_A_LAYER = 350
+"""What every search begins with costs about as much, for each layer of the model; at most half of the effort."""
 
 UNLIMITED_BYTES = 2**53
 """What plans may need without a budget."""
@@ -47,7 +50,7 @@ MOST_ENUMERATED = 729
 """The most plans that are all simulated."""
 
 _LEAST_PLANS = 24
-_PLANS_A_LAYER = 12
+_PLANS_A_LAYER = 18
 _PROVEN = 1 + 1e-4
 _GAIN = 1e-6
 
@@ -194,7 +197,8 @@ class _BudgetSearch:
         self._random = np.random.default_rng(0)
         self._first_effort, self._num_plans = self.judge.effort, 0
         self._most_plans = 24 + _PLANS_A_LAYER * len(search.profile.layers)
-        self._most_effort, self._least_plans = int(share * MOST_EFFORT), int(share * _LEAST_PLANS)
+        effort = max(MOST_EFFORT - _EFFORT_A_LAYER * len(search.profile.layers), MOST_EFFORT // 2)
+        self._most_effort, self._least_plans = int(share * effort), int(share * _LEAST_PLANS)
         groups = streamable_groups(search.profile)
         is_much = slots_bytes(search.profile, groups) > _MUCH * self.limit
         self._subgroups = Subgroups.SMALL if is_much else Subgroups.LARGE
