@@ -20,6 +20,7 @@ from jaxferry.partition import (
     Partition,
     RowGradient,
     Segment,
+    forward_of,
     host_stores,
     read_in_place,
     store_in_place,
@@ -103,7 +104,7 @@ class ProgramTracer:
         uses = (key.kind, key.reads, key.writes, joins, self._native, self._is_scaled, place, fused_bytes)
         layers, rows = self._layers(segment), self._partition.graph.batch_size
         layouts = tuple((layer.is_whole, layer.layout, layer.trained.layout) for layer in layers)
-        return (segment.content, segment.remat, layouts, uses, memories, rows)
+        return (segment.content, segment.remat, segment.tiling, layouts, uses, memories, rows)
 
     def exchanged_bytes(self, key: ProgramKey) -> int:
         """Device memory of the exchange that may run before a program; see `Placement.exchanges`."""
@@ -130,7 +131,8 @@ class ProgramTracer:
     def _trace(self, key: ProgramKey) -> Any:
         segment = self._segment(key)
         if key.kind is ProgramKind.EVALUATION:
-            function, arguments = self._sourced(key, segment, segment.forward, self._arguments(segment))
+            forward = forward_of(self._partition.graph, segment)
+            function, arguments = self._sourced(key, segment, forward, self._arguments(segment))
             return self._traced(function, *arguments)
         derivative = self._derivatives[key.program]
         if key.kind is ProgramKind.FORWARD:
@@ -357,18 +359,13 @@ class ProgramTracer:
         assert isinstance(self._partition, Partition)
         place = self._partition.segments[-1].outputs.index(self._partition.loss)
 
-        def loss(weights: Any, inputs: Any, nondiff_inputs: Any, *scale: jax.Array) -> Any:
-            outputs, nondiff_outputs, saved = derivative.forward(weights, inputs, nondiff_inputs)
-            seeds = [jnp.zeros_like(output) for output in outputs]
-            seeds[place] = as_stored(scale[0].astype(seeds[place].dtype)) if scale else jnp.ones_like(seeds[place])
-            gradients, cotangents = derivative.backward(
-                weights,
-                [inputs[i] for i in derivative.inputs_read],
-                [nondiff_inputs[i] for i in derivative.nondiff_inputs_read],
-                [outputs[i] for i in derivative.outputs_read],
-                saved,
-                seeds,
-            )
+        def seeds(outputs: Any, *scale: jax.Array) -> Any:
+            made = [jnp.zeros_like(output) for output in outputs]
+            made[place] = as_stored(scale[0].astype(made[place].dtype)) if scale else jnp.ones_like(made[place])
+            return made
+
+        def loss(*given: Any) -> Any:
+            gradients, (outputs, nondiff_outputs, cotangents) = derivative.both(seeds, *given)
             return gradients, (outputs, nondiff_outputs, is_finite(outputs), cotangents)
 
         return loss

@@ -41,6 +41,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "weight": ("alike", "weighed"),
     "clip": ("whole", "clipped"),
     "remat": ("none", "full", "dots"),
+    "tiles": ("untiled", "tiled"),
     "offload": ("stays", "offloaded"),
     "frozen": ("all", "frozen"),
     "optimizer": ("optax", "fused", "of the loss"),
@@ -111,7 +112,7 @@ OF_THE_LOSS = optax.GradientTransformationExtraArgs(lambda params: optax.EmptySt
 OPTIMIZERS = {"optax": optax.adamw(1e-2, eps=1e-3), "fused": jaxferry.adamw(1e-2, eps=1e-3)}
 OPTIMIZERS["of the loss"] = optax.chain(OPTIMIZERS["optax"], OF_THE_LOSS)
 REMAT = {"dots": lambda name: jax.checkpoint_policies.dots_saveable}
-CLIP_NORM, NUM_BATCHES = 0.05, 4
+CLIP_NORM, NUM_BATCHES, NUM_TILES = 0.05, 4, 3
 
 
 @functools.cache
@@ -234,6 +235,7 @@ def options_of(case: dict[str, str]) -> dict[str, Any]:
         "weight": "tokens" if case["weight"] == "weighed" else None,
         "clip_norm": CLIP_NORM if case["clip"] == "clipped" else None,
         "remat": REMAT.get(case["remat"], case["remat"]),
+        "tiles": NUM_TILES if case["tiles"] == "tiled" else "off",
         "trainable": is_trained(case["model"]) if case["frozen"] == "frozen" else None,
         "granularity": case["granularity"],
     }
@@ -283,7 +285,7 @@ def asked(step: jaxferry.TrainStep, state: Any, batch: Any, is_half: bool) -> An
 
 
 PLAIN = ("model", "dtype", "accumulate", "clip", "frozen", "weight", "optimizer")
-COMPUTES = (*PLAIN, "remat", "granularity")
+COMPUTES = (*PLAIN, "remat", "tiles", "granularity")
 
 
 @functools.cache
