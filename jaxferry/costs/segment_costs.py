@@ -115,7 +115,7 @@ class _Memory:
         known: dict[Any, _Operand] = dict(zip(jaxpr.invars, arguments, strict=True))
         known |= dict.fromkeys(jaxpr.constvars, _ARGUMENT)
         results = set(filter(_is_variable, jaxpr.outvars)) if is_whole else set()
-        widened = _widened_bytes(jaxpr)
+        widened = _products_bytes(jaxpr)
         for eqn in jaxpr.eqns:
             operands = [known[atom] if _is_variable(atom) else _ARGUMENT for atom in eqn.invars]
             inner = inner_jaxprs(eqn)
@@ -185,8 +185,8 @@ def _is_variable(atom: Any) -> bool:
     return not isinstance(atom, core.Literal)
 
 
-def _widened_bytes(jaxpr: core.Jaxpr) -> dict[Any, int]:
-    """The bytes of products whose one reader converts them to a wider dtype."""
+def _products_bytes(jaxpr: core.Jaxpr) -> dict[Any, int]:
+    """The bytes of products that one reader converts to a wider dtype, or adds to what a loop carries (none)."""
     readers: dict[Any, list[core.JaxprEqn]] = {}
     for eqn in jaxpr.eqns:
         for atom in filter(_is_variable, eqn.invars):
@@ -200,6 +200,10 @@ def _widened_bytes(jaxpr: core.Jaxpr) -> dict[Any, int]:
             reader = view.outvars[[atom is reader for atom in view.invars].index(True)]
         if made is not None and len(readers.get(reader, ())) == 1 and readers[reader][0].primitive.name == _CONVERT:
             found[made] = max(atom_bytes(made), atom_bytes(readers[reader][0].outvars[0]))
+        adds = [each for each in readers.get(made, ()) if each.primitive.name == "add"]
+        is_sum = len(adds) == len(readers.get(made, ())) == 1 and adds[0].outvars[0] in jaxpr.outvars
+        if made is not None and is_sum and any(atom in jaxpr.invars for atom in filter(_is_variable, adds[0].invars)):
+            found[made] = 0
     return found
 
 

@@ -40,17 +40,22 @@ class Use:
     is_trained: bool
 
 
+BATCH, TOKENS = "batch", "tokens"
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiling:
     """How a segment's programs run in tiles.
 
     Attributes:
       num_tiles: at most so many, of at least a row.
-      num_rows: the rows of a batch, or of each device's share of it.
+      along: what its rows are: those of the batch, or of the axis behind it (`"tokens"`).
+      num_rows: the number of rows; of a batch, those of each device's share of it.
       inputs, nondiff_inputs: where each of these values has its rows; None for what all tiles see whole.
     """
 
     num_tiles: int
+    along: str
     num_rows: int
     inputs: tuple[Rows | None, ...]
     nondiff_inputs: tuple[Rows | None, ...]
@@ -364,7 +369,7 @@ def _tiles_text(segment: Segment) -> str:
     """The number of tiles, or why there is one."""
     if segment.tiling is None:
         return rich.markup.escape(f"1: {segment.not_tiled}") if segment.not_tiled else "1"
-    return str(segment.tiling.actual_tiles)
+    return f"{segment.tiling.actual_tiles}{' along the tokens' if segment.tiling.along == TOKENS else ''}"
 
 
 def print_table(partition: Partition, console: rich.console.Console | None = None) -> None:

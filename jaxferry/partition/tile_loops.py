@@ -9,6 +9,7 @@ import jax
 from jax.extend import core
 
 from jaxferry.partition.graph import Graph, are_zeros, graph_of
+from jaxferry.partition.scans import numbers_of_operands
 from jaxferry.partition.tile_analysis import Analysis
 from jaxferry.partition.tile_body import Body, Part
 from jaxferry.partition.tile_rules import PARTIAL, CannotTile, Result, Rows, Site, Tile, rule
@@ -50,7 +51,8 @@ class _Inner:
 @rule("scan")
 def _scan(site: Site, rows: Sequence[Rows | None]) -> Tile:
     p, graph = site.params, _graph(site.params["jaxpr"])
-    first, end = p["num_consts"], p["num_consts"] + p["num_carry"]
+    first, num_carry = numbers_of_operands(p)
+    end = first + num_carry
     consts, carry, xs = list(rows[:first]), list(rows[first:end]), rows[end:]
     if any(x is not None and x.axis == 0 for x in xs):
         raise CannotTile("it scans along the rows")

@@ -145,7 +145,8 @@ def _sized(site: Site, name: str, at: Rows) -> Callable[[int], Mapping[str, Any]
 
 _MORE_ELEMENTWISE = (
     *("bitcast_convert_type", "clz", "complex", "conj", "digamma", "erf_inv", "igamma", "igammac", "imag", "lgamma"),
-    *("layout_constraint", "name", "optimization_barrier", "population_count", "sharding_constraint"),
+    *("layout_constraint", "log2", "name", "one_minus_square", "optimization_barrier", "population_count"),
+    "sharding_constraint",
 )
 
 
@@ -254,6 +255,14 @@ def _pad(site: Site, rows: Sequence[Rows | None]) -> Tile:
     if tuple(site.params["padding_config"][at.axis]) != (0, 0, 0):
         raise CannotTile("it pads the axis of the rows")
     return Tile([at], [at, None], lambda size: site.params)
+
+
+@rule("tile")
+def _repeated(site: Site, rows: Sequence[Rows | None]) -> Tile:
+    at = same_rows(rows)
+    if site.params["reps"][at.axis] != 1:
+        raise CannotTile("it repeats the axis of the rows")
+    return _alike(site, at)
 
 
 @rule("slice")

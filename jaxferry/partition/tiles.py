@@ -8,8 +8,10 @@ programs do not all tile runs whole. Segments of one program with different tile
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,7 +22,7 @@ from jaxferry.errors import InputError
 from jaxferry.partition import derivatives
 from jaxferry.partition.derivatives import AUTO, REMAT, Derivative, shapes_of
 from jaxferry.partition.graph import Graph, evaluate, trace
-from jaxferry.partition.segments import ForwardPartition, Segment, Tiling
+from jaxferry.partition.segments import BATCH, TOKENS, ForwardPartition, Segment, Tiling
 from jaxferry.partition.tile_analysis import Analysis
 from jaxferry.partition.tile_execution import InTiles
 from jaxferry.partition.tile_rules import CannotTile, Rows
@@ -74,24 +76,40 @@ def with_tiles(partition: Parts, tiles: Any, choices: Sequence[Any] | None = Non
     stops: dict[Any, str] = {}
     segments = []
     for place, (segment, number) in enumerate(zip(partition.segments, numbers, strict=True)):
-        if number == 1:
-            segments.append(segment)
-            continue
-        of_inputs, of_others = (tuple(rows.get(v) for v in own) for own in (segment.inputs, segment.nondiff_inputs))
-        tiling = Tiling(number, num_rows, of_inputs, of_others)
-        program = segment.program + size * kinds.index(number)
-        tiled, remat = dataclasses.replace(segment, tiling=tiling, program=program), choices and choices[place]
-        is_loss = choices is not None and place == len(partition.segments) - 1
-        key = tiling, program, id(remat) if callable(remat) else remat, is_loss
-        if key not in stops:
-            stops[key] = _stop(partition.graph, tiled, remat, is_loss)
-        if not stops[key]:
-            segments.append(tiled)
-        elif isinstance(tiles, Mapping):
-            raise InputError(f"tiles: {segment.name!r} cannot run in tiles: {stops[key]}")
+        remat, is_loss = choices and choices[place], choices is not None and place == len(partition.segments) - 1
+        program, reason = segment.program + size * kinds.index(number), ""
+        for tiling in _tilings(partition.graph, segment, number, rows, num_rows) if number > 1 else ():
+            tiled = dataclasses.replace(segment, tiling=tiling, program=program)
+            key = tiling, program, id(remat) if callable(remat) else remat, is_loss
+            if key not in stops:
+                stops[key] = _stop(partition.graph, tiled, remat, is_loss)
+            reason = reason or stops[key]
+            if not stops[key]:
+                segments.append(tiled)
+                break
         else:
-            segments.append(dataclasses.replace(segment, not_tiled=stops[key]))
+            if reason and isinstance(tiles, Mapping):
+                raise InputError(f"tiles: {segment.name!r} cannot run in tiles: {reason}")
+            segments.append(dataclasses.replace(segment, not_tiled=reason) if reason else segment)
     return dataclasses.replace(partition, segments=tuple(segments))
+
+
+def _tilings(
+    graph: Graph, segment: Segment, number: int, rows: Mapping[int, Rows | None], num_rows: int
+) -> list[Tiling]:
+    """The ways to share a segment out, the best first: along the batch if that has rows enough, else along tokens."""
+    inputs, others = (tuple(rows.get(value) for value in own) for own in (segment.inputs, segment.nondiff_inputs))
+    found = [Tiling(number, BATCH, num_rows, inputs, others)]
+    lengths, tokens = collections.Counter[int](), list[int]()
+    for value, at in zip(segment.inputs, inputs, strict=True):
+        shape = graph.avals[value].shape
+        tokens.append(shape[1] if at is not None and at.axis == 0 and at.minor == 1 and len(shape) > 2 else 0)
+        lengths[tokens[-1]] += math.prod(shape)
+    if any(tokens):
+        length = max((own for own in lengths if own), key=lambda own: lengths[own])
+        along = tuple(Rows(1) if own == length else None for own in tokens)
+        found.append(Tiling(number, TOKENS, length, along, (None,) * len(others)))
+    return found if number <= num_rows else found[::-1]
 
 
 def _numbers(partition: ForwardPartition, tiles: Any, is_strict: bool) -> list[int]:
@@ -111,7 +129,7 @@ def _stop(graph: Graph, segment: Segment, remat: Any, is_loss: bool) -> str:
     """What keeps the programs of a segment from being tiled; empty if nothing does."""
     assert segment.tiling is not None
     if segment.tiling.num_rows < 2:
-        return "the batch has no rows to share out" if not segment.tiling.num_rows else "the batch is one row a device"
+        return f"there is nothing to share out along the {segment.tiling.along}"
     try:
         _Tiled(graph, segment, segment.forward)._forward  # noqa: B018 - made here, or it raises
         for kind in () if remat is None else REMAT if remat == AUTO else (remat,):
@@ -132,8 +150,9 @@ def rows_of_values(partition: ForwardPartition) -> tuple[dict[int, Rows | None],
         is_state = jnp.issubdtype(dtype, jnp.floating) and shape in parameters
         if shape[:1] == (graph.num_rows,) and not is_state and not is_raw_key(shape, dtype):
             rows[value] = Rows(0, devices)
-    if num_rows < 2:
-        return rows, num_rows
+    if num_rows < 2:  # each axis of size 1 might be that of the rows
+        between = (value for segment in partition.segments for value in segment.inputs)
+        return rows | {v: Rows(0) for v in between if graph.avals[v].shape[:1] == (graph.num_rows,)}, num_rows
 
     def prelude(weights: Any, given: Any) -> Any:
         values = {**dict(zip(graph.batch, given, strict=True)), **graph.constants}

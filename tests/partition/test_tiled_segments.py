@@ -156,10 +156,18 @@ def test_unknown_names_and_numbers_below_one_are_refused():
         check_tiles({"h_0": 0})
 
 
-def test_there_are_no_more_tiles_than_rows_and_none_of_one_row():
-    task = models.mlp()
-    rows = jax.tree.leaves(task.batch)[0].shape[0]
+def test_more_tiles_than_rows_are_along_the_tokens_where_no_segment_mixes_these():
+    task = models.gpt()
+    rows, length = task.batch.shape[0], task.batch.shape[1] - 1
     _, tiled = cut(task, 99)
-    assert {segment.tiling.actual_tiles for segment in tiled.segments} == {rows}
-    one = models.Task(task.loss_fn, task.params, jax.tree.map(lambda leaf: leaf[:1], task.batch))
-    assert all(segment.not_tiled == "the batch is one row a device" for segment in cut(one, 2)[1].segments)
+    tilings = {segment.name: (segment.tiling.along, segment.tiling.actual_tiles) for segment in tiled.segments}
+    assert tilings["ln_f"] == tilings["wte#2"] == ("tokens", length)
+    assert tilings["h_0"] == tilings["wte"] == ("batch", rows)
+
+
+def test_a_batch_of_one_row_is_tiled_along_the_tokens_or_not_at_all():
+    task = models.gpt()
+    _, tiled = cut(models.Task(task.loss_fn, task.params, task.batch[:1]), 2)
+    of = {segment.name: segment for segment in tiled.segments}
+    assert of["wte#2"].tiling.along == "tokens"
+    assert of["h_0"].not_tiled.endswith("it multiplies rows with rows")

@@ -88,6 +88,7 @@ CASES = {
     "rows not first": (lambda x: jnp.tanh(x).sum(0), (X.swapaxes(0, 1),), (Rows(1),)),
     "rows within an axis": (lambda x: x.reshape(B, T, D).sum(1), (X.reshape(-1, D),), (Rows(0, 1, T),)),
     "parts": (lambda x: (jnp.pad(x, ((0, 0), (1, 2), (0, 0))), x[:, 1:3], x[:, ::2], x[..., -1]), (X,), (ROWS,)),
+    "repeated": (lambda x: jnp.tile(x, (1, 2, 1)), (X,), (ROWS,)),
     "parts by index": (
         lambda x: lax.dynamic_update_slice(x, lax.dynamic_slice(x, (0, 1, 0), (B, 2, D)), (0, 0, 0)),
         (X,),
@@ -133,8 +134,8 @@ def whole_and_tiled(name, num_tiles):
 def equations_of(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jax.core.jaxprs_in_params(eqn.params):
-            yield from equations_of(inner)
+        for inner in filter(lambda value: hasattr(value, "eqns"), eqn.params.values()):
+            yield from equations_of(getattr(inner, "jaxpr", inner))
 
 
 @pytest.mark.parametrize("num_tiles", [2, 4, 6], ids=["even", "uneven", "a row each"])

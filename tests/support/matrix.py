@@ -112,7 +112,7 @@ OF_THE_LOSS = optax.GradientTransformationExtraArgs(lambda params: optax.EmptySt
 OPTIMIZERS = {"optax": optax.adamw(1e-2, eps=1e-3), "fused": jaxferry.adamw(1e-2, eps=1e-3)}
 OPTIMIZERS["of the loss"] = optax.chain(OPTIMIZERS["optax"], OF_THE_LOSS)
 REMAT = {"dots": lambda name: jax.checkpoint_policies.dots_saveable}
-CLIP_NORM, NUM_BATCHES, NUM_TILES = 0.05, 4, 3
+CLIP_NORM, NUM_BATCHES = 0.05, 4
 
 
 @functools.cache
@@ -235,7 +235,7 @@ def options_of(case: dict[str, str]) -> dict[str, Any]:
         "weight": "tokens" if case["weight"] == "weighed" else None,
         "clip_norm": CLIP_NORM if case["clip"] == "clipped" else None,
         "remat": REMAT.get(case["remat"], case["remat"]),
-        "tiles": NUM_TILES if case["tiles"] == "tiled" else "off",
+        "tiles": (2 if case.get("device") == "mesh" else 3) if case["tiles"] == "tiled" else "off",
         "trainable": is_trained(case["model"]) if case["frozen"] == "frozen" else None,
         "granularity": case["granularity"],
     }
