@@ -147,7 +147,24 @@ class ProgramTracer:
         function, arguments = self._sourced(key, segment, function, arguments)
         if key.kind is ProgramKind.FORWARD:
             return self._arriving(key, segment, function, arguments)
+        if segment.tiling is not None and self._placement.num_devices > 1:
+            function = self._exchanging_once(function)
         return self._targeted(key, segment, function, arguments)
+
+    def _exchanging_once(self, function: Function) -> Function:
+        """Makes a function `-> gradients, rest` exchange its gradients after its loop over tiles, not in each tile."""
+        graph, placement = self._partition.graph, self._placement
+
+        def placed(array: jax.Array, is_row: bool) -> jax.Array:
+            has_own = is_row and array.shape[:1] == (graph.batch_size,)
+            return jax.lax.with_sharding_constraint(array, placement.of(graph, array) if has_own else placement.device)
+
+        def once(*args: Any) -> Any:
+            gradients, rest = function(*args)
+            pairs = [(gradient, isinstance(gradient, RowGradient)) for gradient in gradients]
+            return [jax.tree.map(lambda x, own=own: placed(x, own), gradient) for gradient, own in pairs], rest
+
+        return once
 
     def _sourced(
         self, key: ProgramKey, segment: Segment, function: Function, arguments: list[Any]

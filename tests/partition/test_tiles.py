@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend import core
 
 from jaxferry.partition import CannotTile, InTiles, Rows
 
@@ -85,6 +86,7 @@ CASES = {
     "argsort": (lambda x: jnp.argsort(x, axis=1), (X,), (ROWS,)),
     "joins": (lambda x: (jnp.concatenate([x, 2 * x], 1), jnp.stack([x, x], 0), jnp.split(x, 2, 1)), (X,), (ROWS,)),
     "shapes": (lambda x: (x.reshape(-1, D).T, x.swapaxes(0, 1)[:, :, None], x[:, :1].squeeze(1)), (X,), (ROWS,)),
+    "rows within the last axis": (lambda x: x.swapaxes(0, 1).reshape(T, -1) * 2, (X,), (ROWS,)),
     "rows not first": (lambda x: jnp.tanh(x).sum(0), (X.swapaxes(0, 1),), (Rows(1),)),
     "rows within an axis": (lambda x: x.reshape(B, T, D).sum(1), (X.reshape(-1, D),), (Rows(0, 1, T),)),
     "parts": (lambda x: (jnp.pad(x, ((0, 0), (1, 2), (0, 0))), x[:, 1:3], x[:, ::2], x[..., -1]), (X,), (ROWS,)),
@@ -168,6 +170,16 @@ def test_a_tile_computes_its_own_rows_and_no_product_twice(name):
     assert max(made) <= max(X.size // 3, W.size)
 
 
+@pytest.mark.parametrize("name", ["weighed mean", "normalisation over the batch", "scan", "labels seen whole"])
+def test_only_loops_over_tiles_read_the_rows_of_inputs(name):
+    rows = CASES[name][-1]
+    _, _, _, program = whole_and_tiled(name, 3)
+    of_rows = {v for v, at in zip(program.jaxpr.invars, rows, strict=True) if at is not None}
+    assert len(of_rows) == sum(at is not None for at in rows) > 0
+    others = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name not in ("scan", "while")]
+    assert not [eqn for eqn in others if any(v in of_rows for v in eqn.invars if isinstance(v, core.Var))]
+
+
 def test_sums_of_16_bits_over_tiles_are_in_fp32():
     ones = jnp.ones((512, 1), jnp.bfloat16)
 
@@ -195,6 +207,15 @@ def test_results_take_donated_memory_only_where_no_later_tile_reads_it(donated):
         assert compiled.memory_analysis().alias_size_in_bytes == 2 * X.nbytes
 
 
+def test_donated_memory_that_each_tile_reads_whole_is_kept():
+    def function(x, y):
+        return 2 * x, jnp.einsum("btd,ctd->bc", x, y)
+
+    run = InTiles(function, (X, X + 1), (ROWS, None), B).run(3, (1,))
+    for found, expected in zip(jax.jit(run)(X, X + 1), function(X, X + 1), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 REFUSED = {
     "a sum along the rows so far": (lambda x: jnp.cumsum(x, 0), r"cumsum\(float32\[6,4,8\]\): it works along"),
     "rows times rows": (lambda x: x[:, 0] @ x[:, 0].T, r"dot_general\(.*\): it multiplies rows with rows"),
@@ -206,6 +227,10 @@ REFUSED = {
     "three sums one after the other": (
         lambda x: normalised(normalised(normalised(x))),
         r": it needs 3 sums over all rows, one after the other",
+    ),
+    "a sum onto another one": (
+        lambda x: lax.scan(lambda c, y: (c + y.sum(0), None), jnp.ones(D), x.swapaxes(0, 1))[0],
+        "it adds to what was there before",
     ),
     "a scan along the rows": (lambda x: lax.scan(lambda c, y: (c + y, c), x[0] * 0, x), r"it takes a part|scans along"),
 }
