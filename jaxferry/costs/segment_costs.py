@@ -59,7 +59,7 @@ _LOOPS = frozenset({"scan", "while", "cond"})
 
 def temporary_bytes(closed_jaxpr: core.ClosedJaxpr) -> int:
     """Estimates the bytes of a program's temporaries."""
-    return _peak_bytes(closed_jaxpr.jaxpr)
+    return _peak_bytes(closed_jaxpr.jaxpr, is_body=False)
 
 
 @dataclasses.dataclass
@@ -94,8 +94,8 @@ class _Operand:
 _ARGUMENT = _Operand(frozenset(), True)
 
 
-def _peak_bytes(jaxpr: core.Jaxpr) -> int:
-    memory = _Memory()
+def _peak_bytes(jaxpr: core.Jaxpr, is_body: bool = True) -> int:
+    memory = _Memory(is_body)
     results = memory.run(jaxpr, [_ARGUMENT] * len(jaxpr.invars), is_whole=True)
     for result in results:
         memory.read(result)
@@ -105,7 +105,8 @@ def _peak_bytes(jaxpr: core.Jaxpr) -> int:
 class _Memory:
     """The values of a program in memory, in the order of its operations."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_body: bool) -> None:
+        self._is_body = is_body
         self._values: list[_Value] = []
         self._inner_bytes: dict[int, int] = {}
         self._time = 0
@@ -115,7 +116,7 @@ class _Memory:
         known: dict[Any, _Operand] = dict(zip(jaxpr.invars, arguments, strict=True))
         known |= dict.fromkeys(jaxpr.constvars, _ARGUMENT)
         results = set(filter(_is_variable, jaxpr.outvars)) if is_whole else set()
-        widened = _products_bytes(jaxpr)
+        widened = _products_bytes(jaxpr, self._is_body)
         for eqn in jaxpr.eqns:
             operands = [known[atom] if _is_variable(atom) else _ARGUMENT for atom in eqn.invars]
             inner = inner_jaxprs(eqn)
@@ -185,8 +186,8 @@ def _is_variable(atom: Any) -> bool:
     return not isinstance(atom, core.Literal)
 
 
-def _products_bytes(jaxpr: core.Jaxpr) -> dict[Any, int]:
-    """The bytes of products that one reader converts to a wider dtype, or adds to what a loop carries (none)."""
+def _products_bytes(jaxpr: core.Jaxpr, is_body: bool) -> dict[Any, int]:
+    """The bytes of products whose one reader converts them to a wider dtype, or adds them to a body's argument (0)."""
     readers: dict[Any, list[core.JaxprEqn]] = {}
     for eqn in jaxpr.eqns:
         for atom in filter(_is_variable, eqn.invars):
@@ -202,7 +203,12 @@ def _products_bytes(jaxpr: core.Jaxpr) -> dict[Any, int]:
             found[made] = max(atom_bytes(made), atom_bytes(readers[reader][0].outvars[0]))
         adds = [each for each in readers.get(made, ()) if each.primitive.name == "add"]
         is_sum = len(adds) == len(readers.get(made, ())) == 1 and adds[0].outvars[0] in jaxpr.outvars
-        if made is not None and is_sum and any(atom in jaxpr.invars for atom in filter(_is_variable, adds[0].invars)):
+        if (
+            is_body
+            and made is not None
+            and is_sum
+            and any(atom in jaxpr.invars for atom in filter(_is_variable, adds[0].invars))
+        ):
             found[made] = 0
     return found
 

@@ -119,10 +119,15 @@ class Analysis:
             return linear(self.site(equation), rows, self._is_trial)
         if name not in RULES:
             raise CannotTile("there is no rule for it")
-        tile = RULES[name](self.site(equation), rows)
+        site = self.site(equation)
+        tile = RULES[name](site, rows)
         for at, read in zip(rows, tile.reads, strict=True):
             if at not in (None, PARTIAL, read):
                 raise CannotTile("operands have their rows along different axes")
+        places = zip((*site.shapes, *site.results), (*tile.reads, *tile.results), strict=True)
+        of_rows = [(shape, at) for shape, at in places if isinstance(at, Rows) and at != PARTIAL]
+        if any(shape[at.axis : at.axis + 1] != (at.size(self.num_rows),) for shape, at in of_rows):
+            raise CannotTile("its rows do not lie along one axis")
         if not self._is_inner:
             return tile
         results = [PARTIAL if each == "add" else each for each in tile.results]

@@ -160,11 +160,18 @@ def rows_of_values(partition: ForwardPartition) -> tuple[dict[int, Rows | None],
         return [values[value] for value in partition.prelude_outputs]
 
     rows |= _propagated(graph, prelude, (), graph.batch, partition.prelude_outputs, rows, num_rows)
+    known: dict[Any, list[Rows | None]] = {}
     for segment in partition.segments:
         inputs, outputs = (*segment.inputs, *segment.nondiff_inputs), (*segment.outputs, *segment.nondiff_outputs)
-        count = len(segment.inputs)
-        forward = lambda weights, given, own=segment, n=count: own.forward(weights, given[:n], given[n:])  # noqa: E731
-        rows |= _propagated(graph, forward, segment.weights, inputs, outputs, rows, num_rows)
+        key, count = (segment.program, *(rows.get(value) for value in inputs)), len(segment.inputs)
+        if key not in known:  # equal blocks are traced once
+
+            def forward(weights: Any, given: Any, own: Segment = segment, count: int = count) -> Any:
+                return own.forward(weights, given[:count], given[count:])
+
+            made = _propagated(graph, forward, segment.weights, inputs, outputs, rows, num_rows)
+            known[key] = list(made.values())
+        rows |= zip(outputs, known[key], strict=True)
     return rows, num_rows
 
 
