@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.random import threefry2x32_p
 
 from jaxferry.partition.derivatives import is_cheap
@@ -71,7 +73,12 @@ class Body:
         self.sliced = {v: at for v, at in left if isinstance(at, Rows) and set(self._wants[v]) == {at}}
 
     def run(
-        self, before: Mapping[int, Any], start: Any, size: int, given: Mapping[Part, Any] | None = None
+        self,
+        before: Mapping[int, Any],
+        start: Any,
+        size: int,
+        given: Mapping[Part, Any] = types.MappingProxyType({}),
+        laid_out: Callable[[jax.Array], jax.Array] = lambda tile: tile,
     ) -> list[Any]:
         """Computes the wanted parts of a tile.
 
@@ -80,8 +87,9 @@ class Body:
           start: the first row; may be traced.
           size: the number of rows.
           given: parts of the tile that exist already.
+          laid_out: applied to each tile of the values before.
         """
-        parts: dict[Part, Any] = dict(given or {})
+        parts: dict[Part, Any] = dict(given)
 
         def read(part: Part) -> Any:
             atom, at = part
@@ -90,7 +98,8 @@ class Body:
             if part not in parts:
                 whole = parts[atom, None] if (atom, None) in parts else before[atom]
                 assert not isinstance(at, str), "a sum is read before its loop has ended"
-                parts[part] = whole if at is None else slice_rows(whole, at, self._analysis.num_rows, start, size)
+                own = whole if at is None else slice_rows(whole, at, self._analysis.num_rows, start, size)
+                parts[part] = own if at is None else laid_out(own)
             return parts[part]
 
         for step in self._steps:
@@ -245,6 +254,16 @@ def _random_bits(
     first, second = jax.random.key_data(key)
     high, low = threefry2x32_p.bind(*(jnp.broadcast_to(x, tile) for x in (first, second, jnp.uint32(0))), count)
     return [(high ^ low).astype(f"uint{params['bit_width']}")]
+
+
+def in_order(array: jax.Array) -> jax.Array:
+    """A tile with its axes in memory as they are in its shape.
+
+    XLA would give the array that a loop carries, or reads, the layout that an operation on a tile prefers, and
+    transpose all of it before or after the loop.
+    """
+    is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
+    return array if is_key or array.ndim < 2 else with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 def slice_rows(array: jax.Array, at: Rows, num_rows: int, start: Any, size: int) -> jax.Array:

@@ -17,7 +17,7 @@ from jaxferry.partition import tile_loops
 from jaxferry.partition.derivatives import recomputation
 from jaxferry.partition.graph import Atom, evaluate, trace
 from jaxferry.partition.tile_analysis import Analysis
-from jaxferry.partition.tile_body import Body, Part, write_rows
+from jaxferry.partition.tile_body import Body, Part, in_order, write_rows
 from jaxferry.partition.tile_products import without_transposes
 from jaxferry.partition.tile_rules import COMBINE, CannotTile, Rows, is_short
 
@@ -32,6 +32,7 @@ class InTiles:
       arguments: shape structs of its arguments.
       rows: where each leaf of them has its rows; None for what all tiles see whole.
       num_rows: B.
+      num_devices: how many devices share the arrays.
 
     Attributes:
       num_loops: the number of loops, one after the other.
@@ -42,8 +43,15 @@ class InTiles:
     """
 
     def __init__(
-        self, function: Callable[..., Any], arguments: Sequence[Any], rows: Sequence[Rows | None], num_rows: int
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        rows: Sequence[Rows | None],
+        num_rows: int,
+        num_devices: int = 1,
     ) -> None:
+        # A constrained layout would keep XLA from sharing the tiles among devices.
+        self._laid_out = in_order if num_devices == 1 else lambda tile: tile
         traced = trace(lambda given: function(*given), list(arguments), (), {}, is_derived=True)
         self._graph = graph = without_transposes(traced)
         self._analysis = Analysis(graph, dict(zip(graph.parameters, rows, strict=True)), num_rows)
@@ -103,10 +111,10 @@ class InTiles:
         def step(start: Any, size: int, made: list[Any], total: list[Any]) -> tuple[list[Any], list[Any]]:
             # Tiles of donated inputs are read from the array into which those of a result are written.
             carried = {in_place[value]: array for value, array in zip(written, made, strict=True) if value in in_place}
-            found = body.run({**known, **carried}, start, size)
+            found = body.run({**known, **carried}, start, size, laid_out=self._laid_out)
             parts = found[: len(written)]
             written_to = [
-                write_rows(array, part, at, num_rows, start, size)
+                write_rows(array, self._laid_out(part), at, num_rows, start, size)
                 for array, part, at in zip(made, parts, places, strict=True)
             ]
             return written_to, [

@@ -224,6 +224,9 @@ class _Tiled:
     def both(self, seeds: Callable[..., Any], *given: Any) -> Any:
         return self._loss(seeds, given[3:]).run(self._tiling.num_tiles)(*given)
 
+    def _in_tiles(self, function: Callable[..., Any], arguments: Sequence[Any], rows: Sequence[Rows | None]) -> InTiles:
+        return InTiles(function, arguments, rows, self._tiling.num_rows, self._graph.num_devices)
+
     @property
     def _arguments(self) -> list[Any]:
         segment = self._segment
@@ -236,14 +239,14 @@ class _Tiled:
     @functools.cached_property
     def _forward(self) -> InTiles:
         function = self._source.forward if isinstance(self._source, Derivative) else self._source
-        return InTiles(function, self._arguments, self._rows, self._tiling.num_rows)
+        return self._in_tiles(function, self._arguments, self._rows)
 
     def _loss(self, seeds: Callable[..., Any], scale: Sequence[Any] = ()) -> InTiles:
         assert isinstance(self._source, Derivative)
         both, more = functools.partial(self._source.both, seeds), [jax.typeof(each) for each in scale]
         shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in more]
         rows = [*self._rows, *[None] * len(shapes)]
-        return InTiles(both, [*self._arguments, *shapes], rows, self._tiling.num_rows)
+        return self._in_tiles(both, [*self._arguments, *shapes], rows)
 
     @functools.cached_property
     def _backward(self) -> InTiles:
@@ -256,7 +259,7 @@ class _Tiled:
         rows += [tiling.nondiff_inputs[i] for i in derivative.nondiff_inputs_read]
         rows += [outputs[i] for i in derivative.outputs_read]
         rows += [*made[len(made) - num_saved :], *outputs]
-        return InTiles(derivative.backward, derivative.backward_arguments(self._graph), rows, tiling.num_rows)
+        return self._in_tiles(derivative.backward, derivative.backward_arguments(self._graph), rows)
 
 
 def differentiate(graph: Graph, segment: Segment, remat: Any = None) -> Derivative:

@@ -108,7 +108,15 @@ def wide():
     return partition(task.loss_fn, jax.eval_shape(lambda: task.params), (batch,), compute_dtype=jnp.bfloat16)
 
 
-@pytest.mark.parametrize("number, kind, remat", [(-1, ProgramKind.LOSS, "none"), (2, ProgramKind.BACKWARD, "full")])
+@pytest.mark.parametrize(
+    "number, kind, remat",
+    [
+        (-1, ProgramKind.LOSS, "none"),
+        (2, ProgramKind.FORWARD, "none"),
+        (2, ProgramKind.BACKWARD, "none"),
+        (2, ProgramKind.BACKWARD, "full"),
+    ],
+)
 def test_temporaries_of_a_gpu_are_those_of_a_tile_and_the_sums_of_gradients(wide, number, kind, remat):
     whole, tiled = (compiled_for_gpu(wide, number, kind, remat, tiles) for tiles in (1, 16))
     one, other = (each.get_compiled_memory_stats().temp_size_in_bytes for each in (whole, tiled))
