@@ -20,15 +20,18 @@ from jaxferry.cli.workload import (
     Remat,
     ReserveFactor,
     Seed,
+    Tiles,
     call_model,
     check_fixed_granularity,
     make_optimizer,
     read_dtype,
+    read_tiles,
     user_code,
 )
 from jaxferry.costs import Profile, progress_bar
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK
+from jaxferry.partition import OFF
 from jaxferry.planner import make_policy, policies
 from jaxferry.records import write_json
 from jaxferry.training import TrainStep, train_step
@@ -57,6 +60,7 @@ def bench(
     reserve_factor: ReserveFactor = None,
     compute_dtype: ComputeDtype = None,
     remat: Remat = "none",
+    tiles: Tiles = OFF,
     offload_activations: OffloadActivations = False,
     granularity: FixedGranularity = BLOCK,
     seed: Seed = 0,
@@ -86,6 +90,7 @@ def bench(
         "reserve_factor": reserve_factor,
         "compute_dtype": read_dtype(compute_dtype),
         "remat": remat,
+        "tiles": read_tiles(tiles),
         "offload_activations": offload_activations,
         "granularity": granularity,
         "record_steps": steps,

@@ -33,11 +33,13 @@ from jaxferry.cli.workload import (
     MemoryBudget,
     OffloadActivations,
     Optimizer,
+    Tiles,
     UserModel,
     check_fixed_granularity,
     find_function,
     make_optimizer,
     read_dtype,
+    read_tiles,
     read_workload,
     user_code,
 )
@@ -45,6 +47,7 @@ from jaxferry.costs import MACHINES, find_machine
 from jaxferry.errors import InputError, call_users
 from jaxferry.modes import BLOCK, MODULE
 from jaxferry.optimizer import pinned_advice, pinned_bytes, pinned_problem
+from jaxferry.partition import OFF, check_tiles
 from jaxferry.planner import (
     SIMPLE_POLICIES,
     FinestPlanner,
@@ -87,6 +90,7 @@ def fit(
     optimizer: Optimizer = "adamw",
     compute_dtype: ComputeDtype = None,
     granularity: FixedGranularity = BLOCK,
+    tiles: Tiles = OFF,
     offload_activations: OffloadActivations = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="PLAN.json", help="Write the plan for the largest batch.")
@@ -105,7 +109,7 @@ def fit(
     host_memory_bytes = None if figures.host_memory_bytes is None else int(figures.host_memory_bytes)
     if host_memory is not None:
         host_memory_bytes = parse_bytes(host_memory, "--host-memory")
-    update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)
+    update, dtype, in_tiles = make_optimizer(optimizer), read_dtype(compute_dtype), check_tiles(read_tiles(tiles))
     with user_code(workload, _WORKLOAD), progress("fit") as report:
         sizes = _Workload(workload, batch_size, length)
         params = sizes.own.shapes()
@@ -113,7 +117,8 @@ def fit(
 
         def traced(size: int) -> Traced:
             user, batch = sizes.of(size)
-            return trace(size, user.loss_fn, params, batch, figures, dtype, granularity, offload_activations)
+            options = {"granularity": granularity, "offload_activations": offload_activations, "tiles": in_tiles}
+            return trace(size, user.loss_fn, params, batch, figures, dtype, **options)
 
         report("optimizer")
         found = find_fit(

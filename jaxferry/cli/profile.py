@@ -18,10 +18,12 @@ from jaxferry.cli.workload import (
     OPTIMIZERS,
     ComputeDtype,
     ModelName,
+    Tiles,
     call_model,
     check_fixed_granularity,
     make_optimizer,
     read_dtype,
+    read_tiles,
     user_code,
 )
 from jaxferry.costs import (
@@ -46,7 +48,7 @@ from jaxferry.engine import (
 )
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK, Remat
-from jaxferry.partition import AUTO, REMAT, partition, refused_by_jax
+from jaxferry.partition import AUTO, OFF, REMAT, check_tiles, partition, refused_by_jax
 from jaxferry.planner import coded_plan, merges_of_small
 from jaxferry.processes import mesh_of
 from jaxferry.settings import for_planned_gpu
@@ -183,6 +185,7 @@ def trace(
     offload_activations: bool = False,
     *,
     remat: str = AUTO,
+    tiles: Any = 1,
     devices: int = 1,
     processes: int = 1,
 ) -> Traced:
@@ -195,8 +198,8 @@ def trace(
         parts = for_planned_gpu(lambda: partition(loss_fn, params, (batch,), **settings))
         if devices > 1 and not parts.graph.batch_size:
             raise InputError(f"the first axis of the model's batch must be a multiple of {devices} devices")
-        variants = RematVariants(parts, remat)
-        costs = partition_costs(parts, remat, temporaries=True)
+        variants = RematVariants(parts, remat, tiles)
+        costs = partition_costs(variants.base, remat, temporaries=True)
         profile = estimate_profile(costs, machine, None, devices, processes)
         profile = with_program_facts(profile, variants.base, variants.derivatives, offload_activations)
     return Traced(batch_size, batch, variants, profile, offload_activations)
@@ -218,6 +221,7 @@ def profile(
     remat: Annotated[
         str, typer.Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}; {AUTO} leaves it to plans.")
     ] = AUTO,
+    tiles: Tiles = OFF,
     optimizer: Annotated[
         str, typer.Option(help=f"The measured optimizer: {', '.join(OPTIMIZERS)}. Estimates assume adamw.")
     ] = "adamw",
@@ -257,9 +261,9 @@ def profile(
     if remat not in (*REMAT, AUTO):
         raise InputError(f"--remat must be one of {', '.join((*REMAT, AUTO))}, got {remat!r}")
     if machine is not None:
-        made = _estimated(model, machine, compute_dtype, remat, granularity, devices, processes)
+        made = _estimated(model, machine, compute_dtype, remat, tiles, granularity, devices, processes)
     else:
-        made = _measured(model, optimizer, compute_dtype, remat, granularity, devices, transport)
+        made = _measured(model, optimizer, compute_dtype, remat, tiles, granularity, devices, transport)
     if output is not None:
         made.save(output)
     estimated = f"Estimated for {made.machine['name']}, not measured."
@@ -268,11 +272,19 @@ def profile(
 
 
 def _estimated(
-    model: str, machine: str, compute_dtype: str | None, remat: str, granularity: str, devices: int, processes: int
+    model: str,
+    machine: str,
+    compute_dtype: str | None,
+    remat: str,
+    tiles: str,
+    granularity: str,
+    devices: int,
+    processes: int,
 ) -> Profile:
     """Estimates the profile of the model `module:function` on a built-in machine or one described in a file."""
     figures, dtype = find_machine(machine), read_dtype(compute_dtype)
     sharing: dict[str, Any] = {"remat": remat, "devices": devices, "processes": processes}
+    sharing["tiles"] = check_tiles(read_tiles(tiles))
     with user_code(model):
         known = call_model(model)
         params, batch = known.shapes(), known.batch_of(0)
@@ -289,6 +301,7 @@ def _measured(
     optimizer: str,
     compute_dtype: str | None,
     remat: str,
+    tiles: str,
     granularity: str,
     devices: int,
     transport: str | None,
@@ -296,10 +309,10 @@ def _measured(
     """Measures the profile of the model `module:function` on JAX's first device, or on a mesh of its first devices."""
     update = make_optimizer(optimizer)  # times do not depend on the learning rate
     dtype, mesh = read_dtype(compute_dtype), mesh_of(devices)
-    options: dict[str, Any] = {"remat": remat, "transport": transport, "granularity": granularity}
+    options: dict[str, Any] = {"remat": remat, "tiles": read_tiles(tiles), "granularity": granularity}
     with user_code(model):
         known = call_model(model)
-    step = train_step(known.loss_fn, update, compute_dtype=dtype, mesh=mesh, **options)
+    step = train_step(known.loss_fn, update, compute_dtype=dtype, mesh=mesh, transport=transport, **options)
     with user_code(model):
         made = step.measure(known.shapes(), known.batch_of(0))
     return dataclasses.replace(made, machine={**made.machine, "model": model, "optimizer": optimizer})

@@ -62,6 +62,9 @@ ReserveFactor = Annotated[
 ]
 ComputeDtype = Annotated[str | None, typer.Option(help="Dtype of the parameters on the device.")]
 Remat = Annotated[str, typer.Option(help="What is recomputed in the backward.")]
+Tiles = Annotated[
+    str, typer.Option(metavar="off|N|NAME=N,...", help="Tiles in which programs of segments run, along the batch.")
+]
 OffloadActivations = Annotated[
     bool, typer.Option("--offload-activations", help="Offload values that cross segments to host memory.")
 ]
@@ -72,6 +75,14 @@ Devices = Annotated[
     int, typer.Option(min=1, help="Devices that share each batch; without an accelerator, virtual CPU devices.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the initial parameters, if a function makes them.")]
+
+
+def read_tiles(text: str) -> str | int | dict[str, Any]:
+    """Reads the option `--tiles`: off, a number, or numbers by segment (`a=2,b=4`), which `train_step` checks."""
+    if "=" not in text:
+        return int(text) if text.isdecimal() else text
+    named = dict(part.rpartition("=")[::2] for part in text.split(","))
+    return {name: int(number) if number.isdecimal() else number for name, number in named.items()}
 
 
 @dataclasses.dataclass(frozen=True)

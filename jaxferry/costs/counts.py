@@ -277,7 +277,10 @@ def _sort_flops(eqn: core.JaxprEqn) -> float:
     return _size(eqn.invars[0]) * max(1.0, math.log2(max(2, _shape(eqn.invars[0])[eqn.params["dimension"]])))
 
 
-VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "optimization_barrier", "stop_gradient"})
+VIEWS = frozenset(
+    {"reshape", "squeeze", "expand_dims", "transpose", "copy", "optimization_barrier", "stop_gradient"}
+    | {"layout_constraint"}
+)
 _FREE = VIEWS | {
     "bitcast_convert_type",
     "broadcast_in_dim",

@@ -15,6 +15,7 @@ GPT-2, Llama and BERT, without the workspace that cuDNN asks for on the device.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +59,7 @@ _LOOPS = frozenset({"scan", "while", "cond"})
 
 def temporary_bytes(closed_jaxpr: core.ClosedJaxpr) -> int:
     """Estimates the bytes of a program's temporaries."""
-    return _peak_bytes(closed_jaxpr.jaxpr)
+    return _peak_bytes(closed_jaxpr.jaxpr, is_body=False)
 
 
 @dataclasses.dataclass
@@ -93,8 +94,8 @@ class _Operand:
 _ARGUMENT = _Operand(frozenset(), True)
 
 
-def _peak_bytes(jaxpr: core.Jaxpr) -> int:
-    memory = _Memory()
+def _peak_bytes(jaxpr: core.Jaxpr, is_body: bool = True) -> int:
+    memory = _Memory(is_body)
     results = memory.run(jaxpr, [_ARGUMENT] * len(jaxpr.invars), is_whole=True)
     for result in results:
         memory.read(result)
@@ -104,7 +105,8 @@ def _peak_bytes(jaxpr: core.Jaxpr) -> int:
 class _Memory:
     """The values of a program in memory, in the order of its operations."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_body: bool) -> None:
+        self._is_body = is_body
         self._values: list[_Value] = []
         self._inner_bytes: dict[int, int] = {}
         self._time = 0
@@ -114,7 +116,7 @@ class _Memory:
         known: dict[Any, _Operand] = dict(zip(jaxpr.invars, arguments, strict=True))
         known |= dict.fromkeys(jaxpr.constvars, _ARGUMENT)
         results = set(filter(_is_variable, jaxpr.outvars)) if is_whole else set()
-        widened = _widened_bytes(jaxpr)
+        widened = _products_bytes(jaxpr, self._is_body)
         for eqn in jaxpr.eqns:
             operands = [known[atom] if _is_variable(atom) else _ARGUMENT for atom in eqn.invars]
             inner = inner_jaxprs(eqn)
@@ -184,8 +186,8 @@ def _is_variable(atom: Any) -> bool:
     return not isinstance(atom, core.Literal)
 
 
-def _widened_bytes(jaxpr: core.Jaxpr) -> dict[Any, int]:
-    """The bytes of products whose one reader converts them to a wider dtype."""
+def _products_bytes(jaxpr: core.Jaxpr, is_body: bool) -> dict[Any, int]:
+    """The bytes of products whose one reader converts them to a wider dtype, or adds them to a body's argument (0)."""
     readers: dict[Any, list[core.JaxprEqn]] = {}
     for eqn in jaxpr.eqns:
         for atom in filter(_is_variable, eqn.invars):
@@ -199,6 +201,15 @@ def _widened_bytes(jaxpr: core.Jaxpr) -> dict[Any, int]:
             reader = view.outvars[[atom is reader for atom in view.invars].index(True)]
         if made is not None and len(readers.get(reader, ())) == 1 and readers[reader][0].primitive.name == _CONVERT:
             found[made] = max(atom_bytes(made), atom_bytes(readers[reader][0].outvars[0]))
+        adds = [each for each in readers.get(made, ()) if each.primitive.name == "add"]
+        is_sum = len(adds) == len(readers.get(made, ())) == 1 and adds[0].outvars[0] in jaxpr.outvars
+        if (
+            is_body
+            and made is not None
+            and is_sum
+            and any(atom in jaxpr.invars for atom in filter(_is_variable, adds[0].invars))
+        ):
+            found[made] = 0
     return found
 
 
@@ -237,9 +248,8 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
         costs = program.of(partition, segment, kept_bytes)
         if temporaries:
             of_program = program.temporary_bytes(is_last)
-            costs = dataclasses.replace(
-                costs, activation_bytes=0 if is_last else kept_bytes, temporary_bytes=_by_variant(of_program)
-            )
+            more = _by_variant(of_program, _whole_bytes(graph, segment))
+            costs = dataclasses.replace(costs, activation_bytes=0 if is_last else kept_bytes, temporary_bytes=more)
         if (segment.remat if remat is None else remat) == AUTO and not is_last:
             again = program_costs(segment, "full", "again")
             # Later segments may recompute too; they then need this segment's outputs, which it keeps for them.
@@ -249,7 +259,8 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
             if again_bytes < kept_bytes:
                 costs = dataclasses.replace(costs, recomputation=program.recomputation(again, again_bytes))
                 if temporaries:
-                    more = _by_variant(again.temporary_bytes(is_last), recomputes=True)
+                    of_program = again.temporary_bytes(is_last)
+                    more = _by_variant(of_program, _whole_bytes(graph, segment), recomputes=True)
                     costs = dataclasses.replace(costs, temporary_bytes={**costs.temporary_bytes, **more})
         result += program.split(costs, partition, segment, partition.uses_of[number])
     return tuple(result)
@@ -266,8 +277,9 @@ class _ProgramCosts:
         weights = segment.by_group(range(len(segment.weights)))
         self.forward: Costs = jaxpr_costs(forward)
         self.backward: Costs = jaxpr_costs(backward)
-        self.reads_forward = [host_reads(forward, own) for own in weights]
-        self.reads_backward = [host_reads(backward, own) for own in weights]
+        reads = host_reads if segment.tiling is None else _reads_before_loops
+        self.reads_forward = [reads(forward, own) for own in weights]
+        self.reads_backward = [reads(backward, own) for own in weights]
         self.touched_forward = [touched_bytes(own) for own in self.reads_forward]
         self.touched_backward = [touched_bytes(own) for own in self.reads_backward]
 
@@ -349,6 +361,14 @@ def _products(reads: Sequence[HostRead]) -> tuple[HostRead, ...]:
     return tuple(read for read in reads if read.flops)
 
 
+def _reads_before_loops(closed_jaxpr: core.ClosedJaxpr, arguments: Sequence[int]) -> tuple[HostRead, ...]:
+    """What a program in tiles reads of arguments in host memory: it copies them whole before its loops."""
+    jaxpr = closed_jaxpr.jaxpr
+    read = {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars}
+    sizes = [atom_bytes(jaxpr.invars[place]) for place in arguments if id(jaxpr.invars[place]) in read]
+    return (HostRead(sum(sizes)),) if sizes else ()
+
+
 def _forward_jaxpr(graph: Graph, derivative: Derivative) -> Any:
     segment = derivative.segment
     shapes = [_shapes(graph, values) for values in (segment.weights, segment.inputs, segment.nondiff_inputs)]
@@ -361,28 +381,31 @@ def _backward_jaxpr(graph: Graph, derivative: Derivative) -> Any:
 
 def _loss_jaxpr(graph: Graph, derivative: Derivative) -> Any:
     """The program of the last segment: its forward and, for cotangents of 1, its backward."""
-
-    def run(weights: Any, inputs: Any, nondiff_inputs: Any) -> Any:
-        outputs, nondiff_outputs, saved = derivative.forward(weights, inputs, nondiff_inputs)
-        read = (
-            [inputs[i] for i in derivative.inputs_read],
-            [nondiff_inputs[i] for i in derivative.nondiff_inputs_read],
-            [outputs[i] for i in derivative.outputs_read],
-        )
-        cotangents = [jnp.ones_like(output) for output in outputs]
-        return derivative.backward(weights, *read, saved, cotangents), outputs, nondiff_outputs
-
-    segment = derivative.segment
+    segment, ones = derivative.segment, functools.partial(jax.tree.map, jnp.ones_like)
     shapes = [_shapes(graph, values) for values in (segment.weights, segment.inputs, segment.nondiff_inputs)]
-    return jax.make_jaxpr(run)(*shapes)
+    return jax.make_jaxpr(functools.partial(derivative.both, ones))(*shapes)
 
 
-def _by_variant(num_bytes: tuple[int, int], recomputes: bool = False) -> dict[str, int]:
-    """The temporaries of forward and backward as those of all their variants, which differ little in them."""
+def _whole_bytes(graph: Graph, segment: Segment) -> tuple[int, int]:
+    """The bytes of weights, and of gradients, that are on the device whole though a program reads, or writes, the host.
+
+    Of a segment in tiles that is all of them; others move them panel by panel.
+    """
+    if segment.tiling is None:
+        return 0, 0
+    sizes = list(map(graph.num_bytes, segment.weights))
+    return sum(sizes), sum(sizes[i] for i in segment.trained)
+
+
+def _by_variant(num_bytes: tuple[int, int], whole: tuple[int, int], recomputes: bool = False) -> dict[str, int]:
+    """The temporaries of forward and backward as those of all their variants, which differ in `_whole_bytes` alone."""
     forward_bytes, backward_bytes = num_bytes
-    forwards = {forward_variant(by_dha, recomputes): forward_bytes for by_dha in (False, True)}
+    forwards = {forward_variant(by_dha, recomputes): forward_bytes + by_dha * whole[0] for by_dha in (False, True)}
     flags = itertools.product((False, True), repeat=2)
-    return forwards | {backward_variant(dha, host, recomputes): backward_bytes for dha, host in flags}
+    return forwards | {
+        backward_variant(dha, host, recomputes): backward_bytes + dha * whole[0] + host * whole[1]
+        for dha, host in flags
+    }
 
 
 def _shapes(graph: Graph, values: Any) -> list[jax.ShapeDtypeStruct]:

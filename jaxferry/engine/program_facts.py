@@ -18,7 +18,7 @@ from jaxferry.costs import LayerProfile, Profile
 from jaxferry.engine.lowering import last_readers, offloaded_values
 from jaxferry.engine.memory import LiveValues
 from jaxferry.engine.programs import derivatives_of
-from jaxferry.partition import AUTO, Derivative, Partition, remat_of, with_remat
+from jaxferry.partition import AUTO, Derivative, Partition, remat_of, with_remat, with_tiles
 from jaxferry.step import ProgramKind, places
 
 
@@ -133,8 +133,9 @@ class RematVariants:
         nothing in between.
     """
 
-    def __init__(self, partition: Partition, remat: Any) -> None:
-        self._partition, self._choices = partition, remat_of(partition, remat)
+    def __init__(self, partition: Partition, remat: Any, tiles: Any = 1) -> None:
+        self._choices = remat_of(partition, remat)
+        self._partition = with_tiles(partition, tiles, self._choices)
         self.derivatives: dict[int, Derivative] = {}
         self.base = self.of([False] * len(partition.uses))
         kept = [self.derivatives[segment.program] for segment in self.base.segments]

@@ -20,6 +20,7 @@ from jaxferry.partition import (
     Partition,
     RowGradient,
     Segment,
+    forward_of,
     host_stores,
     read_in_place,
     store_in_place,
@@ -92,7 +93,7 @@ class ProgramTracer:
         uses = (key.kind, key.reads, key.writes, joins, self._native, self._is_scaled, number, fused_bytes)
         layers, rows = self._layers(segment), self._partition.graph.batch_size
         layouts = tuple((layer.is_whole, layer.layout, layer.trained.layout) for layer in layers)
-        return (segment.content, segment.remat, layouts, uses, memories, rows)
+        return (segment.content, segment.remat, segment.tiling, layouts, uses, memories, rows)
 
     def exchanged_bytes(self, key: ProgramKey) -> int:
         """Device memory of the exchange that may run before a program; see `Placement.exchanges`."""
@@ -119,7 +120,8 @@ class ProgramTracer:
     def _trace(self, key: ProgramKey) -> Any:
         segment = self._segment(key)
         if key.kind is ProgramKind.EVALUATION:
-            function, arguments = self._sourced(key, segment, segment.forward, self._arguments(segment))
+            forward = forward_of(self._partition.graph, segment)
+            function, arguments = self._sourced(key, segment, forward, self._arguments(segment))
             return self._traced(function, *arguments)
         derivative = self._derivatives[key.program]
         if key.kind is ProgramKind.FORWARD:
@@ -134,7 +136,24 @@ class ProgramTracer:
         function, arguments = self._sourced(key, segment, function, arguments)
         if key.kind is ProgramKind.FORWARD:
             return self._arriving(key, segment, function, arguments)
+        if segment.tiling is not None and self._placement.num_devices > 1:
+            function = self._exchanging_once(function)
         return self._targeted(key, segment, function, arguments)
+
+    def _exchanging_once(self, function: Function) -> Function:
+        """Makes a function `-> gradients, rest` exchange its gradients after its loop over tiles, not in each tile."""
+        graph, placement = self._partition.graph, self._placement
+
+        def placed(array: jax.Array, is_row: bool) -> jax.Array:
+            has_own = is_row and array.shape[:1] == (graph.batch_size,)
+            return jax.lax.with_sharding_constraint(array, placement.of(graph, array) if has_own else placement.device)
+
+        def once(*args: Any) -> Any:
+            gradients, rest = function(*args)
+            pairs = [(gradient, isinstance(gradient, RowGradient)) for gradient in gradients]
+            return [jax.tree.map(lambda x, own=own: placed(x, own), gradient) for gradient, own in pairs], rest
+
+        return once
 
     def _sourced(
         self, key: ProgramKey, segment: Segment, function: Function, arguments: list[Any]
@@ -342,18 +361,13 @@ class ProgramTracer:
         assert isinstance(self._partition, Partition)
         number = self._partition.segments[-1].outputs.index(self._partition.loss)
 
-        def loss(weights: Any, inputs: Any, nondiff_inputs: Any, *scale: jax.Array) -> Any:
-            outputs, nondiff_outputs, saved = derivative.forward(weights, inputs, nondiff_inputs)
-            seeds = [jnp.zeros_like(output) for output in outputs]
-            seeds[number] = as_stored(scale[0].astype(seeds[number].dtype)) if scale else jnp.ones_like(seeds[number])
-            gradients, cotangents = derivative.backward(
-                weights,
-                [inputs[i] for i in derivative.inputs_read],
-                [nondiff_inputs[i] for i in derivative.nondiff_inputs_read],
-                [outputs[i] for i in derivative.outputs_read],
-                saved,
-                seeds,
-            )
+        def seeds(outputs: Any, *scale: jax.Array) -> Any:
+            made = [jnp.zeros_like(output) for output in outputs]
+            made[number] = as_stored(scale[0].astype(made[number].dtype)) if scale else jnp.ones_like(made[number])
+            return made
+
+        def loss(*given: Any) -> Any:
+            gradients, (outputs, nondiff_outputs, cotangents) = derivative.both(seeds, *given)
             return gradients, (outputs, nondiff_outputs, is_finite(outputs), cotangents)
 
         return loss

@@ -5,7 +5,6 @@ from .cuts import Merge as Merge
 from .derivatives import AUTO as AUTO
 from .derivatives import REMAT as REMAT
 from .derivatives import Derivative as Derivative
-from .derivatives import differentiate as differentiate
 from .derivatives import once_for_graph as once_for_graph
 from .graph import Atom as Atom
 from .graph import Equation as Equation
@@ -57,6 +56,14 @@ from .segments import ForwardPartition as ForwardPartition
 from .segments import Partition as Partition
 from .segments import Segment as Segment
 from .segments import print_table as print_table
+from .tile_execution import InTiles as InTiles
+from .tile_rules import CannotTile as CannotTile
+from .tile_rules import Rows as Rows
+from .tiles import OFF as OFF
+from .tiles import check_tiles as check_tiles
+from .tiles import differentiate as differentiate
+from .tiles import forward_of as forward_of
+from .tiles import with_tiles as with_tiles
 from .tracing import Canonical as Canonical
 from .tracing import bytes_of as bytes_of
 from .tracing import check_byte_order as check_byte_order

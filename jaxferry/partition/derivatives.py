@@ -167,6 +167,21 @@ class Derivative:
     backward: Callable[..., Any]
     row_gradients: tuple[Any, ...] = ()
 
+    def both(self, seeds: Callable[..., Any], weights: Any, inputs: Any, nondiff_inputs: Any, *scale: Any) -> Any:
+        """Runs the forward and, for the cotangents `seeds(outputs, *scale)`, the backward.
+
+        Returns:
+          The gradients, and the outputs, the non-differentiable outputs and the inputs' cotangents.
+        """
+        outputs, nondiff_outputs, saved = self.forward(weights, inputs, nondiff_inputs)
+        read = (
+            [inputs[i] for i in self.inputs_read],
+            [nondiff_inputs[i] for i in self.nondiff_inputs_read],
+            [outputs[i] for i in self.outputs_read],
+        )
+        gradients, cotangents = self.backward(weights, *read, saved, seeds(outputs, *scale))
+        return gradients, (outputs, nondiff_outputs, cotangents)
+
     @functools.cached_property
     def reads_groups(self) -> tuple[bool, ...]:
         """For each group of the segment, whether the backward reads any weights of it."""
@@ -192,12 +207,12 @@ class Derivative:
         """Returns shape structs of the arguments of `backward`; `graph` is the segment's graph."""
         segment = self.segment
         return (
-            _shapes(graph, segment.weights),
-            _shapes(graph, [segment.inputs[i] for i in self.inputs_read]),
-            _shapes(graph, [segment.nondiff_inputs[i] for i in self.nondiff_inputs_read]),
-            _shapes(graph, [segment.outputs[i] for i in self.outputs_read]),
+            shapes_of(graph, segment.weights),
+            shapes_of(graph, [segment.inputs[i] for i in self.inputs_read]),
+            shapes_of(graph, [segment.nondiff_inputs[i] for i in self.nondiff_inputs_read]),
+            shapes_of(graph, [segment.outputs[i] for i in self.outputs_read]),
             list(self.saved),
-            _shapes(graph, segment.outputs),
+            shapes_of(graph, segment.outputs),
         )
 
 
@@ -277,7 +292,8 @@ class _Linearised:
     tree: Any
 
 
-def _shapes(graph: Graph, values: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+def shapes_of(graph: Graph, values: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+    """The shape structs of values."""
     avals = [graph.avals[value] for value in values]
     return [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
 
@@ -290,7 +306,7 @@ def joint_graph(graph: Graph, segment: Segment) -> Graph:
         return outputs, nondiff_outputs, pullback(cotangents)
 
     weights, *others = (
-        _shapes(graph, v) for v in (segment.weights, segment.inputs, segment.nondiff_inputs, segment.outputs)
+        shapes_of(graph, v) for v in (segment.weights, segment.inputs, segment.nondiff_inputs, segment.outputs)
     )
     return trace(run, weights, tuple(others), {})
 
@@ -306,7 +322,7 @@ def _linearise(graph: Graph, segment: Segment) -> _Linearised:
         return outputs, nondiff_outputs, residuals
 
     weights, inputs, nondiff_inputs = (
-        _shapes(graph, v) for v in (segment.weights, segment.inputs, segment.nondiff_inputs)
+        shapes_of(graph, v) for v in (segment.weights, segment.inputs, segment.nondiff_inputs)
     )
     linear = trace(run, weights, (inputs, nondiff_inputs), {})
     num_outputs, num_extras = len(segment.outputs), len(segment.nondiff_outputs)
@@ -322,7 +338,7 @@ def _saving_residuals(segment: Segment, lin: _Linearised, policy: Callable[..., 
     residuals = [v for v in lin.residuals if isinstance(v, int)]
     free = given | from_weights
     kept = values_to_keep(graph, residuals, free) if policy is None else values_kept_by(policy, graph, residuals, free)
-    recomputed = _recomputation(graph, residuals, given | kept)
+    recomputed = recomputation(graph, residuals, given | kept)
     if policy is None:
         assert all(is_cheap(equation) or from_weights.issuperset(equation.outputs) for equation in recomputed)
     needed = {*residuals, *(v for e in recomputed for v in e.reads)}
@@ -361,7 +377,7 @@ def _collect(values: dict[int, Any], atoms: Sequence[Atom]) -> list[Any]:
     return [values[atom] if isinstance(atom, int) else atom.val for atom in atoms]
 
 
-def _recomputation(graph: Graph, residuals: Sequence[int], held: Collection[int]) -> tuple[Equation, ...]:
+def recomputation(graph: Graph, residuals: Sequence[int], held: Collection[int]) -> tuple[Equation, ...]:
     """Returns the equations that compute the residuals from the values in `held`."""
     needed = {value for value in residuals if value not in held}
     chosen = []

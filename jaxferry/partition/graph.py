@@ -27,6 +27,8 @@ Atom = int | core.Literal
 """An operand: the number of a value, or a literal."""
 
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+_DERIVED = _INLINED | {"checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
+"""Also inlined in a differentiated program, where derivative rules have no effect any more."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -167,19 +169,21 @@ def evaluate(equations: Iterable[Equation], values: dict[int, Any]) -> None:
     """Runs the equations on `values`, a map from numbers to arrays or tracers, and adds the results to it."""
     for equation in equations:
         operands = [values[atom] if isinstance(atom, int) else atom.val for atom in equation.inputs]
-        params = equation.primitive.get_bind_params(equation.params)
-        with equation.context.manager:
-            results = equation.primitive.bind(*operands, **params)
-        if not equation.primitive.multiple_results:
-            results = [results]
-        values.update(zip(equation.outputs, results, strict=True))
+        values.update(zip(equation.outputs, bind(equation, operands, equation.params), strict=True))
+
+
+def bind(equation: Equation, operands: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
+    """Applies an equation's primitive to arrays or tracers, with these parameters; returns its results."""
+    with equation.context.manager:
+        made = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))
+    return made if equation.primitive.multiple_results else [made]
 
 
 class Builder:
-    """Collects equations and numbers values while jaxprs are inlined."""
+    """Collects equations and numbers values while jaxprs are inlined; arguments as for `trace`."""
 
-    def __init__(self, keep_single: bool = False) -> None:
-        self._keep_single = keep_single
+    def __init__(self, keep_single: bool = False, is_derived: bool = False) -> None:
+        self._keep_single, self._is_derived = keep_single, is_derived
         self.equations: list[Equation] = []
         self.avals: list[type_of_aval] = []
         self.constants: dict[int, Any] = {}
@@ -217,9 +221,13 @@ class Builder:
 
         for eqn in jaxpr.eqns:
             inputs = tuple(read(v) for v in eqn.invars)
-            inner = None if self._keep_single and len(eqn.outvars) == 1 else _inlined_jaxpr(eqn)
+            inner = None if self._keep_single and len(eqn.outvars) == 1 else _inlined_jaxpr(eqn, self._is_derived)
             if inner is not None:
+                if eqn.params.get("prevent_cse"):
+                    inputs = tuple(map(self._behind_barrier, inputs))
                 results: Sequence[Atom] = self.inline(inner, inputs)
+            elif self._is_derived and eqn.primitive.name == "optimization_barrier":
+                results = list(map(self._behind_barrier, inputs))
             else:
                 results = tuple(self.value(v.aval) for v in eqn.outvars)
                 is_ordered = any("Ordered" in type(effect).__name__ for effect in eqn.effects)
@@ -229,11 +237,22 @@ class Builder:
             names |= dict(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
+    def _behind_barrier(self, atom: Atom) -> Atom:
+        """Adds a barrier of one value, over which XLA merges no equal operations."""
+        if not isinstance(atom, int):
+            return atom
+        aval = self.avals[atom]
+        [eqn] = jax.make_jaxpr(jax.lax.optimization_barrier)(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).eqns
+        made = self.value(aval)
+        self.equations.append(Equation(eqn.primitive, eqn.params, (atom,), (made,), eqn.ctx, has_effects=False))
+        return made
 
-def _inlined_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    if eqn.primitive.name not in _INLINED:
+
+def _inlined_jaxpr(eqn: core.JaxprEqn, is_derived: bool) -> core.ClosedJaxpr | None:
+    if eqn.primitive.name not in (_DERIVED if is_derived else _INLINED):
         return None
-    return eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+    inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+    return inner if inner is None or hasattr(inner, "consts") else core.ClosedJaxpr(inner, ())
 
 
 def trace(
@@ -242,6 +261,7 @@ def trace(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     keep_single: bool = False,
+    is_derived: bool = False,
 ) -> Graph:
     """Traces `function(params, *args, **kwargs)` without computing anything.
 
@@ -251,12 +271,14 @@ def trace(
       args: further arguments, likewise.
       kwargs: keyword arguments, likewise.
       keep_single: whether to keep calls of jitted functions that have one result, instead of inlining them.
+      is_derived: whether the function will not be differentiated: calls of custom derivatives and `jax.checkpoint` are
+        then inlined, and each barrier holds one value.
     """
     leaves, params_tree = jax.tree.flatten(params)
     rest, rest_tree = jax.tree.flatten((args, dict(kwargs)))
     call = flat_call(lambda: function, params_tree, rest_tree)
     closed, out_shape = jax.make_jaxpr(call, return_shape=True)(leaves, rest)
-    return graph_of(closed, len(leaves), jax.tree.structure(out_shape), keep_single)
+    return graph_of(closed, len(leaves), jax.tree.structure(out_shape), keep_single, is_derived)
 
 
 def are_zeros(atom: Atom, made_by: Mapping[int, Equation]) -> bool:
@@ -264,7 +286,7 @@ def are_zeros(atom: Atom, made_by: Mapping[int, Equation]) -> bool:
     if not isinstance(atom, int):
         return not any(np.asarray(atom.val).tobytes())
     equation = made_by.get(atom)
-    if equation is None or equation.primitive.name != "broadcast_in_dim":
+    if equation is None or equation.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
         return False
     return are_zeros(equation.inputs[0], made_by)
 
@@ -317,10 +339,14 @@ def no_arrays(tree: Any) -> str:
 
 
 def graph_of(
-    closed: core.ClosedJaxpr, num_params: int, out_tree: jax.tree_util.PyTreeDef, keep_single: bool = False
+    closed: core.ClosedJaxpr,
+    num_params: int,
+    out_tree: jax.tree_util.PyTreeDef,
+    keep_single: bool = False,
+    is_derived: bool = False,
 ) -> Graph:
-    """The graph of a jaxpr whose first inputs are parameters; `keep_single` as for `trace`."""
-    builder = Builder(keep_single)
+    """The graph of a jaxpr whose first inputs are parameters; `keep_single`, `is_derived` as for `trace`."""
+    builder = Builder(keep_single, is_derived)
     numbers = [builder.value(v.aval) for v in closed.jaxpr.invars]
     outputs = tuple(builder.inline(closed, numbers))
     return Graph(

@@ -40,7 +40,7 @@ class Scan:
         self.equation = equation
         self.length, self.is_reverse = int(params["length"]), bool(params["reverse"])
         self.jaxpr: core.ClosedJaxpr = params["jaxpr"]
-        first, self.num_carry = _numbers_of_operands(params)
+        first, self.num_carry = numbers_of_operands(params)
         self.consts, self.carry = inputs[:first], inputs[first : first + self.num_carry]
         self.xs = inputs[first + self.num_carry :]
 
@@ -218,7 +218,7 @@ class _Search:
         return found
 
 
-def _numbers_of_operands(params: Mapping[str, Any]) -> tuple[int, int]:
+def numbers_of_operands(params: Mapping[str, Any]) -> tuple[int, int]:
     """Returns how many operands of a scan are constants and how many are carried; the rest are scanned over."""
     if "num_consts" in params:
         return int(params["num_consts"]), int(params["num_carry"])
@@ -264,7 +264,7 @@ def _scanned_over(jaxpr: core.Jaxpr) -> set[Any]:
     found: set[Any] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan" and int(eqn.params["length"]) > 1:
-            found.update(eqn.invars[sum(_numbers_of_operands(eqn.params)) :])
+            found.update(eqn.invars[sum(numbers_of_operands(eqn.params)) :])
         for inner in jaxprs_in(eqn):
             scanned = _scanned_over(inner)
             pairs = zip(reversed(inner.invars), reversed(eqn.invars), strict=False)

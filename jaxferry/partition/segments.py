@@ -17,6 +17,7 @@ import rich.table
 from jaxferry.partition.cuts import Dataflow, Merge
 from jaxferry.partition.graph import Atom, Equation, Graph, evaluate, is_inexact
 from jaxferry.partition.layout import Layer
+from jaxferry.partition.tile_rules import Rows
 from jaxferry.units import format_bytes
 
 
@@ -37,6 +38,32 @@ class Use:
     place: int
     group: int
     is_trained: bool
+
+
+BATCH, TOKENS = "batch", "tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How a segment's programs run in tiles.
+
+    Attributes:
+      num_tiles: at most so many, of at least a row.
+      along: what its rows are: those of the batch, or of the axis behind it (`"tokens"`).
+      num_rows: the number of rows; of a batch, those of each device's share of it.
+      inputs, nondiff_inputs: where each of these values has its rows; None for what all tiles see whole.
+    """
+
+    num_tiles: int
+    along: str
+    num_rows: int
+    inputs: tuple[Rows | None, ...]
+    nondiff_inputs: tuple[Rows | None, ...]
+
+    @property
+    def actual_tiles(self) -> int:
+        """The number of tiles, which all have the same number of rows but for the last one."""
+        return -(-self.num_rows // -(-self.num_rows // self.num_tiles))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,6 +88,8 @@ class Segment:
       content: a digest of the program, equal for equal programs of any partitions; None if a part of it, such as a
         Python callback, can be compared only by identity.
       remat: what it keeps between forward and backward: one of `REMAT`, `AUTO`, or a policy (`remat.py`).
+      tiling: how its programs run in tiles; None for programs of the whole batch (`tiles.py`).
+      not_tiled: why it does not run in tiles though it was to; else empty.
     """
 
     name: str
@@ -77,12 +106,14 @@ class Segment:
     program: int = -1
     content: str | None = None
     remat: Any = "none"
+    tiling: Tiling | None = None
+    not_tiled: str = ""
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """Equal for segments with the same equations and values of one graph."""
         values = (self.weights, self.inputs, self.nondiff_inputs, self.outputs, self.nondiff_outputs)
-        return (self.equations, *values, self.members, self.trained)
+        return (self.equations, *values, self.members, self.trained, self.tiling)
 
     @property
     def group(self) -> int:
@@ -318,6 +349,9 @@ def table(partition: Partition) -> rich.table.Table:
     rows.add_column("segment")
     for column in ("parameters", "bytes", "alive at its end", "program"):
         rows.add_column(column, justify="right")
+    has_tiles = any(segment.tiling or segment.not_tiled for segment in partition.segments)
+    if has_tiles:
+        rows.add_column("tiles")
     for segment in partition.segments:
         layers = [partition.layers[group] for group in segment.groups]
         rows.add_row(
@@ -326,8 +360,16 @@ def table(partition: Partition) -> rich.table.Table:
             format_bytes(sum(layer.num_bytes for layer in layers)),
             format_bytes(segment.alive_bytes),
             str(segment.program),
+            *([_tiles_text(segment)] if has_tiles else []),
         )
     return rows
+
+
+def _tiles_text(segment: Segment) -> str:
+    """The number of tiles, or why there is one."""
+    if segment.tiling is None:
+        return rich.markup.escape(f"1: {segment.not_tiled}") if segment.not_tiled else "1"
+    return f"{segment.tiling.actual_tiles}{' along the tokens' if segment.tiling.along == TOKENS else ''}"
 
 
 def print_table(partition: Partition, console: rich.console.Console | None = None) -> None:

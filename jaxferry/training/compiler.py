@@ -26,7 +26,7 @@ from jaxferry.engine import (
 )
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import FASTER, MODULE, Remat
-from jaxferry.partition import AUTO, Graph, Layer, Partition
+from jaxferry.partition import AUTO, Graph, Layer, Partition, with_tiles
 from jaxferry.processes import check_same
 from jaxferry.settings import ThreadPool, check_may_trace
 from jaxferry.step import Plan, StepProgram, streamed_state_bytes
@@ -149,9 +149,10 @@ class Compiler:
         if self._options.planning.granularity != FASTER or self._has_decided:
             return
         self._cutter.restart(MODULE)
-        variants = RematVariants(self._cutter.cut(args, kwargs).parts, self._options.planning.remat)
+        planning = self._options.planning
+        variants = self._cutter.cut(args, kwargs).variants(planning.remat, planning.tiles)
         profile = self._profiler.planned_by_estimate(variants)
-        self._cutter.restart(best_granularity(variants, self._options.planning, profile))
+        self._cutter.restart(best_granularity(variants, planning, profile))
 
     def measure(self, args: Any, kwargs: Mapping[str, Any]) -> Profile:
         """Measures what each layer costs on the device."""
@@ -172,6 +173,7 @@ class Compiler:
             check_may_trace("a function for arguments of new shapes")
             cut = self._cut(args, kwargs) if function is self._loss_fn else None
             parts = self._cutter.forward(function, args, kwargs) if cut is None else cut.parts
+            parts = with_tiles(parts, self._options.planning.tiles)
             budget, transport = self._options.planning.memory_budget_bytes, self._transport_of(parts.layers)
             return Evaluator(parts, self._shared.placement, transport, self.model.is_native, budget), cut
 
@@ -298,7 +300,7 @@ class Compiler:
     def _variants(self, cut: Cut) -> tuple[RematVariants, Programs]:
         """The segments with their rematerialized variants, and their uncompiled programs."""
         self._shared.warn_once(cut.parts)
-        variants = cut.variants(self._options.planning.remat)
+        variants = cut.variants(self._options.planning.remat, self._options.planning.tiles)
         if self._options.planning.offload_activations:
             _check_fixed_remat(variants.base, self._options.planning.plan)
         self.model.optimizer.check_parts(cut.parts.layers)

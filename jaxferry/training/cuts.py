@@ -126,15 +126,15 @@ class Cut:
         self.parts = parts
         self._jaxpr, self._key = weakref.ref(jaxpr), key
         self.programs: dict[Any, Any] = {}
-        self._variants: dict[str, RematVariants] = {}
+        self._variants: dict[Any, RematVariants] = {}
 
-    def variants(self, remat: Any) -> RematVariants:
-        """The rematerialized variants for the checked argument of `train_step`; only those of a name are shared."""
-        if not isinstance(remat, str):
-            return RematVariants(self.parts, remat)
-        if remat not in self._variants:
-            self._variants[remat] = RematVariants(self.parts, remat)
-        return self._variants[remat]
+    def variants(self, remat: Any, tiles: Any) -> RematVariants:
+        """The rematerialized variants for checked arguments of `train_step`; only those of a name are shared."""
+        if not isinstance(remat, str) or not isinstance(tiles, int):
+            return RematVariants(self.parts, remat, tiles)
+        if (remat, tiles) not in self._variants:
+            self._variants[remat, tiles] = RematVariants(self.parts, remat, tiles)
+        return self._variants[remat, tiles]
 
     def forget(self) -> None:
         """Makes later steps cut and compile anew."""
@@ -246,7 +246,8 @@ class Cutter:
         """What decides the merges of small layers: the names of a given plan or profile, or the machine."""
         if self.known_layers is not None:
             return (), None
-        # A mapping of `remat` names layers as they are.
-        may_merge = self._merges_small and not self._placement.is_cpu and not isinstance(self._planning.remat, Mapping)
+        # Mappings name layers as they are.
+        has_names = any(isinstance(given, Mapping) for given in (self._planning.remat, self._planning.tiles))
+        may_merge = self._merges_small and not self._placement.is_cpu and not has_names
         machine = known_machine(self._placement.device_kind) if may_merge else None
         return self._planning.given_names, machine

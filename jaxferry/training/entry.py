@@ -44,6 +44,7 @@ def train_step(
     policy: str | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     remat: Any = "none",
+    tiles: Any = "off",
     offload_activations: bool = False,
     skip_nonfinite: bool = False,
     check_gradients: bool | None = None,
@@ -104,6 +105,15 @@ def train_step(
         if the step does not fit into the memory budget even with every layer RELOAD, segments recompute as well. Or one
         of these for each segment: a mapping from names of segments or layers (`"none"` for the others), or a function
         of the segment's name. Segments that recompute in `plan` always do.
+      tiles: in how many tiles along the rows of the batch the programs of segments run. Of logits, attention scores and
+        hidden values, only those of a tile then exist at a time, and each segment's weights are loaded once for all.
+        `"off"`: one tile, the whole batch. A number: for all segments that can be tiled; `print_table` of
+        `step.prepare(batch).partition` shows the others, with the operation in the way. Or a mapping from names of
+        segments or layers to numbers (1 for the others). A tile has one row or more, of each device's share with
+        `mesh`; with more tiles than rows, segments that mix no tokens are tiled along these. Sums over rows are in fp32
+        at least. Losses and gradients are those of one tile up to rounding; dropout draws the same masks. A program in
+        tiles copies the layer that it reads in host memory (DHA, DFGB) to the device first, and writes its gradient to
+        the host (GO) once that is whole.
       offload_activations: whether values that cross segments, and that a backward reads, wait for it in pinned host
         memory. Not with `remat="auto"`. These are segments' inputs and outputs, not the residuals within a segment;
         with `remat="full"` there are no such residuals. A value leaves the device after the last forward that reads it
@@ -159,6 +169,7 @@ def train_step(
         policy=policy,
         profile=profile,
         remat=remat,
+        tiles=tiles,
         offload_activations=offload_activations,
         skip_nonfinite=skip_nonfinite,
         check_gradients=check_gradients,

@@ -17,7 +17,7 @@ from jaxferry.costs import Profile
 from jaxferry.engine import LossScale, Rules
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK
-from jaxferry.partition import Trainable, check_remat
+from jaxferry.partition import Trainable, check_remat, check_tiles
 from jaxferry.planner import check_granularity, make_policy
 from jaxferry.settings import looks_for_nans
 from jaxferry.step import Plan
@@ -70,6 +70,7 @@ class Planning:
     policy: str | None = None
     profile: Profile | str | None = None
     remat: Any = "none"
+    tiles: Any = 1
     offload_activations: bool = False
     merge_small: bool = True
     granularity: str = BLOCK
@@ -127,6 +128,7 @@ def read_options(
     weight: Any = None,
     extra_args: Any = None,
     trainable: Any = None,
+    tiles: Any = 1,
     offload_activations: Any = False,
     cached_shapes: Any = CACHED_SHAPES,
     merge_small: Any = True,
@@ -164,6 +166,7 @@ def read_options(
         policy=policy,
         profile=profile if profile in (MEASURE, ESTIMATE) else _read_record(Profile, profile, "profile"),
         remat=check_remat(remat),
+        tiles=check_tiles(tiles),
         offload_activations=_read_flag(offload_activations, "offload_activations"),
         merge_small=_read_flag(merge_small, "merge_small"),
         granularity=granularity,

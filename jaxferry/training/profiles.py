@@ -171,7 +171,7 @@ def share_of_one(
     own = model.on(alone)
     cutter = Cutter(own, loss_fn, planning, alone)
     cutter.known_layers = partition.layers
-    variants = _cut(cutter, partition.graph, args, kwargs).variants(planning.remat)
+    variants = _cut(cutter, partition.graph, args, kwargs).variants(planning.remat, planning.tiles)
     is_scaled = model.numerics.loss_scale is not None
     programs = Programs(variants.base, variants.derivatives, alone, own.is_native, is_scaled)
     return Share(variants.base, variants.of(variants.may_recompute), programs, own.optimizer, alone)

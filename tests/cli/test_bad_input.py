@@ -84,6 +84,8 @@ LINES = [
         for name in ("float99", "int32", "bool", "complex64")
     ),
     ("fit gpt2:tiny", "--machine"),
+    ("fit gpt2:tiny --machine a100-pcie4 --tiles many", "tiles must be .* got 'many'"),
+    ("fit gpt2:tiny --machine a100-pcie4 --tiles wte=2,h/0=0", r"tiles\['h/0'\] must be .* got 0"),
     ("fit gpt2:tiny --machine z80", "machine must be one of"),
     ("fit gpt2:big --machine a100-pcie4", "WORKLOAD gpt2:big: sizes of gpt2 are tiny"),
     ("fit gpt2:tiny --machine a100-pcie4 --memory-budget none", "fit answers for a size of memory"),

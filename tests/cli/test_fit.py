@@ -56,6 +56,15 @@ def test_the_document_answers(jaxferry, tmp_path):
     assert 2 * masters <= found["host_bytes"]["optimizer state"] <= 2 * masters + 8
 
 
+def test_less_device_memory_is_needed_in_tiles(jaxferry, tmp_path):
+    (tmp_path / "words.py").write_text(WORDS.replace("(50, 8)", "(5000, 8)").replace("(8, 50)", "(8, 5000)"))
+    own = (f"{tmp_path / 'words.py'}:make", *A100, "--batch", 64)
+    whole, tiled, of_head = (fit(jaxferry, *own, *more) for more in ((), ("--tiles", 16), ("--tiles", "head=16")))
+    assert max(of_head["smallest_bytes"], tiled["smallest_bytes"]) < whole["smallest_bytes"] / 3
+    refused = jaxferry("fit", *own, "--tiles", "tail=16")
+    assert refused.status == 2 and "tiles names 'tail', which is not a segment" in refused.err
+
+
 def test_the_report_states_the_answer_memory_speed_and_plan(jaxferry, user_model, tmp_path):
     path, name = tmp_path / "plan.json", user_model("shapes")
     shown = jaxferry("fit", name, *A100, "--batch", 2, "-o", path).out

@@ -139,13 +139,15 @@ def deep(params, batch):
     return jnp.mean(batch**2)
 
 
-@pytest.mark.parametrize(("compute_dtype", "granularity"), [(None, "module"), (jnp.bfloat16, "block")])
+@pytest.mark.parametrize(
+    ("compute_dtype", "granularity", "tiles"), [(None, "module", 1), (jnp.bfloat16, "block", 1), (None, "block", 4)]
+)
 def test_the_least_budget_is_what_a_step_accepts_to_the_byte_where_temporaries_are_those_estimated(
-    compute_dtype, granularity, monkeypatch
+    compute_dtype, granularity, tiles, monkeypatch
 ):
     params = {f"w{i}": jax.ShapeDtypeStruct((64, 64), np.float32) for i in range(4)}
     batch = jax.ShapeDtypeStruct((8, 64), np.float32)
-    made = trace(8, deep, params, batch, find_machine("h100-pcie5"), compute_dtype, granularity)
+    made = trace(8, deep, params, batch, find_machine("h100-pcie5"), compute_dtype, granularity, tiles=tiles)
 
     def counted(self, program):
         return made._temporary_bytes(program), self._resources.transport.staging_bytes
@@ -153,7 +155,7 @@ def test_the_least_budget_is_what_a_step_accepts_to_the_byte_where_temporaries_a
     def prepared(budget):
         step = jaxferry.train_step(
             deep, optax.adamw(1e-3), memory_budget=budget, policy="auto", profile="estimate", remat="auto",
-            compute_dtype=compute_dtype, granularity=granularity,
+            compute_dtype=compute_dtype, granularity=granularity, tiles=tiles,
         )  # fmt: skip
         step.declare(params)
         return step.prepare(batch)

@@ -55,6 +55,15 @@ def test_a_product_in_16_bits_that_is_read_in_32_is_written_in_32():
     assert estimate(lambda a, b, c: jnp.tanh((a @ b).astype(jnp.float32)) @ c, *half, shape(5, 2)) == 4 * 15
 
 
+def test_products_that_a_loop_adds_up_are_not_whole_beside_their_sum():
+    def summed(x, y):
+        return jax.lax.scan(lambda total, each: (total + each[0].T @ each[1], None), jnp.zeros((30, 50)), (x, y))[0]
+
+    assert estimate(summed, shape(8, 2, 30), shape(8, 2, 50)) == 0
+    read = lambda x, y, z: summed(x, y) @ z  # noqa: E731
+    assert estimate(read, shape(8, 2, 30), shape(8, 2, 50), shape(50, 1)) == 4 * 30 * 50
+
+
 def test_a_nested_program_counts_as_if_it_were_written_out():
     def inner(a, b):
         return a @ b

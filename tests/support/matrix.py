@@ -41,6 +41,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "weight": ("alike", "weighed"),
     "clip": ("whole", "clipped"),
     "remat": ("none", "full", "dots"),
+    "tiles": ("untiled", "tiled"),
     "offload": ("stays", "offloaded"),
     "frozen": ("all", "frozen"),
     "optimizer": ("optax", "fused", "of the loss"),
@@ -234,6 +235,7 @@ def options_of(case: dict[str, str]) -> dict[str, Any]:
         "weight": "tokens" if case["weight"] == "weighed" else None,
         "clip_norm": CLIP_NORM if case["clip"] == "clipped" else None,
         "remat": REMAT.get(case["remat"], case["remat"]),
+        "tiles": (2 if case.get("device") == "mesh" else 3) if case["tiles"] == "tiled" else "off",
         "trainable": is_trained(case["model"]) if case["frozen"] == "frozen" else None,
         "granularity": case["granularity"],
     }
@@ -283,7 +285,7 @@ def asked(step: jaxferry.TrainStep, state: Any, batch: Any, is_half: bool) -> An
 
 
 PLAIN = ("model", "dtype", "accumulate", "clip", "frozen", "weight", "optimizer")
-COMPUTES = (*PLAIN, "remat", "granularity")
+COMPUTES = (*PLAIN, "remat", "tiles", "granularity")
 
 
 @functools.cache

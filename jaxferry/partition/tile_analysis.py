@@ -1,0 +1,158 @@
+"""Which values of a program have the rows of a batch, which are sums over them, and how many loops over tiles it takes.
+
+Each value is one of:
+    whole       every tile sees all of it; of stage 0 it depends on no row, of stage s on sums that s loops have made
+    rows        those of row b depend on row b of the inputs alone, and on whole values
+    combined    over tiles, by a sum say: whole one stage later
+Whatever inputs are said to have rows, the program in tiles computes the same: a wrong choice is only not tiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jaxferry.partition.graph import Atom, Equation, Graph, are_zeros
+from jaxferry.partition.tile_rules import PARTIAL, RULES, CannotTile, Rows, Site, Tile, linear
+
+MOST_LOOPS = 3
+"""Each loop after the first computes again what it needs of the loops before."""
+
+
+class Analysis:
+    """The rows of each value of a program.
+
+    Args:
+      graph: the program, which is differentiated and whose calls are inlined (`trace` with `is_derived`).
+      rows: those of its inputs; missing ones are whole.
+      num_rows: B.
+      is_inner: whether the program is the body of a loop or a branch of another one, in which sums are `PARTIAL`.
+      is_trial: as for `linear`.
+      stops: collects what cannot be tiled, which is then taken as whole, instead of raising; None raises.
+
+    Attributes:
+      graph, num_rows: as given.
+      rows: by value.
+      sums: how tiles of a value combine; of combined values only.
+      tiles: what the rule of an equation says; of equations with rows only.
+      num_loops: the number of loops, one after the other.
+      loop: the loop that makes a combined value, the last one possible.
+
+    Raises:
+      CannotTile: with the first equation in the way.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        rows: Mapping[int, Rows | None],
+        num_rows: int,
+        *,
+        is_inner: bool = False,
+        is_trial: bool = False,
+        stops: list[CannotTile] | None = None,
+    ) -> None:
+        self.graph, self.num_rows = graph, num_rows
+        self._is_inner, self._is_trial, self._stops = is_inner, is_trial, stops
+        self.made_by = {value: equation for equation in graph.equations for value in equation.outputs}
+        inputs = (*graph.parameters, *graph.batch, *graph.constants)
+        self.rows: dict[int, Rows | None] = {value: rows.get(value) for value in inputs}
+        self._stage = dict.fromkeys(inputs, 0)
+        self.tiles: dict[Equation, Tile] = {}
+        self.sums: dict[int, str] = {}
+        for equation in graph.equations:
+            self._visit(equation)
+        of_rows = [self._stage[value] for value, at in self.rows.items() if at is not None]
+        self.num_loops = 1 + max([*of_rows, *(self._stage[value] - 1 for value in self.sums)], default=0)
+        self.loop = self._latest_loops()
+
+    def rows_of(self, atom: Atom) -> Rows | None:
+        """The rows of a value; None of whole and combined ones."""
+        return self.rows[atom] if isinstance(atom, int) else None
+
+    def site(self, equation: Equation) -> Site:
+        """The equation as rules see it."""
+        graph = self.graph
+        shapes = tuple(tuple(getattr(graph.aval_of(atom), "shape", ())) for atom in equation.inputs)
+        results = tuple(tuple(getattr(graph.avals[value], "shape", ())) for value in equation.outputs)
+        zeros = tuple(are_zeros(atom, self.made_by) for atom in equation.inputs)
+        return Site(equation.primitive.name, equation.params, shapes, results, zeros, self.num_rows)
+
+    def _visit(self, equation: Equation) -> None:
+        rows = [self.rows_of(atom) for atom in equation.inputs]
+        stage = max((self._stage[value] for value in equation.reads), default=0)
+        self.rows |= dict.fromkeys(equation.outputs)
+        self._stage |= dict.fromkeys(equation.outputs, stage)
+        if not any(rows) and not equation.has_effects:
+            return
+        try:
+            tile = self.tile(equation, rows)
+            if stage >= MOST_LOOPS:
+                raise CannotTile(f"it needs {stage} sums over all rows, one after the other")
+        except CannotTile as stop:
+            operands = ", ".join(self.graph.aval_of(atom).str_short() for atom in equation.inputs)
+            stop = CannotTile(stop.reason, stop.where or f"{equation.primitive.name}({operands})")
+            if self._stops is None:
+                raise stop from None
+            self._stops.append(stop)
+            return
+        self.tiles[equation] = tile
+        for value, result in zip(equation.outputs, tile.results, strict=True):
+            if isinstance(result, str):
+                self.sums[value] = result
+                self._stage[value] = stage + 1
+            else:
+                self.rows[value] = result
+
+    def tile(self, equation: Equation, rows: Sequence[Rows | None]) -> Tile:
+        """What the rule of an equation says for these rows of its operands.
+
+        Raises:
+          CannotTile: with the reason.
+        """
+        name = equation.primitive.name
+        if equation.has_effects:
+            raise CannotTile("it has side effects")
+        if states_sharding(equation):
+            raise CannotTile("it states a sharding")
+        if PARTIAL in rows and name != "scan":
+            return linear(self.site(equation), rows, self._is_trial)
+        if name not in RULES:
+            raise CannotTile("there is no rule for it")
+        site = self.site(equation)
+        tile = RULES[name](site, rows)
+        for at, read in zip(rows, tile.reads, strict=True):
+            if at not in (None, PARTIAL, read):
+                raise CannotTile("operands have their rows along different axes")
+        places = zip((*site.shapes, *site.results), (*tile.reads, *tile.results), strict=True)
+        of_rows = [(shape, at) for shape, at in places if isinstance(at, Rows) and at != PARTIAL]
+        if any(shape[at.axis : at.axis + 1] != (at.size(self.num_rows),) for shape, at in of_rows):
+            raise CannotTile("its rows do not lie along one axis")
+        if not self._is_inner:
+            return tile
+        results = [PARTIAL if each == "add" else each for each in tile.results]
+        if any(isinstance(each, str) for each in results):
+            raise CannotTile("it combines rows within a loop")
+        return dataclasses.replace(tile, results=results)
+
+    def _latest_loops(self) -> dict[int, int]:
+        """The last loop in which each combined value may be made: earlier loops compute only what later ones need."""
+        last = self.num_loops - 1
+        needed: dict[int, int] = {}
+        loop: dict[int, int] = {}
+        for equation in reversed(self.graph.equations):
+            needs = [needed.get(value, last + 1) for value in equation.outputs]
+            if equation in self.tiles:
+                made = {v: min(n - 1, last) for v, n in zip(equation.outputs, needs, strict=True) if v in self.sums}
+                loop |= made
+                needs = [made.get(value, self._stage[value]) for value in equation.outputs]
+            for value in equation.reads:
+                if self.rows[value] is None:
+                    needed[value] = min(needed.get(value, last + 1), *needs)
+        return loop
+
+
+def states_sharding(equation: Equation) -> bool:
+    """Whether an equation says over which axes of a mesh its result is split, as with explicit axes."""
+    stated = (equation.params.get(key) for key in ("sharding", "out_sharding"))
+    return any(any(axis is not None for axis in getattr(each, "spec", ())) for each in stated)

@@ -1,0 +1,165 @@
+"""Runs a program as loops over tiles.
+
+function --trace, analyse--> loops: rows of results are written into arrays that the loop carries, sums are added to
+                             accumulators that it carries, in fp32 at least; what depends on no row is computed once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxferry.partition import tile_loops
+from jaxferry.partition.derivatives import recomputation
+from jaxferry.partition.graph import Atom, evaluate, trace
+from jaxferry.partition.tile_analysis import Analysis
+from jaxferry.partition.tile_body import Body, Part, in_order, write_rows
+from jaxferry.partition.tile_products import without_transposes
+from jaxferry.partition.tile_rules import COMBINE, CannotTile, Rows, is_short
+
+__all__ = ["InTiles", "tile_loops"]
+
+
+class InTiles:
+    """A function of arrays that runs in tiles.
+
+    Args:
+      function: the function, which will not be differentiated.
+      arguments: shape structs of its arguments.
+      rows: where each leaf of them has its rows; None for what all tiles see whole.
+      num_rows: B.
+      num_devices: how many devices share the arrays.
+
+    Attributes:
+      num_loops: the number of loops, one after the other.
+      results: where each leaf of the results has its rows; None of whole ones.
+
+    Raises:
+      CannotTile: with the equation in the way.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        rows: Sequence[Rows | None],
+        num_rows: int,
+        num_devices: int = 1,
+    ) -> None:
+        # A constrained layout would keep XLA from sharing the tiles among devices.
+        self._laid_out = in_order if num_devices == 1 else lambda tile: tile
+        traced = trace(lambda given: function(*given), list(arguments), (), {}, is_derived=True)
+        self._graph = graph = without_transposes(traced)
+        self._analysis = Analysis(graph, dict(zip(graph.parameters, rows, strict=True)), num_rows)
+        self._given = {*graph.parameters, *graph.constants}
+        if not any(rows):
+            raise CannotTile("none of its inputs has the rows of the batch")
+        self.results = [self._analysis.rows_of(atom) for atom in graph.outputs]
+        if any(jax.dtypes.issubdtype(graph.avals[value].dtype, jax.dtypes.extended) for value in self._written()):
+            raise CannotTile("its results are random keys, one a row")
+        has_loops = self._written() or self._analysis.sums
+        self.num_loops = self._analysis.num_loops if has_loops else 0
+
+    def _written(self) -> list[int]:
+        """The values whose rows are results."""
+        outputs = dict.fromkeys(atom for atom in self._graph.outputs if isinstance(atom, int))
+        return [value for value in outputs if self._analysis.rows[value] is not None and value not in self._given]
+
+    def run(self, num_tiles: int, donated: Collection[int] = ()) -> Callable[..., Any]:
+        """The function.
+
+        Args:
+          num_tiles: at most so many tiles, of at least a row; the last one is smaller where they do not divide B.
+          donated: the leaves of the arguments whose memory results may take.
+        """
+        graph, size = self._graph, -(-self._analysis.num_rows // num_tiles)
+
+        def run(*given: Any) -> Any:
+            known: dict[int, Any] = dict(graph.constants)
+            known |= zip(graph.parameters, jax.tree.leaves(list(given)), strict=True)
+            for number in range(self.num_loops):
+                self._loop(number, known, size, donated)
+            self._complete(known, graph.outputs)
+            results = [known[atom] if isinstance(atom, int) else atom.val for atom in graph.outputs]
+            return jax.tree.unflatten(graph.out_tree, results)
+
+        run.__name__ = "in_tiles"
+        return run
+
+    def _complete(self, known: dict[int, Any], atoms: Sequence[Atom]) -> None:
+        """Computes these whole values."""
+        wanted = [atom for atom in atoms if isinstance(atom, int) and atom not in known]
+        evaluate(recomputation(self._graph, wanted, known), known)
+
+    def _loop(self, number: int, known: dict[int, Any], size: int, donated: Collection[int]) -> None:
+        """Runs one loop over the tiles, and adds its results to the known values."""
+        analysis, graph, num_rows = self._analysis, self._graph, self._analysis.num_rows
+        written = self._written() if number == self.num_loops - 1 else []
+        places = [at for value in written if (at := analysis.rows[value]) is not None]
+        sums = [value for value, loop in analysis.loop.items() if loop == number]
+        wanted: list[Part] = [*zip(written, places, strict=True)]
+        wanted += [(value, analysis.sums[value]) for value in sums]
+        body = Body(analysis, wanted, known)
+        self._complete(known, body.whole)
+        in_place = self._in_place(written, body, donated)
+        combine = [COMBINE[analysis.sums[value]] for value in sums]
+
+        def step(start: Any, size: int, made: list[Any], total: list[Any]) -> tuple[list[Any], list[Any]]:
+            # Tiles of donated inputs are read from the array into which those of a result are written.
+            carried = {in_place[value]: array for value, array in zip(written, made, strict=True) if value in in_place}
+            found = body.run({**known, **carried}, start, size, laid_out=self._laid_out)
+            parts = found[: len(written)]
+            written_to = [
+                write_rows(array, self._laid_out(part), at, num_rows, start, size)
+                for array, part, at in zip(made, parts, places, strict=True)
+            ]
+            return written_to, [
+                add(a, b.astype(a.dtype)) for add, a, b in zip(combine, total, found[len(written) :], strict=True)
+            ]
+
+        made = [
+            known[in_place[value]]
+            if value in in_place
+            else jnp.zeros(graph.avals[value].shape, graph.avals[value].dtype)
+            for value in written
+        ]
+        total = [_neutral(analysis.sums[value], graph.avals[value]) for value in sums]
+        full, rest = divmod(num_rows, size)
+        made, total = jax.lax.fori_loop(0, full, lambda i, each: step(i * size, size, *each), (made, total))
+        if rest:
+            made, total = step(full * size, rest, made, total)
+        known |= zip(written, made, strict=True)
+        known |= {v: array.astype(graph.avals[v].dtype) for v, array in zip(sums, total, strict=True)}
+
+    def _in_place(self, written: Sequence[int], body: Body, donated: Collection[int]) -> dict[int, int]:
+        """Which results take the memory of which donated inputs, tile by tile.
+
+        JAX gives each result the first donated argument that is left of its shape and dtype.
+        """
+        graph, found = self._graph, dict[int, int]()
+        left = [graph.parameters[place] for place in sorted(donated)]
+        for atom in dict.fromkeys(atom for atom in graph.outputs if isinstance(atom, int)):
+            aval = graph.avals[atom]
+            alike = [v for v in left if (graph.avals[v].shape, graph.avals[v].dtype) == (aval.shape, aval.dtype)]
+            if not alike:
+                continue
+            left.remove(alike[0])
+            # A tile that has been overwritten must not be read again.
+            is_free = alike[0] not in body.whole or body.sliced.get(alike[0]) == self._analysis.rows[atom]
+            if atom in written and is_free and alike[0] not in graph.outputs:
+                found[atom] = alike[0]
+        return found
+
+
+def _neutral(combine: str, aval: Any) -> jax.Array:
+    """What the tiles of a combined value are combined with first; sums of fewer bits than 32 are in fp32."""
+    dtype: Any = np.dtype(np.float32) if combine == "add" and is_short(aval.dtype) else aval.dtype
+    if combine in ("max", "min"):
+        is_max, is_integer = combine == "max", jnp.issubdtype(dtype, jnp.integer)
+        least, most = (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max) if is_integer else (-jnp.inf, jnp.inf)
+        return jnp.full(aval.shape, least if is_max else most, dtype)
+    return jnp.full(aval.shape, np.array(-1 if combine == "and" else 0).astype(dtype), dtype)

@@ -1,0 +1,148 @@
+"""Training steps whose programs run in tiles: numerics, plans, memory, several devices."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+import models
+from jaxferry.engine import Programs, RematVariants, lower_traced, trace_program
+from jaxferry.errors import InputError
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.partition import partition
+from jaxferry.settings import own_settings
+from jaxferry.step import ProgramKey, ProgramKind
+from jaxferry.transport import make_placement
+from native.compile_for_gpu import compile_lowered, text
+from planned import assert_same_bits, plan_of, train
+
+ADAMW, NUM_STEPS = optax.adamw(1e-3), 20
+CUBLAS_BYTES = 2**25
+"""What a product of cuBLASLt takes beside its operands, on an H200."""
+MODES = {
+    "RELOAD": ([Mode.RELOAD], [GradientPlace.DEVICE]),
+    "mixed": ([Mode.RELOAD, Mode.RESIDENT, Mode.GFGB], [GradientPlace.DEVICE]),
+    "DHA and GO": ([Mode.DHA], [GradientPlace.HOST]),
+}
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    """A model with a batch of eight rows."""
+    task = models.mlp()
+    return dataclasses.replace(task, batch=jax.random.randint(jax.random.key(1), (8, 33), 0, 128))
+
+
+@pytest.fixture(scope="module")
+def tiled(gpt):
+    state, losses = train(jaxferry.train_step(gpt.loss_fn, ADAMW, tiles=3), gpt, NUM_STEPS)
+    return state.params, losses
+
+
+def test_losses_of_many_steps_are_those_of_one_tile(gpt, tiled):
+    _, losses = train(jaxferry.train_step(gpt.loss_fn, ADAMW), gpt, NUM_STEPS)
+    np.testing.assert_allclose(tiled[1], losses, rtol=1e-6)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_bits_are_the_same_in_each_run_and_under_all_plans(gpt, tiled, name):
+    """Also where a plan reads and writes host memory: programs in tiles copy the layer before, its gradient after."""
+    plan = plan_of(gpt, *MODES[name])
+    state, losses = train(jaxferry.train_step(gpt.loss_fn, ADAMW, tiles=3, plan=plan), gpt, NUM_STEPS)
+    assert losses == tiled[1]
+    assert_same_bits(state.params, tiled[0])
+
+
+def test_dropout_draws_the_masks_of_one_tile():
+    task = models.gpt(dropout=0.3)
+    step, whole = (jaxferry.train_step(task.loss_fn, ADAMW, tiles=tiles) for tiles in (2, "off"))
+    key = jax.random.key(7)
+    losses, others = (train(each, task, 5, rng=key)[1] for each in (step, whole))
+    np.testing.assert_allclose(losses, others, rtol=1e-6)
+    assert not np.allclose(losses, train(whole, task, 5)[1], rtol=1e-3)
+
+
+def test_evaluation_and_other_functions_run_in_tiles_too(gpt):
+    step, whole = (jaxferry.train_step(gpt.loss_fn, ADAMW, tiles=tiles) for tiles in (3, "off"))
+    states = [each.init(gpt.params) for each in (step, whole)]
+    found, expected = (each.evaluate(state, gpt.batch) for each, state in zip((step, whole), states, strict=True))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+    def rows(params, batch):
+        return batch * jnp.sum(params["ln_f"]["scale"] ** 2)
+
+    found, expected = (each.apply(state, rows, gpt.batch) for each, state in zip((step, whole), states, strict=True))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_named_segment_alone_runs_in_tiles_and_an_unknown_one_is_refused(gpt):
+    step = jaxferry.train_step(gpt.loss_fn, ADAMW, tiles={"h_1": 4})
+    step.init(gpt.params)
+    segments = step.prepare(gpt.batch).partition.segments
+    assert [segment.name for segment in segments if segment.tiling] == ["h_1"]
+    with pytest.raises(InputError, match="tiles names 'h_99'"):
+        wrong = jaxferry.train_step(gpt.loss_fn, ADAMW, tiles={"h_99": 4})
+        wrong.init(gpt.params)
+        wrong.prepare(gpt.batch)
+
+
+def compiled_for_gpu(parts, segment, kind, remat, tiles):
+    variants = RematVariants(parts, remat, tiles)
+    key = ProgramKey(kind, variants.base.segments[segment].program)
+    with own_settings():
+        traced = trace_program(variants.base, variants.derivatives, make_placement(), key, native=False)
+        return compile_lowered(lower_traced(traced, "cuda"))
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A model with large logits and hidden values, as shapes, in 16 bits."""
+    task = models.gpt(vocab=8192, width=256, depth=1)
+    batch = jax.ShapeDtypeStruct((128, 65), jnp.int32)
+    return partition(task.loss_fn, jax.eval_shape(lambda: task.params), (batch,), compute_dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "number, kind, remat",
+    [
+        (-1, ProgramKind.LOSS, "none"),
+        (2, ProgramKind.FORWARD, "none"),
+        (2, ProgramKind.BACKWARD, "none"),
+        (2, ProgramKind.BACKWARD, "full"),
+    ],
+)
+def test_temporaries_of_a_gpu_are_those_of_a_tile_and_the_sums_of_gradients(wide, number, kind, remat):
+    whole, tiled = (compiled_for_gpu(wide, number, kind, remat, tiles) for tiles in (1, 16))
+    one, other = (each.get_compiled_memory_stats().temp_size_in_bytes for each in (whole, tiled))
+    segment = wide.segments[number]
+    sums_bytes = 4 * sum(wide.graph.avals[value].size for value in segment.weights)
+    assert other <= sums_bytes + CUBLAS_BYTES + one / 8
+    assert one - CUBLAS_BYTES > 4 * (other - CUBLAS_BYTES)
+    loops = re.findall(r" while\(", text(tiled))
+    assert len(loops) == 1
+
+
+@pytest.mark.cpu_device
+def test_devices_share_each_tile_and_exchange_gradients_once_after_the_loop():
+    """As XLA compiles the programs for two H200: tiles of each device's own rows, nothing is gathered."""
+    task = models.gpt()
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), mesh=mesh, tiles=2)
+    step.declare(task.params)
+    program = step.prepare(jax.random.randint(jax.random.key(1), (8, 17), 0, 128)).program
+    programs = Programs(program.partition, program.derivatives, make_placement(mesh=mesh))
+    lookup = program.partition.segments[0].program
+    for key in dict.fromkeys(each.key for each in program.programs):
+        compiled = text(compile_lowered(lower_traced(programs.traced(key), "cuda"), 2))
+        entry = compiled[compiled.index("\nENTRY ") :]
+        kinds = r" (all-gather|all-to-all|collective-permute|reduce-scatter|all-reduce)(?:-start)?\("
+        if key.program != lookup:  # XLA adds up the devices' rows of a table in each tile (JAX 0.12)
+            assert re.findall(kinds, compiled) == re.findall(kinds, entry), key
+        assert not re.search(r" (all-gather|all-to-all|collective-permute)", compiled), key
+        assert " while(" in entry
