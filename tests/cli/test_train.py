@@ -117,15 +117,15 @@ def test_an_interrupt_saves_what_there_is(jaxferry, user_model, tmp_path, monkey
             signal.raise_signal(number)  # a scheduler may insist
         save(self, *args, **options)
 
-    monkeypatch.setattr(TrainStep, "__call__", interrupted)
-    monkeypatch.setattr(TrainStep, "save", saved)
-    before = signal.getsignal(number)
-    result = jaxferry("train", "--model", user_model("functions"), "--steps", 9, "--save", tmp_path / "state", "--json")
+    before, options = signal.getsignal(number), ("--steps", 9, "--save", tmp_path / "state", "--json")
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainStep, "__call__", interrupted)
+        patch.setattr(TrainStep, "save", saved)
+        result = jaxferry("train", "--model", user_model("functions"), *options)
     assert result.status == status
     assert signal.getsignal(number) == before
     assert f"ended after step 2: saved, continue with --resume {tmp_path / 'state'}" in result.err
     assert json.loads(result.out)["steps"] == 2
-    monkeypatch.undo()
     step = package.train_step(call_model(user_model("functions")).loss_fn, optax.adamw(1e-3))
     assert step.restore(tmp_path / "state").step == 2
 

@@ -20,7 +20,7 @@ from jaxferry.step import LayerPlan, Plan
 from planned import assert_same_bits, segment_names, take_steps, taken
 from slowly import slow
 from steps import with_sums_in_host_memory
-from watched import becomes, live_arrays, settled
+from watched import becomes, live_pinned_bytes, settled
 
 N = 300
 COLUMNS = 512
@@ -151,8 +151,7 @@ def test_batches_may_use_a_layer_any_number_of_times(monkeypatch, transport, opt
 def test_what_is_pinned_for_the_uses_of_a_layer_is_counted(monkeypatch, transport):
     def pinned():
         state.block_until_ready()
-        there = [array for array in live_arrays() if array.sharding.memory_kind == "pinned_host"]
-        return sum({array.unsafe_buffer_pointer(): array.nbytes for array in there}.values())  # some are views
+        return live_pinned_bytes()
 
     emulate(monkeypatch)
     step = jaxferry.train_step(used_often, jaxferry.sgd(1.0), compute_dtype=jnp.bfloat16, transport=transport)

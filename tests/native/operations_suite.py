@@ -300,7 +300,7 @@ class FerrySuite:
     def test_random_loads_and_stores_are_as_if_done_in_order(self, operations):
         generator = np.random.default_rng(18)
         twins = [generator.standard_normal(200).astype(np.float32) for _ in range(4)]
-        hosts = [operations.host(twin) for twin in twins]
+        hosts, sources = [operations.host(twin) for twin in twins], []
         for step in range(40):
             source, target = generator.choice(4, 2, replace=False)
             offset, size = int(generator.integers(0, 100)), int(generator.integers(1, 100))
@@ -308,6 +308,7 @@ class FerrySuite:
             # What was stored must be there before it is loaded: the queues do not wait for each other.
             (array,) = operations.load([hosts[source]], [array], vectors=[0], offsets=[offset])
             (array,) = operations.wait(array)
+            sources.append(array)  # must outlive the copy, which the wait below only asks for
             place = int(generator.integers(0, 200 - size))
             hosts[target] = operations.ferry_store([array], hosts[target], [place], accumulate=bool(step % 2))
             (hosts[target],) = operations.wait(hosts[target])

@@ -24,7 +24,7 @@ from jaxferry.transport import Allocator, Placement
 from jaxferry.units import format_bytes, parse_bytes
 from models import chain
 from python_runs import run_python
-from watched import live_arrays, settled
+from watched import live_pinned_bytes, settled
 
 pytestmark = pytest.mark.cpu_device  # XLA pins more than is asked for; tests of that emulate a device
 
@@ -133,18 +133,13 @@ def test_the_first_batch_shows_what_sums_of_several_uses_need(monkeypatch):
 def test_sums_that_exist_before_the_first_step_count_once(monkeypatch):
     """On an accelerator a thread makes them while the step is compiled."""
 
-    def pinned():
-        there = [array for array in live_arrays() if array.sharding.memory_kind == "pinned_host"]
-        # Other tests may have left arrays of several devices.
-        there = [array for array in there if not array.is_deleted() and len(array.sharding.device_set) == 1]
-        return sum({array.unsafe_buffer_pointer(): array.nbytes for array in there}.values())
-
     def step_within(most):
         step = jaxferry.train_step(chain("abab"), jaxferry.sgd(1.0), compute_dtype=jnp.bfloat16)
-        state, before = step.init(dict.fromkeys("ab", np.zeros((500, 500), np.float32))), pinned()
-        monkeypatch.setattr(host_memory, "limits", lambda: [host_memory.Limit(most + before - pinned(), "the test")])
+        state, before = step.init(dict.fromkeys("ab", np.zeros((500, 500), np.float32))), live_pinned_bytes()
+        left = most + before
+        monkeypatch.setattr(host_memory, "limits", lambda: [host_memory.Limit(left - live_pinned_bytes(), "the test")])
         state, _ = step(state, np.zeros((1, 500), np.float32))
-        return settled(pinned) - before
+        return settled(live_pinned_bytes) - before
 
     accelerator.emulate(monkeypatch)
     monkeypatch.delenv(host_memory.VARIABLE, raising=False)

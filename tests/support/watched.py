@@ -32,6 +32,16 @@ def device_arrays():
     return [a for a in live_arrays() if a.sharding.memory_kind == "device" and not a.is_deleted()]
 
 
+def live_pinned_bytes():
+    """The bytes of arrays in pinned memory, of which some are views of others; of one device each.
+
+    Other tests may have left arrays of several devices.
+    """
+    there = [array for array in live_arrays() if array.sharding.memory_kind == "pinned_host"]
+    there = [array for array in there if not array.is_deleted() and len(array.sharding.device_set) == 1]
+    return sum({array.unsafe_buffer_pointer(): array.nbytes for array in there}.values())
+
+
 def device_bytes(known, size=lambda array: array.nbytes):
     """Bytes of the arrays on the device whose identities are not known.
 
