@@ -41,7 +41,10 @@ MOST_EFFORT = 130_000
 """The tasks of the plans that a search for one budget lowers or simulates."""
 
 _EFFORT_A_LAYER = 350
-"""What every search begins with costs about as much, for each layer of the model; at most half of the effort."""
+"""What every search begins with costs about as much, for each layer of the model."""
+
+_LONG = 96
+"""With more layers that takes as long as half of the effort."""
 
 UNLIMITED_BYTES = 2**53
 """What plans may need without a budget."""
@@ -197,7 +200,8 @@ class _BudgetSearch:
         self._random = np.random.default_rng(0)
         self._first_effort, self._num_plans = self.judge.effort, 0
         self._most_plans = 24 + _PLANS_A_LAYER * len(search.profile.layers)
-        effort = max(MOST_EFFORT - _EFFORT_A_LAYER * len(search.profile.layers), MOST_EFFORT // 2)
+        size = len(search.profile.layers)
+        effort = MOST_EFFORT // 2 if size > _LONG else MOST_EFFORT - _EFFORT_A_LAYER * size
         self._most_effort, self._least_plans = int(share * effort), int(share * _LEAST_PLANS)
         groups = streamable_groups(search.profile)
         is_much = slots_bytes(search.profile, groups) > _MUCH * self.limit
