@@ -55,8 +55,8 @@ EXPECTED = {
     "graph_attention": (7, 4),
 }
 
-# Segments that run whole where tiles are asked for: queries learned for all rows, counts over the batch, losses of pairs
-# of rows, Pallas kernels, weights as an argument that look like a batch, nodes of a graph.
+# Segments that run whole where tiles are asked for: queries learned for all rows, counts over the batch, a loss of row
+# pairs, Pallas kernels, weights as an argument that look like a batch, nodes of a graph.
 NOT_TILED = {
     "nnx_perceiver": {"latents"},
     "linen_routed_experts": {"block_0", "block_1"},
