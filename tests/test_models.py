@@ -55,6 +55,17 @@ EXPECTED = {
     "graph_attention": (7, 4),
 }
 
+# Segments that run whole where tiles are asked for: queries learned for all rows, counts over the batch, a loss of row
+# pairs, Pallas kernels, weights as an argument that look like a batch, nodes of a graph.
+NOT_TILED = {
+    "nnx_perceiver": {"latents"},
+    "linen_routed_experts": {"block_0", "block_1"},
+    "linen_multi_task": {"contrast_head"},
+    "nnx_pallas": {"blocks/0", "blocks/1", "blocks/2"},
+    "nnx_lora": {"layers/1", "layers/2"},
+    "graph_attention": {*(f"convs/{i}" for i in range(4)), *(f"norms/{i}" for i in range(3))},
+}
+
 
 def name_of(model):
     return model.make.__name__
@@ -85,6 +96,14 @@ def test_losses_are_those_of_plain_optax_and_segments_those_of_its_blocks(model)
     if name_of(model) in EXPECTED:
         parts = comparison.partition
         assert (len(parts.segments), parts.num_programs) == EXPECTED[name_of(model)]
+
+
+@pytest.mark.parametrize("model", list(without_most()))
+def test_losses_in_tiles_are_those_of_plain_optax(model):
+    comparison = compare(installed(model).make(), tiles=2)
+    assert comparison.max_relative_difference <= LOSS_RTOL
+    whole = {segment.name for segment in comparison.partition.segments if segment.tiling is None}
+    assert whole == NOT_TILED.get(name_of(model), set())
 
 
 def test_every_expected_cut_is_of_a_model_that_is_trained():

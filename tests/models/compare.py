@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +48,17 @@ class Comparison:
         return float(np.max(np.abs(ours - theirs) / np.abs(theirs)))
 
 
-def compare(task: Task) -> Comparison:
-    """Trains the task both ways; JaxFerry under the policy with the least memory, which loads every layer twice."""
+def compare(task: Task, **options: Any) -> Comparison:
+    """Trains the task both ways; JaxFerry under the policy with the least memory, which loads every layer twice.
+
+    Args:
+      task: the task.
+      options: further arguments of `train_step`.
+    """
     optimizer = optax.adamw(LEARNING_RATE)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step = jaxferry.train_step(task.loss_fn, optimizer, policy="l2l")
+        step = jaxferry.train_step(task.loss_fn, optimizer, policy="l2l", **options)
         state = step.init(task.params)
         partition = step.prepare(task.batch).partition
         batch, losses, peak = task.batch, [], 0
