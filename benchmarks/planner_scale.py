@@ -14,8 +14,8 @@ within the memory that JAX takes of them: with one layer a block, and with one a
 Their gaps are to the bound within the budget. `--jitters` multiplies each time of each layer by a factor that is drawn
 from 1 - J to 1 + J, as in a profile whose layers were measured one by one.
 
-Goals: 2 s for 128 layers of blocks, 10 s for the modules of 128 blocks. Found on a machine that did other work too: 1.84
-and 2.15 s, 5 and 7 s; where all layers' times differ, up to 4 and 14 s, since each layer is then a class of its own.
+Goals: 2 s for 128 layers of blocks, 10 s for the modules of 128 blocks. Found on a machine that did other work too: 1.8
+to 2.2 s, 5 to 7 s; where all layers' times differ, up to 4 and 14 s, since each layer is then a class of its own.
 """
 
 import argparse
