@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
+from jax.experimental.layout import Layout, with_layout_constraint
 
 import jaxferry
 from jaxferry.costs import counts, partition_costs, segment_costs
@@ -111,6 +112,7 @@ SINGLE = {
     "conv_general_dilated": lambda y, w: (lax.conv(y[None, None], w[None, None, :3, :3], (1, 1), "SAME"),),
     "convert_element_type": lambda y, w: (w.astype(jnp.bfloat16).astype(jnp.float32),),
     "copy": lambda y, w: (lax.copy_p.bind(w),),
+    "layout_constraint": lambda y, w: (with_layout_constraint(w, Layout((0, 1))),),
     "dot_general": lambda y, w: (y @ w.T,),
     "dynamic_slice": lambda y, w: (lax.dynamic_slice(w, (jnp.argmax(y[0]), 0), (2, 8)),),
     "dynamic_update_slice": lambda y, w: (lax.dynamic_update_slice(w, y[:2], (jnp.argmax(y[0]), 0)),),
