@@ -4,7 +4,7 @@ plans           a plan as JSON                        holdings, gradient_room   
 schedule        rules of the machine model            builder, streaming        the tasks of a plan
 tasks           a task, its lane, what it waits for   instructions              what the engine runs for it
 machine         runs tasks on four lanes              simulation                what that says of a plan
-keys            which programs a step compiles
+keys            which programs a step compiles        copies                    of parameters, as tasks read them
 """
 
 import lazy_loader
