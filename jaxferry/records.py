@@ -148,6 +148,13 @@ def check_bytes(value: Any, key: str, where: str) -> int:
     return int(value)
 
 
+def check_count(value: Any, key: str, where: str) -> int:
+    """Returns the value if it is a whole number, 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{where}: {key} must be a whole number, 1 or more, got {_show(value)}")
+    return value
+
+
 def check_share(value: Any, key: str) -> float:
     """Returns the value as a float if it is a number in [0, 1]."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:

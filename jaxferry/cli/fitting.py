@@ -27,6 +27,7 @@ from jaxferry.planner import (
     FinestPlanner,
     Request,
     fastest_that_fits,
+    plan_in_tiles,
     planner_of,
     with_gap,
     with_update_order,
@@ -213,7 +214,11 @@ class Sizes:
 
 def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
     """Plans by `auto` for a budget; raises `BudgetError` if no plan fits."""
-    plan = _planned(traced, budget_bytes)
+    levels = traced.levels
+    chosen, plan = plan_in_tiles(
+        [level.profile for level in levels], budget_bytes, lambda index: _planned(levels[index], budget_bytes)
+    )
+    traced = levels[chosen]
     simulation = simulate(traced.profile, plan)
     step_s = simulation.steady_step_s
     busy = {lane: use.busy_s / step_s if step_s > 0 else 0.0 for lane, use in simulation.lanes.items()}

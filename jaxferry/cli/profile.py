@@ -49,7 +49,7 @@ from jaxferry.engine import (
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK, Remat
 from jaxferry.partition import AUTO, OFF, REMAT, check_tiles, partition, refused_by_jax
-from jaxferry.planner import coded_plan, merges_of_small
+from jaxferry.planner import NUMBERS, coded_plan, levels_of_tiles, merges_of_small, tiles_of
 from jaxferry.processes import mesh_of
 from jaxferry.settings import for_planned_gpu
 from jaxferry.step import (
@@ -78,13 +78,23 @@ _BATCH_BYTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A model for batches of one size."""
+    """A model for batches of one size.
+
+    Attributes:
+      in_tiles: the model in more and more tiles, where a plan may choose among them.
+    """
 
     batch_size: int
     batch: Any
     variants: RematVariants
     profile: Profile
     offload_activations: bool = False
+    in_tiles: tuple[Traced, ...] = ()
+
+    @property
+    def levels(self) -> tuple[Traced, ...]:
+        """The model in one tile and in more and more tiles, as far as the number of tiles is open."""
+        return (self, *self.in_tiles)
 
     @property
     def saved_bytes(self) -> int:
@@ -99,16 +109,17 @@ class Traced:
     @functools.cached_property
     def loading_bytes(self) -> int:
         """The device memory of the leanest plan that loads all layers: RELOAD, gradients GO, with recomputation."""
-        return self._bytes_of(self._leanest(RELOAD))
+        return min(each._bytes_of(each._leanest(RELOAD)) for each in (self, self.levels[-1]))
 
     @functools.cached_property
     def smallest_bytes(self) -> int:
         """The device memory of the leanest plan, which may read all layers in host memory: DHA."""
-        return min(self.loading_bytes, self._bytes_of(self._leanest(DHA)))
+        return min(self.loading_bytes, *(each._bytes_of(each._leanest(DHA)) for each in (self, self.levels[-1])))
 
     def leanest(self, budget_bytes: int) -> Plan:
-        """Returns the leanest plan, which loads all layers if that fits into the budget."""
-        return self._leanest(RELOAD if self.loading_bytes <= budget_bytes else DHA)
+        """Returns the leanest plan in this number of tiles, which loads all layers if that fits into the budget."""
+        loading = self._leanest(RELOAD)
+        return loading if self._bytes_of(loading) <= budget_bytes else self._leanest(DHA)
 
     @functools.cached_property
     def without_samples(self) -> Traced:
@@ -198,11 +209,19 @@ def trace(
         parts = for_planned_gpu(lambda: partition(loss_fn, params, (batch,), **settings))
         if devices > 1 and not parts.graph.batch_size:
             raise InputError(f"the first axis of the model's batch must be a multiple of {devices} devices")
-        variants = RematVariants(parts, remat, tiles)
-        costs = partition_costs(variants.base, remat, temporaries=True)
-        profile = estimate_profile(costs, machine, None, devices, processes)
-        profile = with_program_facts(profile, variants.base, variants.derivatives, offload_activations)
-    return Traced(batch_size, batch, variants, profile, offload_activations)
+
+        def traced(tiles: Any) -> Traced:
+            variants = RematVariants(parts, remat, tiles)
+            costs = partition_costs(variants.base, remat, temporaries=True)
+            profile = estimate_profile(costs, machine, None, devices, processes)
+            profile = with_program_facts(profile, variants.base, variants.derivatives, offload_activations)
+            return Traced(batch_size, batch, variants, profile, offload_activations)
+
+        if tiles != AUTO:
+            return traced(tiles)
+        profiles = {number: traced(number).profile for number in NUMBERS}
+        levels = [tiles_of(parts, level.layers) for level in levels_of_tiles(profiles)]
+        return dataclasses.replace(traced(1), in_tiles=tuple(map(traced, levels[1:])))
 
 
 def profile(

@@ -63,7 +63,7 @@ ReserveFactor = Annotated[
 ComputeDtype = Annotated[str | None, typer.Option(help="Dtype of the parameters on the device.")]
 Remat = Annotated[str, typer.Option(help="What is recomputed in the backward.")]
 Tiles = Annotated[
-    str, typer.Option(metavar="off|N|NAME=N,...", help="Tiles in which programs of segments run, along the batch.")
+    str, typer.Option(metavar="off|auto|N|NAME=N,...", help="Tiles in which programs of segments run, along the batch.")
 ]
 OffloadActivations = Annotated[
     bool, typer.Option("--offload-activations", help="Offload values that cross segments to host memory.")
@@ -78,7 +78,7 @@ Seed = Annotated[int, typer.Option(help="Seed of the initial parameters, if a fu
 
 
 def read_tiles(text: str) -> str | int | dict[str, Any]:
-    """Reads the option `--tiles`: off, a number, or numbers by segment (`a=2,b=4`), which `train_step` checks."""
+    """Reads the option `--tiles`: off, auto, a number, or numbers by segment (`a=2,b=4`), which `train_step` checks."""
     if "=" not in text:
         return int(text) if text.isdecimal() else text
     named = dict(part.rpartition("=")[::2] for part in text.split(","))

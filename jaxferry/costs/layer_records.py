@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from jaxferry.errors import InputError
-from jaxferry.records import check_bytes, check_flag, check_keys, check_seconds, check_text, name_of_element, required
+from jaxferry.records import (
+    check_bytes,
+    check_count,
+    check_flag,
+    check_keys,
+    check_seconds,
+    check_text,
+    name_of_element,
+    required,
+)
 
 SECONDS = (
     "load_s",
@@ -66,6 +75,8 @@ def _checked(value: Any, key: str, where: str) -> Any:
         return value
     if key in ("name", "parameters", "block"):
         return check_text(value, key, where)
+    if key == "tiles":
+        return check_count(value, key, where)
     check = check_bytes if key.endswith("_bytes") else check_seconds if key.endswith("_s") else check_flag
     return check(value, key, where)
 
@@ -126,6 +137,7 @@ class LayerProfile:
       temporary_bytes: device memory that each compiled program needs besides its arguments and results, by variant
         (`forward_variant`, `backward_variant`); a missing variant needs 0. If forward and backward are one program,
         its temporaries count as the backward's.
+      tiles: the number of tiles that its programs run in, one after the other.
     """
 
     name: str
@@ -167,6 +179,7 @@ class LayerProfile:
     state_down_s: float | None = None
     state_bytes: int = 0
     temporary_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    tiles: int = 1
 
     def __post_init__(self) -> None:
         """Leaves out what does not run."""

@@ -90,6 +90,7 @@ def _flags(partition: Partition, derivatives: Mapping[int, Derivative], number: 
         "shares_program": use.place > 0,
         "save_bytes": 0,
         "fetch_bytes": 0,
+        "tiles": segment.num_tiles,
     }
 
 

@@ -110,6 +110,11 @@ class Segment:
     not_tiled: str = ""
 
     @property
+    def num_tiles(self) -> int:
+        """The number of tiles that its programs run in."""
+        return 1 if self.tiling is None else self.tiling.actual_tiles
+
+    @property
     def signature(self) -> tuple[Any, ...]:
         """Equal for segments with the same equations and values of one graph."""
         values = (self.weights, self.inputs, self.nondiff_inputs, self.outputs, self.nondiff_outputs)

@@ -1,6 +1,6 @@
 """Applies the argument `tiles`: which segments run in how many tiles along the rows of the batch.
 
-    tiles = "off" | number | {name: number}
+    tiles = "off" | "auto" | number | {name: number}
 
 Programs are tiled after differentiation: the forward, the backward, or the loss with its gradients. A segment whose
 programs do not all tile runs whole. Segments of one program with different tiles become different programs.
@@ -35,14 +35,14 @@ Parts = TypeVar("Parts", bound=ForwardPartition)
 
 
 def check_tiles(tiles: Any) -> Any:
-    """Checks `tiles` as far as possible without a model; returns a number, or a mapping from names to numbers.
+    """Checks `tiles` as far as possible without a model; returns a number, a mapping from names to numbers, or `AUTO`.
 
     Raises:
-      InputError: if it is neither `"off"`, nor a number, nor a mapping to these.
+      InputError: if it is neither `"off"`, nor `"auto"`, nor a number, nor a mapping to numbers.
     """
     if isinstance(tiles, Mapping):
         return {name: _checked(number, f"tiles[{name!r}]") for name, number in tiles.items()}
-    return _checked(tiles, "tiles")
+    return AUTO if tiles == AUTO else _checked(tiles, "tiles")
 
 
 def _checked(number: Any, where: str) -> int:
@@ -50,7 +50,7 @@ def _checked(number: Any, where: str) -> int:
         return 1
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise InputError(
-            f'{where} must be "off", a number of tiles, 1 or more, or one for each segment, got {number!r}'
+            f'{where} must be "off", "auto", a number of tiles, 1 or more, or one for each segment, got {number!r}'
         )
     return number
 
@@ -60,8 +60,8 @@ def with_tiles(partition: Parts, tiles: Any, choices: Sequence[Any] | None = Non
 
     Args:
       partition: the segments.
-      tiles: a result of `check_tiles`. Its names are names of segments, or of blocks for all of their segments. A
-        number is for all segments; what cannot be tiled stays whole.
+      tiles: a number for all segments, numbers of all segments in order, or numbers by name: of a segment, or of a
+        block for all of its segments. What cannot be tiled stays whole, but for what is named.
       choices: what each segment keeps for its backward, as of `remat_of`; None for a partition that only evaluates, in
         which names may be unknown.
 
@@ -71,13 +71,13 @@ def with_tiles(partition: Parts, tiles: Any, choices: Sequence[Any] | None = Non
     numbers = _numbers(partition, tiles, is_strict=choices is not None)
     if max(numbers, default=1) == 1:
         return partition
-    size, kinds = 1 + max(segment.program for segment in partition.segments), sorted({1, *numbers})
+    size = 1 + max(segment.program for segment in partition.segments)
     rows, num_rows = rows_of_values(partition)
     stops: dict[Any, str] = {}
     segments = []
     for place, (segment, number) in enumerate(zip(partition.segments, numbers, strict=True)):
         remat, is_loss = choices and choices[place], choices is not None and place == len(partition.segments) - 1
-        program, reason = segment.program + size * kinds.index(number), ""
+        program, reason = segment.program + size * (number - 1), ""
         for tiling in _tilings(partition.graph, segment, number, rows, num_rows) if number > 1 else ():
             tiled = dataclasses.replace(segment, tiling=tiling, program=program)
             key = tiling, program, id(remat) if callable(remat) else remat, is_loss
@@ -116,7 +116,7 @@ def _numbers(partition: ForwardPartition, tiles: Any, is_strict: bool) -> list[i
     """The number of tiles of each segment."""
     names = [segment.name for segment in partition.segments]
     if not isinstance(tiles, Mapping):
-        return [tiles] * len(names)
+        return [tiles] * len(names) if isinstance(tiles, int) else list(tiles)
     layers = [partition.layers[segment.groups[0]] for segment in partition.segments]
     blocks = [layer.block or layer.name for layer in layers]
     unknown = [name for name in tiles if name not in names and name not in blocks]

@@ -4,6 +4,7 @@ registry, base         policies by name            auto, exact            the se
 memferry, baselines    the papers' policies        bounds, place_bound    what no plan can undercut
 preference             which of two plans wins     planning               one plan, a comparison, a sweep
 granularity, merging   how fine layers are         neighbours, search     local changes, pools of plans
+tilings                in how many tiles programs run
 """
 
 import lazy_loader

@@ -54,4 +54,8 @@ from .preference import preferred as preferred
 from .preference import score_of as score_of
 from .registry import make_policy as make_policy
 from .registry import policies as policies
+from .tilings import NUMBERS as NUMBERS
+from .tilings import levels_of_tiles as levels_of_tiles
+from .tilings import plan_in_tiles as plan_in_tiles
+from .tilings import tiles_of as tiles_of
 from .twin_flow import TwinFlow as TwinFlow

@@ -177,6 +177,10 @@ class FinestPlanner:
 
     def plan(self, budget_bytes: int | None) -> tuple[Profile, Plan]:
         """The profile that was planned for, and the plan within a budget."""
+        profile, made = self._plan(budget_bytes)
+        return profile, made.in_tiles([layer.tiles for layer in profile.layers])
+
+    def _plan(self, budget_bytes: int | None) -> tuple[Profile, Plan]:
         found, errors = dict[str, tuple[Profile, Plan]](), list[BudgetError]()
         for name, planner in self._planners.items():
             try:

@@ -20,7 +20,7 @@ import dataclasses
 import enum
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 from jaxferry.costs import Profile
@@ -29,6 +29,7 @@ from jaxferry.modes import GradientPlace, Mode, Remat, Subgroups, UpdatePlace
 from jaxferry.records import (
     check_bytes,
     check_choice,
+    check_count,
     check_format,
     check_keys,
     check_list,
@@ -85,6 +86,7 @@ class LayerPlan:
       update: where its parameters are updated. `"resident"` needs mode RESIDENT and a gradient on the device. `"gpu"`
         needs a gradient on the device: the new compute copy goes to host memory with masters and state, or replaces the
         copy on the device in mode RESIDENT.
+      tiles: in how many tiles along the rows of the batch its programs run, one after the other.
 
     Raises:
       InputError: if a field is not acceptable; the message names layer and field.
@@ -95,6 +97,7 @@ class LayerPlan:
     gradient: GradientPlace = GradientPlace.DEVICE
     remat: Remat = Remat.NONE
     update: UpdatePlace = UpdatePlace.HOST
+    tiles: int = 1
 
     def __post_init__(self) -> None:
         where = f'layer "{check_text(self.name, "name", "layer")}"'
@@ -104,6 +107,7 @@ class LayerPlan:
         object.__setattr__(self, "remat", Remat(check_choice(self.remat, "remat", tuple(Remat), where)))
         update = UpdatePlace(check_choice(self.update, "update", tuple(UpdatePlace), where))
         object.__setattr__(self, "update", update)
+        check_count(self.tiles, "tiles", where)
         stays = self.mode is Mode.RESIDENT and self.gradient is GradientPlace.DEVICE
         if update is UpdatePlace.RESIDENT and not stays:
             raise InputError(f'{where}: update "resident" needs mode "RESIDENT" and gradient "device"')
@@ -121,13 +125,15 @@ class LayerPlan:
         name, where = name_of_element(document, index)
         check_keys(document, tuple(field.name for field in dataclasses.fields(cls)), where)
         modes = required(document, "mode", where), required(document, "gradient", where)
-        return cls(name, *modes, document.get("remat", Remat.NONE), document.get("update", UpdatePlace.HOST))
+        more = {key: document[key] for key in ("remat", "update", "tiles") if key in document}
+        return cls(name, *modes, **more)
 
-    def to_json(self) -> dict[str, str]:
-        """The layer as an element of `layers`; `remat` and `update` only if they are not the defaults."""
-        document = {"name": self.name, "mode": self.mode.value, "gradient": self.gradient.value}
+    def to_json(self) -> dict[str, Any]:
+        """The layer as an element of `layers`; `remat`, `update` and `tiles` only if they are not the defaults."""
+        document: dict[str, Any] = {"name": self.name, "mode": self.mode.value, "gradient": self.gradient.value}
         document |= {} if self.remat is Remat.NONE else {"remat": self.remat.value}
-        return document | ({} if self.update is UpdatePlace.HOST else {"update": self.update.value})
+        document |= {} if self.update is UpdatePlace.HOST else {"update": self.update.value}
+        return document | ({} if self.tiles == 1 else {"tiles": self.tiles})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +259,13 @@ class Plan:
             for layer in self.layers
         )
         return self if layers == self.layers else dataclasses.replace(self, layers=layers, predicted=None)
+
+    def in_tiles(self, numbers: Sequence[int]) -> Self:
+        """The plan whose layers run in so many tiles each."""
+        if list(numbers) == [layer.tiles for layer in self.layers]:
+            return self
+        pairs = zip(self.layers, numbers, strict=True)
+        return dataclasses.replace(self, layers=tuple(dataclasses.replace(own, tiles=each) for own, each in pairs))
 
     def without_streams(self) -> Self:
         """The plan with the updates on the host that would stream through the GPU."""
