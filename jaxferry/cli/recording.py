@@ -241,9 +241,7 @@ def make_recording(
         profile=profile,
         tasks=tuple(tasks),
         device_bytes=device_bytes_by_kind(ran, profile, prepared.plan),
-        host_bytes=step.compiler.model.host_bytes(
-            prepared.partition.layers, prepared.program.read_in_place, prepared.saved_bytes, prepared.program.widened
-        ),
+        host_bytes=step.compiler.model.host_bytes_of(prepared),
     )
 
 

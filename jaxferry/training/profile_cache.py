@@ -39,11 +39,9 @@ _LARGEST = 10_000
 
 
 class MeasurementCache:
-    """Stores measured numbers, such as seconds, under the content of what was measured.
+    """Stores measured numbers, such as seconds, under the content of what was measured and its surroundings.
 
-    Args:
-      directory: the folder of the files; None caches nothing.
-      surroundings: what else a time depends on; JSON values by name.
+    `surroundings` are JSON values by name; without a directory, nothing is stored.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, surroundings: Mapping[str, Any]) -> None:
