@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 import rich.markup
 import rich.table
-import typer
+from typer import Option
 
 from jaxferry.cli.common import AsJson, make_table, print_result
 from jaxferry.cli.workload import (
@@ -208,41 +208,41 @@ def trace(
 def profile(
     model: ModelName,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Estimate by a roofline model; --machine alone does so too.")
+        bool, Option("--estimate", help="Estimate by a roofline model; --machine alone does so too.")
     ] = False,
     machine: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAME|FILE",
             help=f"Estimate this machine and run nothing: one of {', '.join(MACHINES)}, or a JSON file.",
         ),
     ] = None,
     compute_dtype: ComputeDtype = None,
     remat: Annotated[
-        str, typer.Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}; {AUTO} leaves it to plans.")
+        str, Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}; {AUTO} leaves it to plans.")
     ] = AUTO,
     tiles: Tiles = OFF,
     optimizer: Annotated[
-        str, typer.Option(help=f"The measured optimizer: {', '.join(OPTIMIZERS)}. Estimates assume adamw.")
+        str, Option(help=f"The measured optimizer: {', '.join(OPTIMIZERS)}. Estimates assume adamw.")
     ] = "adamw",
     transport: Annotated[
-        str | None, typer.Option(help=f"The transport: {' or '.join(TRANSPORTS)}; default: that of a training step.")
+        str | None, Option(help=f"The transport: {' or '.join(TRANSPORTS)}; default: that of a training step.")
     ] = None,
     granularity: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Layers of the profile: block, or module for the matrices of each module and the vectors of each "
             "block; `plan --granularity` plans a profile of modules for either."
         ),
     ] = BLOCK,
     devices: Annotated[
-        int, typer.Option("--devices", min=1, help="Devices that share a batch; measured ones are of this machine.")
+        int, Option("--devices", min=1, help="Devices that share a batch; measured ones are of this machine.")
     ] = 1,
     processes: Annotated[
-        int, typer.Option("--processes", min=1, help="Processes that these devices belong to, a machine for each.")
+        int, Option("--processes", min=1, help="Processes that these devices belong to, a machine for each.")
     ] = 1,
     output: Annotated[
-        pathlib.Path | None, typer.Option("--output", "-o", metavar="PROFILE.json", help="Where to write the profile.")
+        pathlib.Path | None, Option("-o", "--output", metavar="PROFILE.json", help="Where to write the profile.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
