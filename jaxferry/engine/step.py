@@ -23,8 +23,7 @@ import numpy as np
 from jaxferry.engine.device_updates import DeviceUpdates
 from jaxferry.engine.gradients import Norms, StepGradients
 from jaxferry.engine.lanes import Failure, Lanes, StepRun
-from jaxferry.engine.pending import task_errors
-from jaxferry.engine.prefetch import DeviceCopies, PrefetchSlot
+from jaxferry.engine.pending import DeviceCopies, PrefetchSlot, task_errors
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.engine.recorder import Recorder
