@@ -108,8 +108,7 @@ class Budget(NamedTuple):
 def read_budget_on(machine: Mapping[str, Any], size: str | None) -> Budget:
     """Reads a memory budget such as "8GiB", or `none` for no limit; by default, what a machine's device has.
 
-    Raises:
-      InputError: if it is not a size.
+    Raises `InputError` if it is not a size.
     """
     if size is not None:
         return Budget(None if size == "none" else read_budget(size))

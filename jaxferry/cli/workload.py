@@ -87,10 +87,8 @@ def read_tiles(text: str) -> str | int | dict[str, Any]:
 class UserModel:
     """The return value of the user's function, with the name given on the command line.
 
-    Attributes:
-      loss_fn: `loss_fn(params, batch)`.
-      params: a tree of arrays or shapes; or a function from a PRNG key to the tree, evaluated layer by layer.
-      batch: a tree of arrays or shapes; or a function from a step's number to the tree.
+    `params` and `batch` are trees of arrays or shapes; or functions that return the tree, of parameters for a PRNG key,
+    layer by layer, or the batch for a step's number. The loss is `loss_fn(params, batch)`.
     """
 
     name: str

@@ -22,14 +22,7 @@ from jax.extend import core
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Totals of a program.
-
-    Attributes:
-      flops: floating-point operations; a multiply-add counts as two.
-      bytes_read: bytes read from memory.
-      bytes_written: bytes written to memory.
-      kernels: number of operations that are not fused into another.
-    """
+    """Totals of a program; a multiply-add counts as two operations, `kernels` those that are not fused into others."""
 
     flops: float = 0.0
     bytes_read: float = 0.0
@@ -50,12 +43,10 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True)
 class HostRead:
-    """An operation that reads an argument in host memory.
+    """An operation that reads `num_bytes` of an argument in host memory, as often as `times` says.
 
-    Attributes:
-      num_bytes: bytes that it reads there.
-      flops: its floating-point operations if it is a product with the argument, which it reads panel by panel; else 0.
-      times: how often it runs.
+    `flops` are its floating-point operations if it is a product with the argument, which it reads panel by panel; else
+    0.
     """
 
     num_bytes: float
@@ -86,15 +77,11 @@ def touched_bytes(reads: Iterable[HostRead]) -> float:
 
 
 def host_reads(closed_jaxpr: core.ClosedJaxpr, arguments: Collection[int]) -> tuple[HostRead, ...]:
-    """Returns the operations of a program that read arguments in host memory, in order.
+    """Returns the operations of a program that read `arguments` in host memory, by their positions, in order.
 
     A lookup reads the rows that it returns. Any other operation reads its operand once: a product stages its weights by
     panels, each of which crosses the link once however many rows the other operand has (`xla_ffi/README.md`). Every
     operation that reads an argument counts: a forward that is run again reads again.
-
-    Args:
-      closed_jaxpr: the program.
-      arguments: positions of the arguments in host memory.
     """
     jaxpr = closed_jaxpr.jaxpr
     return tuple(_host_reads(jaxpr, {id(jaxpr.invars[position]): 1.0 for position in arguments}))

@@ -42,6 +42,8 @@ documentation, GPU memory allocation). The rest is for the CUDA context and libr
 class Machine:
     """The figures that an estimate needs.
 
+    Raises `InputError` if a figure is not positive and finite; the message names it.
+
     Attributes:
       name: name of GPU and link.
       flops_per_s: peak of dense 16-bit products.
@@ -63,9 +65,6 @@ class Machine:
       interconnect_bytes_per_s: bandwidth from each device to the others, in each direction; None for that of the link.
       network_bytes_per_s: bandwidth to other machines of this kind, in each direction; None for that between devices.
       sources: source of each figure, by field.
-
-    Raises:
-      InputError: if a figure is not positive and finite; the message names it.
     """
 
     name: str
@@ -106,11 +105,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, document: Any) -> Self:
-        """Reads `jaxferry.machine/1`.
-
-        Raises:
-          InputError: if a key is missing or unknown, or a figure is invalid.
-        """
+        """Reads `jaxferry.machine/1`; raises `InputError` if a key is missing or unknown, or a figure is invalid."""
         fields = check_format(document, MACHINE_FORMAT)
         name = check_text(required(fields, "name", "machine"), "name", "machine")
         where = f'machine "{name}"'
@@ -124,8 +119,7 @@ class Machine:
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
         """The machine that a profile's facts describe.
 
-        Raises:
-          InputError: if they lack a figure, as where the profile was measured.
+        Raises `InputError` if they lack a figure, as where the profile was measured.
         """
         if missing := [key for key in _REQUIRED if key not in facts]:
             raise InputError(
@@ -160,9 +154,8 @@ MACHINES: Mapping[str, Machine] = {machine.name: machine for machine in map(Mach
 def default_budget_bytes(machine: Mapping[str, Any]) -> int | None:
     """Returns the device memory that training may take on the machine of a profile; None if its size is not known.
 
-    Args:
-      machine: the profile's facts. `memory_limit_bytes` is the limit of the measured device's allocator; an estimated
-        machine has `memory_bytes`, of which JAX takes `JAX_SHARE`.
+    The profile's facts have `memory_limit_bytes`, the limit of the measured device's allocator, or `memory_bytes`, of
+    which JAX takes `JAX_SHARE`.
     """
     for key, share in (("memory_limit_bytes", 1.0), ("memory_bytes", JAX_SHARE)):
         size = machine.get(key)
@@ -174,8 +167,7 @@ def default_budget_bytes(machine: Mapping[str, Any]) -> int | None:
 def find_machine(name_or_path: str | os.PathLike[str]) -> Machine:
     """Returns the built-in machine of that name, or the machine that a JSON file describes.
 
-    Raises:
-      InputError: if there is neither; the message lists the known names.
+    Raises `InputError` if there is neither; the message lists the known names.
     """
     name = os.fspath(name_or_path)
     if name.lower() in MACHINES:

@@ -81,12 +81,11 @@ class Monitor:
 
 
 class StepRun:
-    """One run of a task list; made by `Lanes.make`.
+    """One run of a task list; made by `Lanes.make` at `begin_s`.
 
     Attributes:
       failure: the first failure, or None.
       is_stopped: whether no further task starts.
-      begin_s: when it was made.
       starts_s, ends_s: by task, of `time.perf_counter`. If a thread only issues for a device, the time of issue.
       is_committed: whether an irreversible change was made, so the run must be completed.
     """

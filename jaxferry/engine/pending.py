@@ -144,13 +144,10 @@ UNSCALED = LossScale(1.0, is_dynamic=False)  # the identity: no scaling
 
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
-    """Gradients of micro-batches since the last update.
+    """Gradients of micro-batches since the last update: sums by parameter group, `on_host` and `on_device`.
 
-    Attributes:
-      weight: the sum of their weights, which are 1 unless the loss function states them.
-      loss: the sum of their losses, each times its weight.
-      on_host, on_device: sums by parameter group.
-      is_finite: whether all their losses were finite.
+    `weight` is the sum of the micro-batches' weights, 1 each unless the loss function states them, `loss` that of their
+    losses, each times its weight; `is_finite` says whether all losses were.
     """
 
     num_batches: int = 0
@@ -216,12 +213,9 @@ class PendingStep:
 class DeviceCopies:
     """The device copies that one step loads.
 
-    Loads take copies that an earlier micro-batch has left in `kept`, by group; drops leave them there.
-
-    Attributes:
-      is_last: whether the update follows, so that no copy is left.
-      expects_kept: whether the micro-batch before, which may still be running, leaves the copies that stay. A program
-        takes such a copy when it needs it, since the load may run too early.
+    Loads take copies that an earlier micro-batch has left in `kept`, by group; drops leave them there unless the update
+    follows (`is_last`). With `expects_kept`, the micro-batch before may still be running, and leaves the copies that
+    stay. A program takes such a copy when it needs it, since the load may run too early.
     """
 
     def __init__(

@@ -84,8 +84,7 @@ class Programs:
     def run_prelude(self, leaves: Sequence[Any], is_awaited: bool) -> tuple[list[Any], list[jax.Array]]:
         """Runs what depends on the batch alone, before the first layer; with `is_awaited`, its errors surface here.
 
-        Returns:
-          The prelude's values, and a flag that is ready once it has ended, or fails with it; none without a prelude.
+        Returns its values, and a flag that is ready once it has ended, or fails with it; none without a prelude.
         """
         if self._prelude is not None and not self._prelude.done():
             concurrent.futures.wait([self._prelude])  # the call finds what it has compiled
@@ -326,12 +325,10 @@ def _add_workspace(
 class RematVariants:
     """The variants of a partition that differ in recomputation.
 
-    Attributes:
-      base: the variant in which only segments that `train_step`'s argument names recompute.
-      derivatives: by program number, for all variants made so far.
-      may_recompute: for each use, whether the plan may choose recomputation of its segment there, which is at the
-        segment's first use, and this frees memory. The last segment's forward and backward are one program, which holds
-        nothing in between.
+    In `base` only segments that `train_step`'s argument names recompute. `derivatives` has, by program number, those of
+    all variants made so far. `may_recompute` says for each use whether the plan may choose recomputation of its segment
+    there, which is at the segment's first use, and this frees memory. The last segment's forward and backward are one
+    program, which holds nothing in between.
     """
 
     def __init__(self, partition: Partition, remat: Any, tiles: Any = 1) -> None:

@@ -128,18 +128,15 @@ class StepContext:
     """The data of one step in progress.
 
     Attributes:
-      work: the run of its tasks.
       does_what_it_issues: whether each lane's thread does the work itself; on an accelerator, a thread only issues it.
-      values: the values between programs, by number.
+      values: the values between programs, by number; likewise their `cotangents`.
       offloaded: values that wait in pinned host memory for their backward.
       fetched: the arrays there of values that are back on the device, or on their way.
       saved: residuals, by segment.
-      cotangents: by number of the value.
       seed: the factor on the loss, on the device; empty without loss scaling.
       finite: for each segment, whether its outputs are finite.
       num_programs: number of programs issued.
       num_updates: number of update tasks done, on the host, or on the device if that does all.
-      updated: units already updated.
       is_updating: whether an update may have changed the state.
     """
 

@@ -63,10 +63,7 @@ def planning_profile(
     """The profile that a step is planned and lowered with, with the facts of its programs.
 
     Without a `given` one, the user's own or measured, it is estimated by roofline if a policy is to choose the plan.
-    Otherwise it has sizes only.
-
-    Raises:
-      InputError: if the given profile is for another model.
+    Otherwise it has sizes only. Raises `InputError` if the given profile is for another model.
     """
     parts = variants.base
     num_devices, num_processes = parts.graph.num_devices, parts.graph.num_processes
@@ -124,10 +121,8 @@ def choose_plan(variants: RematVariants, planning: Planning, profile: Profile) -
 
     A given plan is used for exactly these layers. Without plan and policy, every layer is loaded once (GFGB), and the
     reserve factor alone chooses gradients. If no plan of a policy fits into the memory budget, the policy plans for its
-    smallest feasible budget instead: the engine counts exact bytes afterwards.
-
-    Raises:
-      InputError: if the plan is for another model, or the policy does not exist.
+    smallest feasible budget instead: the engine counts exact bytes afterwards. Raises `InputError` if the plan is for
+    another model, or the policy does not exist.
     """
     parts, policy = variants.base, planning.chooser
     if planning.plan is not None:

@@ -73,8 +73,7 @@ def weighted(loss_fn: Callable[..., Any], name: str, is_applied: bool) -> Callab
 def structure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The structure: the tree, the shapes and dtypes (weak or not) of its leaves, the flags, and JAX's settings.
 
-    Raises:
-      InputError: if a leaf is traced, or is no array or number that JAX can hold.
+    Raises `InputError` if a leaf is traced, or is no array or number that JAX can hold.
     """
     arrays, flags = split_flags(kwargs)
     leaves, structure = jax.tree.flatten((args, arrays))

@@ -53,14 +53,13 @@ _OF_STEPS = ("compute copy", "gradients", _SUMS)
 class Model:
     """Shapes and dtypes of a model's parameters, with the host optimizer that updates them.
 
+    Raises `InputError` if a parameter or the transport is not acceptable.
+
     Attributes:
       params: the tree, of shape structs.
       compute_dtype: the dtype in which the device sees parameters; None for their own.
       layers: the parameter groups that the paths of the tree suggest.
       transport: the kind of transport, one of `engine.TRANSPORTS`.
-
-    Raises:
-      InputError: if a parameter or the transport is not acceptable.
     """
 
     def __init__(
@@ -147,8 +146,7 @@ class Model:
     def check_host_memory(self) -> None:
         """Checks that host memory can hold everything that a training step keeps there, before a state is made.
 
-        Raises:
-          HostMemoryError: if it cannot.
+        Raises `HostMemoryError` if it cannot.
         """
         found = self._known_bytes()
         self._check_pinned(found)
@@ -170,9 +168,7 @@ class Model:
 
         If no step has been prepared before (`is_first`), that includes gradients and compute copy, unless a thread has
         made these and sums (`is_begun`). Of saved activations, `kept_bytes` exist, which the device's client keeps.
-
-        Raises:
-          HostMemoryError: if it cannot.
+        Raises `HostMemoryError` if it cannot.
         """
         found, streamed_bytes = self.host_bytes_of(prepared), streamed_state_bytes(prepared.profile, prepared.plan)
         self._check_pinned(found, streamed_bytes)

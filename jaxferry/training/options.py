@@ -186,8 +186,7 @@ def _is_number(value: Any) -> bool:
 def read_compute_dtype(value: Any, name: str = "compute_dtype") -> Any:
     """Reads a floating dtype; None stays None.
 
-    Raises:
-      InputError: if it is no floating dtype of at least 16 bits that JAX has.
+    Raises `InputError` if it is no floating dtype of at least 16 bits that JAX has.
     """
     if value is None:
         return None

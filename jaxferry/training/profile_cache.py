@@ -90,8 +90,7 @@ class MeasurementCache:
 def cache_directory() -> pathlib.Path | None:
     """Returns the cache folder: `JAXFERRY_CACHE_DIR` (None if "off"), else `jaxferry` in the user's cache folder.
 
-    Raises:
-      InputError: if `JAXFERRY_CACHE_DIR` lies in the folder of a user that does not exist.
+    Raises `InputError` if `JAXFERRY_CACHE_DIR` lies in the folder of a user that does not exist.
     """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:

@@ -64,11 +64,9 @@ def measure_shares(
 ) -> Profile:
     """Measures the profile of a partition on several devices; each process must call this.
 
-    `share` makes the work of one device; the other arguments are those of `measure_profile`.
-
-    Raises:
-      NotMeasurable: if one device cannot run alone, as where the loss function names the mesh, or its share of the
-        batch is cut into other layers.
+    `share` makes the work of one device; the other arguments are those of `measure_profile`. Raises `NotMeasurable` if
+    one device cannot run alone, as where the loss function names the mesh, or its share of the batch is cut into other
+    layers.
     """
     partition, programs, placement = work.partition, work.programs, work.placement
     alone, own = _measured_alone(share, partition, placement, progress)

@@ -142,10 +142,8 @@ class StepCompiler:
         """Prepares the chosen plan, or the leanest one if that does not fit into the memory budget.
 
         A policy chooses the first of the `earlier` plans of similar batches that fits as it is: the state then stays
-        where it is from batch to batch, and the next step's loads need not wait until all updates have ended.
-
-        Raises:
-          BudgetError: if neither fits; it names the smaller of both needs.
+        where it is from batch to batch, and the next step's loads need not wait until all updates have ended. Raises
+        `BudgetError` if neither fits; it names the smaller of both needs.
         """
         plan = self._kept(earlier) or self._chosen()
         try:

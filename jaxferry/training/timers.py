@@ -36,14 +36,13 @@ from jaxferry.transport import Marks, Placement, TaskMark
 class Effort:
     """Limits on the repetitions for one median.
 
+    Raises `InputError` if `min_repetitions` is below 1 or above `max_repetitions`.
+
     Attributes:
       min_repetitions: minimum number, regardless of their duration.
       max_repetitions: maximum number.
       min_total_s: repeat until this much time was measured,
       budget_s: or until this much time has passed, including the making of arguments.
-
-    Raises:
-      InputError: if `min_repetitions` is below 1 or above `max_repetitions`.
     """
 
     min_repetitions: int = 3

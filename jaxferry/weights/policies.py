@@ -123,10 +123,8 @@ def schedule_transfers(instance: Instance, choices: Sequence[Choice], discount: 
     """Runs Algorithm 2: returns the shortest cycle over all cuts.
 
     With the weights that leave the device by `choices`, every operation must fit into the memory. With `discount`, a
-    weight that leaves after both its backward and its forward is sent to the host only once.
-
-    Raises:
-      JaxFerryError: if the choices leave too little memory for some operation.
+    weight that leaves after both its backward and its forward is sent to the host only once. Raises `JaxFerryError` if
+    the choices leave too little memory for some operation.
     """
     moved = [choice for choice in choices if instance.weights[choice.layer]]
     before_backward = {choice.layer for choice in moved if choice.before_backward}
@@ -340,10 +338,8 @@ def greedy_best(instance: Instance) -> Outcome:
 def greedy(instance: Instance, discount: bool = True) -> Outcome:
     """Runs Algorithms 1 and 2: the selection, then the schedule of the transfers.
 
-    With `discount`, a weight that is offloaded twice per cycle is sent to the host only once (section 3).
-
-    Raises:
-      BudgetError: if no schedule exists.
+    With `discount`, a weight that is offloaded twice per cycle is sent to the host only once (section 3). Raises
+    `BudgetError` if no schedule exists.
     """
     instance.check_feasible()
     choices = select(instance, instance.memory_bytes, discount)
