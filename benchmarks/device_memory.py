@@ -38,7 +38,7 @@ from benchmarks.papers.paper_models import known_models
 from jaxferry.engine import RematVariants, derivatives_of, lower, lower_traced, peak_bytes, trace_program
 from jaxferry.partition import partition
 from jaxferry.planner import make_plan
-from jaxferry.training import Planning, choose_plan, planning_profile
+from jaxferry.training import Conditions, Planning, choose_plan, planning_profile
 from jaxferry.transport import make_placement
 from native.compile_for_gpu import compile_lowered
 from native.compiled_steps import CompiledModel, compare_step
@@ -73,7 +73,7 @@ def models():
 def measure_policy(parts, derivatives, policy, reserve_factor, temporary_bytes):
     """Returns the row of one policy; `temporary_bytes` caches the programs' temporary memory."""
     options, variants = Planning(policy=policy, reserve_factor=reserve_factor), RematVariants(parts, "none")
-    profile = planning_profile(variants, options, None, DEVICE_KIND)
+    profile = planning_profile(variants, options, None, Conditions(DEVICE_KIND))
     plan = choose_plan(variants, options, profile)
     program, placement = lower(parts, derivatives, plan, profile), make_placement()
     for key in program.keys:

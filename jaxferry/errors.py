@@ -45,7 +45,7 @@ _STAGES = {
     **dict.fromkeys(("training.entry", "training.options"), "arguments"),
     **dict.fromkeys(("planner", "step", "weights", "training.choice"), "planning"),
     **dict.fromkeys((f"engine.{name}" for name in ("lowering", "memory", "lifetimes", "budget")), "compilation"),
-    **dict.fromkeys((f"engine.program{name}" for name in ("s", "_functions", "_facts")), "compilation"),
+    **dict.fromkeys((f"engine.program{name}" for name in ("s", "_functions")), "compilation"),
     **dict.fromkeys(("training.compiler", "training.step"), "compilation"),
     "engine": "step",
     "optimizer": "update",

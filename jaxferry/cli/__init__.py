@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from jaxferry.errors import TRACEBACK_VARIABLE, InternalError, JaxFerryError, TaskError, described, is_internal
 
@@ -77,10 +78,10 @@ def _print_version(is_asked: bool) -> None:
 
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     with_traceback: Annotated[
-        bool, typer.Option("--traceback", help="Print the traceback of an error that ends the command.")
+        bool, Option("--traceback", help="Print the traceback of an error that ends the command.")
     ] = False,
 ) -> None:
     """Declares the options of the command line as a whole; `main` reads `--traceback`, wherever it stands."""

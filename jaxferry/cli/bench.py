@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from jaxferry.cli.common import AsJson, naming, print_result, read_budget
 from jaxferry.cli.compare import compare_policies, dry_run
@@ -42,19 +43,19 @@ _DEFAULT_POLICIES = ("zero-offload", "native-overlapped", "memferry", "exact", "
 def bench(
     model: ModelName,
     policy: Annotated[
-        list[str] | None, typer.Option(help=f"A policy of {', '.join(policies())}; may be given several times.")
+        list[str] | None, Option(help=f"A policy of {', '.join(policies())}; may be given several times.")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(metavar="PROFILE.json", help="The profile to plan with; default: measure one.")
+        Path | None, Option(metavar="PROFILE.json", help="The profile to plan with; default: measure one.")
     ] = None,
     optimizer: Optimizer = "adamw",
     dry: Annotated[
-        bool, typer.Option("--dry", help="Prepare each policy's step and print its prediction; train nothing.")
+        bool, Option("--dry", help="Prepare each policy's step and print its prediction; train nothing.")
     ] = False,
-    steps: Annotated[int, typer.Option(min=4, help="Consecutive steps per round.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds, after one warm-up round.")] = 3,
+    steps: Annotated[int, Option(min=4, help="Consecutive steps per round.")] = 8,
+    rounds: Annotated[int, Option(min=1, help="Timed rounds, after one warm-up round.")] = 3,
     one_at_a_time: Annotated[
-        bool, typer.Option("--one-at-a-time", help="Hold one state in host memory; policies do not take turns.")
+        bool, Option("--one-at-a-time", help="Hold one state in host memory; policies do not take turns.")
     ] = False,
     memory_budget: MemoryBudget = None,
     reserve_factor: ReserveFactor = None,
@@ -64,12 +65,10 @@ def bench(
     offload_activations: OffloadActivations = False,
     granularity: FixedGranularity = BLOCK,
     seed: Seed = 0,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="P.png", help="Draw the lanes over time: PNG, PDF or SVG.")
-    ] = None,
+    plot: Annotated[Path | None, Option(metavar="P.png", help="Draw the lanes over time: PNG, PDF or SVG.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="BENCH.json", help="Write the results: for `report`, unless --dry."),
+        Option("-o", "--output", metavar="BENCH.json", help="Write the results: for `report`, unless --dry."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -9,25 +9,25 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import rich.markup
-import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
+from typer import Argument, Option
 
 from jaxferry.costs import JAX_SHARE, JAX_SHARE_VARIABLE, Lines, default_budget_bytes, shown
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.step import Plan
 from jaxferry.units import format_bytes, parse_bytes
 
-ProfilePath = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="The profile of the model on the machine.")]
+ProfilePath = Annotated[Path, Argument(metavar="PROFILE.json", help="The profile of the model on the machine.")]
 Granularity = Annotated[
     str,
-    typer.Option(
+    Option(
         help="Layers of the plan, for a profile of modules: module as the profile has them, block for one layer a "
         "program, auto for the faster of both, including the time to issue copies."
     ),
 ]
-PlanOutput = Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the plan.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+PlanOutput = Annotated[Path | None, Option("-o", "--output", metavar="PLAN.json", help="Write the plan.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON document and nothing else.")]
 
 _WIDTH_IN_FILES = 140
 
@@ -108,8 +108,7 @@ class Budget(NamedTuple):
 def read_budget_on(machine: Mapping[str, Any], size: str | None) -> Budget:
     """Reads a memory budget such as "8GiB", or `none` for no limit; by default, what a machine's device has.
 
-    Raises:
-      InputError: if it is not a size.
+    Raises `InputError` if it is not a size.
     """
     if size is not None:
         return Budget(None if size == "none" else read_budget(size))

@@ -35,13 +35,10 @@ Record = Callable[["TrainStep", "TrainState", "Prepared"], Recording]
 class PolicyRun:
     """The results of training under a policy.
 
-    Attributes:
-      step_s: seconds of each step, from the end of the previous step's last program to the end of its own.
-      predicted_s: the simulated steady step of the same tasks, with the profile's times.
-      own_bound_s: the work of the busiest lane under this plan.
-      losses: losses of all steps, including the warm-up.
-      measured, predicted: the lanes in two steps in the middle of the run; times count from the program before them.
-      recording: the last round's steps; None if they were not recorded.
+    `step_s` has the seconds of each step, from the end of the previous step's last program to the end of its own, and
+    `losses` those of all steps, including the warm-up. `predicted_s` is the simulated steady step of the same tasks,
+    with the profile's times; `own_bound_s` the work of the busiest lane. `measured` and `predicted` are the lanes in
+    two steps in the middle of the run, from the program before them; `recording` has the last round's steps.
     """
 
     policy: str
@@ -263,10 +260,7 @@ def compare_policies(
     Policies take turns, so that other work on the machine affects all alike; host memory holds a state for each. With
     `one_at_a_time` each finishes all its rounds and frees its state before the next one starts. `make_step` makes a
     policy's training step, which plans with the profile and records at least `num_steps` steps. `record` makes the
-    recording of the last steps.
-
-    Raises:
-      InputError: if there are too few steps or rounds.
+    recording of the last steps. Raises `InputError` if there are too few steps or rounds.
     """
     if num_steps < 4 or num_rounds < 1:
         raise InputError(f"there must be at least 4 steps and 1 round, got {num_steps} and {num_rounds}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import typer
+from typer import Option
 
 from jaxferry.cli.common import AsJson, print_result, progress
 from jaxferry.costs import JAX_SHARE, JAX_SHARE_VARIABLE
@@ -29,7 +29,7 @@ _PLATFORMS = {"cpu": ("cpu",), "cuda": ("cuda",), "all": ("cpu", "cuda")}
 
 def doctor(
     link_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes to transfer when measuring the link and in the self-test.")
+        str, Option(metavar="SIZE", help="Bytes to transfer when measuring the link and in the self-test.")
     ] = "64MiB",
     as_json: AsJson = False,
 ) -> None:
@@ -47,7 +47,7 @@ def doctor(
 
 def build_native(
     platform: Annotated[
-        str, typer.Option(metavar="|".join(_PLATFORMS), help="Platform to build for; all builds what it can.")
+        str, Option(metavar="|".join(_PLATFORMS), help="Platform to build for; all builds what it can.")
     ] = "all",
     as_json: AsJson = False,
 ) -> None:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import typer
 from rich.table import Table
+from typer import Argument, Option
 
 from jaxferry.cli.common import AsJson, make_table, plan_counts, plan_table, print_result, progress, read_budget_on
 from jaxferry.cli.fitting import MOST_SAMPLES, Fit, find_fit
@@ -47,20 +47,20 @@ _WORKLOAD = "WORKLOAD"
 
 def fit(
     workload: Annotated[
-        str, typer.Argument(metavar=_WORKLOAD, help=f"A function that returns (loss_fn, params, batch): {FORMS}.")
+        str, Argument(metavar=_WORKLOAD, help=f"A function that returns (loss_fn, params, batch): {FORMS}.")
     ],
     machine: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help=f"The machine: one of {', '.join(MACHINES)}, or a JSON file.")
+        str, Option(metavar="NAME|FILE", help=f"The machine: one of {', '.join(MACHINES)}, or a JSON file.")
     ],
     batch_size: Annotated[
-        int | None, typer.Option("--batch", min=1, help="Samples a batch. [default: the workload's own]")
+        int | None, Option("--batch", min=1, help="Samples a batch. [default: the workload's own]")
     ] = None,
     length: Annotated[
-        int | None, typer.Option("--seq", min=1, help="Tokens a sample, for functions with a parameter `length`.")
+        int | None, Option("--seq", min=1, help="Tokens a sample, for functions with a parameter `length`.")
     ] = None,
     host_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help='Host memory, such as "64GiB". [default: the machine\'s, if known]'),
+        Option(metavar="SIZE", help='Host memory, such as "64GiB". [default: the machine\'s, if known]'),
     ] = None,
     memory_budget: MemoryBudget = None,
     optimizer: Optimizer = "adamw",
@@ -69,7 +69,7 @@ def fit(
     tiles: Tiles = OFF,
     offload_activations: OffloadActivations = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="PLAN.json", help="Write the plan for the largest batch.")
+        Path | None, Option("-o", "--output", metavar="PLAN.json", help="Write the plan for the largest batch.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import typer
 from rich.table import Table
+from typer import Argument, Option
 
 from jaxferry.cli.common import (
     AsJson,
@@ -55,31 +55,27 @@ Number = TypeVar("Number", int, decimal.Decimal)
 
 def plan(
     profile: ProfilePath,
-    policy: Annotated[str, typer.Option(help=f"One of {', '.join(policies())}.")] = "exact",
-    objective: Annotated[str, typer.Option(help="The time that exact minimizes: forward, step or steady.")] = "steady",
+    policy: Annotated[str, Option(help=f"One of {', '.join(policies())}.")] = "exact",
+    objective: Annotated[str, Option(help="The time that exact minimizes: forward, step or steady.")] = "steady",
     reserve_factor: Annotated[
         float | None,
-        typer.Option(
+        Option(
             help="Share of all gradient bytes, in [0, 1], that may stay on the device; with 1 no gradient is GO. "
             "[default: 1; go-memferry: 0; exact: the faster of 0 and 1; auto: any]"
         ),
     ] = None,
     memory_budget: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE", help='Limit on device memory, such as "8GiB", or none. [default: what the machine has]'
-        ),
+        Option(metavar="SIZE", help='Limit on device memory, such as "8GiB", or none. [default: what the machine has]'),
     ] = None,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, help="Devices that share each batch, for a profile of one. [default: the profile's]"),
+        Option(min=1, help="Devices that share each batch, for a profile of one. [default: the profile's]"),
     ] = None,
-    processes: Annotated[
-        int, typer.Option(min=1, help="Processes that these devices belong to, a machine for each.")
-    ] = 1,
+    processes: Annotated[int, Option(min=1, help="Processes that these devices belong to, a machine for each.")] = 1,
     granularity: Granularity = MODULE,
     output: PlanOutput = None,
-    compare_all: Annotated[bool, typer.Option("--compare", help="Print all policies side by side.")] = False,
+    compare_all: Annotated[bool, Option("--compare", help="Print all policies side by side.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a plan for a profile: the mode of each layer.
@@ -115,11 +111,9 @@ def plan(
 
 def simulate(
     profile: ProfilePath,
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan for this profile, or for its blocks.")],
-    trace: Annotated[
-        Path | None, typer.Option(metavar="TRACE.json", help="Write a Chrome trace, for Perfetto.")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps in the trace.")] = 1,
+    plan: Annotated[Path, Argument(metavar="PLAN.json", help="A plan for this profile, or for its blocks.")],
+    trace: Annotated[Path | None, Option(metavar="TRACE.json", help="Write a Chrome trace, for Perfetto.")] = None,
+    steps: Annotated[int, Option(min=1, help="Steps in the trace.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Run a plan on the machine model: its times, its memory and its critical path."""
@@ -138,25 +132,21 @@ def simulate(
 def tune(
     profile: ProfilePath,
     reserve_factor: Annotated[
-        str, typer.Option(metavar="START:STOP:STEP", help="Reserve factors, or a single one.")
+        str, Option(metavar="START:STOP:STEP", help="Reserve factors, or a single one.")
     ] = "0:1:0.1",
     memory_budget: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="START:STOP:STEP",
             help='Budgets such as "2GiB:16GiB:2GiB", a single one, or none. [default: what the machine has]',
         ),
     ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="The policy. [default: auto with given budgets, else exact]")
-    ] = None,
+    policy: Annotated[str | None, Option(help="The policy. [default: auto with given budgets, else exact]")] = None,
     granularity: Granularity = MODULE,
     plot: Annotated[
-        Path | None, typer.Option(metavar="P.png", help="Write a plot: PNG, PDF or SVG, by the file's extension.")
+        Path | None, Option(metavar="P.png", help="Write a plot: PNG, PDF or SVG, by the file's extension.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the knee's plan.")
-    ] = None,
+    output: Annotated[Path | None, Option("-o", "--output", metavar="PLAN.json", help="Write the knee's plan.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Sweep reserve factors and memory budgets; find the knee.

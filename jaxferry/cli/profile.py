@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 import rich.markup
 import rich.table
-import typer
+from typer import Option
 
 from jaxferry.cli.common import AsJson, make_table, print_result
 from jaxferry.cli.workload import (
@@ -227,41 +227,41 @@ def trace(
 def profile(
     model: ModelName,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Estimate by a roofline model; --machine alone does so too.")
+        bool, Option("--estimate", help="Estimate by a roofline model; --machine alone does so too.")
     ] = False,
     machine: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAME|FILE",
             help=f"Estimate this machine and run nothing: one of {', '.join(MACHINES)}, or a JSON file.",
         ),
     ] = None,
     compute_dtype: ComputeDtype = None,
     remat: Annotated[
-        str, typer.Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}; {AUTO} leaves it to plans.")
+        str, Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}; {AUTO} leaves it to plans.")
     ] = AUTO,
     tiles: Tiles = OFF,
     optimizer: Annotated[
-        str, typer.Option(help=f"The measured optimizer: {', '.join(OPTIMIZERS)}. Estimates assume adamw.")
+        str, Option(help=f"The measured optimizer: {', '.join(OPTIMIZERS)}. Estimates assume adamw.")
     ] = "adamw",
     transport: Annotated[
-        str | None, typer.Option(help=f"The transport: {' or '.join(TRANSPORTS)}; default: that of a training step.")
+        str | None, Option(help=f"The transport: {' or '.join(TRANSPORTS)}; default: that of a training step.")
     ] = None,
     granularity: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Layers of the profile: block, or module for the matrices of each module and the vectors of each "
             "block; `plan --granularity` plans a profile of modules for either."
         ),
     ] = BLOCK,
     devices: Annotated[
-        int, typer.Option("--devices", min=1, help="Devices that share a batch; measured ones are of this machine.")
+        int, Option("--devices", min=1, help="Devices that share a batch; measured ones are of this machine.")
     ] = 1,
     processes: Annotated[
-        int, typer.Option("--processes", min=1, help="Processes that these devices belong to, a machine for each.")
+        int, Option("--processes", min=1, help="Processes that these devices belong to, a machine for each.")
     ] = 1,
     output: Annotated[
-        pathlib.Path | None, typer.Option("--output", "-o", metavar="PROFILE.json", help="Where to write the profile.")
+        pathlib.Path | None, Option("-o", "--output", metavar="PROFILE.json", help="Where to write the profile.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -279,10 +279,13 @@ def profile(
     check_fixed_granularity(granularity)
     if remat not in (*REMAT, AUTO):
         raise InputError(f"--remat must be one of {', '.join((*REMAT, AUTO))}, got {remat!r}")
+    options: dict[str, Any] = {"remat": remat, "granularity": granularity, "compute_dtype": read_dtype(compute_dtype)}
+    tiled = read_tiles(tiles)
     if machine is not None:
-        made = _estimated(model, machine, compute_dtype, remat, tiles, granularity, devices, processes)
+        figures = find_machine(machine)
+        made = _estimated(model, figures, devices, processes, **options, tiles=check_tiles(tiled))
     else:
-        made = _measured(model, optimizer, compute_dtype, remat, tiles, granularity, devices, transport)
+        made = _measured(model, optimizer, **options, tiles=tiled, mesh=mesh_of(devices), transport=transport)
     if output is not None:
         made.save(output)
     estimated = f"Estimated for {made.machine['name']}, not measured."
@@ -290,48 +293,26 @@ def profile(
     print_result(as_json, made.to_json(), f"{note} Sizes in MiB, times in ms.", "", _table(made))
 
 
-def _estimated(
-    model: str,
-    machine: str,
-    compute_dtype: str | None,
-    remat: str,
-    tiles: str,
-    granularity: str,
-    devices: int,
-    processes: int,
-) -> Profile:
-    """Estimates the profile of the model `module:function` on a built-in machine or one described in a file."""
-    figures, dtype = find_machine(machine), read_dtype(compute_dtype)
-    sharing: dict[str, Any] = {"remat": remat, "devices": devices, "processes": processes}
-    sharing["tiles"] = check_tiles(read_tiles(tiles))
+def _estimated(model: str, machine: Machine, devices: int, processes: int, **options: Any) -> Profile:
+    """Estimates the profile of the model `module:function`; `options` are those of `trace`."""
     with user_code(model):
         known = call_model(model)
         params, batch = known.shapes(), known.batch_of(0)
-        made = trace(0, known.loss_fn, params, batch, figures, dtype, granularity, **sharing)
-    sizes = Model(params, OPTIMIZERS["adamw"](1e-3), Numerics(compute_dtype=dtype), make_placement(), None)
+        made = trace(0, known.loss_fn, params, batch, machine, devices=devices, processes=processes, **options)
+    numerics = Numerics(compute_dtype=options["compute_dtype"])
+    sizes = Model(params, OPTIMIZERS["adamw"](1e-3), numerics, make_placement(), None)
     in_all = sizes.host_bytes(made.variants.base.layers, widened=made.widened)
     host_bytes = {name: -(-size // processes) for name, size in in_all.items()}
-    described = {"model": model, "remat": remat, "host_bytes": host_bytes}
+    described = {"model": model, "remat": options["remat"], "host_bytes": host_bytes}
     return dataclasses.replace(made.profile, machine={**made.profile.machine, **described})
 
 
-def _measured(
-    model: str,
-    optimizer: str,
-    compute_dtype: str | None,
-    remat: str,
-    tiles: str,
-    granularity: str,
-    devices: int,
-    transport: str | None,
-) -> Profile:
-    """Measures the profile of the model `module:function` on JAX's first device, or on a mesh of its first devices."""
+def _measured(model: str, optimizer: str, **options: Any) -> Profile:
+    """Measures the profile of the model `module:function`; `options` are those of `train_step`."""
     update = make_optimizer(optimizer)  # times do not depend on the learning rate
-    dtype, mesh = read_dtype(compute_dtype), mesh_of(devices)
-    options: dict[str, Any] = {"remat": remat, "tiles": read_tiles(tiles), "granularity": granularity}
     with user_code(model):
         known = call_model(model)
-    step = train_step(known.loss_fn, update, compute_dtype=dtype, mesh=mesh, transport=transport, **options)
+    step = train_step(known.loss_fn, update, **options)
     with user_code(model):
         made = step.measure(known.shapes(), known.batch_of(0))
     return dataclasses.replace(made, machine={**made.machine, "model": model, "optimizer": optimizer})

@@ -215,10 +215,8 @@ def make_recording(
     """Makes a recording of the last steps, which `step.recorded()` returns. Waits for them to end.
 
     The step was made with `record_steps`; `state` is the state after its last step, and `prepared` the step that ran:
-    `step.prepare(batch)`. `machine` has facts, by default the device's name and JAX's version.
-
-    Raises:
-      StateError: if no step was recorded.
+    `step.prepare(batch)`. `machine` has facts, by default the device's name and JAX's version. Raises `StateError` if
+    no step was recorded.
     """
     state.block_until_ready()
     ran = step.recorded()
@@ -241,9 +239,7 @@ def make_recording(
         profile=profile,
         tasks=tuple(tasks),
         device_bytes=device_bytes_by_kind(ran, profile, prepared.plan),
-        host_bytes=step.compiler.model.host_bytes(
-            prepared.partition.layers, prepared.program.read_in_place, prepared.saved_bytes, prepared.program.widened
-        ),
+        host_bytes=step.compiler.model.host_bytes_of(prepared),
     )
 
 

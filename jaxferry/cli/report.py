@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import typer
+from typer import Argument, Option
 
 from jaxferry.cli.common import AsJson, print_result
 from jaxferry.cli.compare import BENCH_FORMAT, Comparison
@@ -92,13 +92,13 @@ _SAME = 5e-3  # step times that differ by less count as the same
 
 def report(
     results: Annotated[
-        Path, typer.Argument(metavar="FILE.json", help="A file of `jaxferry bench -o` or `jaxferry train --record`.")
+        Path, Argument(metavar="FILE.json", help="A file of `jaxferry bench -o` or `jaxferry train --record`.")
     ],
     plot: Annotated[
-        Path | None, typer.Option(metavar="P.png", help="Draw the lanes of a bench over time: PNG, PDF or SVG.")
+        Path | None, Option(metavar="P.png", help="Draw the lanes of a bench over time: PNG, PDF or SVG.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="REPORT.html", help="Write all as one page.")
+        Path | None, Option("-o", "--output", metavar="REPORT.html", help="Write all as one page.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -16,6 +16,7 @@ import jax
 import typer
 from jax.experimental import multihost_utils
 from rich.console import Console
+from typer import Option
 
 from jaxferry.checkpoint import Keep, check_target
 from jaxferry.cli.common import AsJson, plan_counts, plan_table, print_result, read_budget
@@ -76,55 +77,55 @@ _TYPES: Mapping[str, tuple[str, Any]] = {
 def train(
     context: typer.Context,
     model: ModelName,
-    steps: Annotated[int, typer.Option(min=0, help="Train up to this step, counting steps before a resume.")] = 10,
+    steps: Annotated[int, Option(min=0, help="Train up to this step, counting steps before a resume.")] = 10,
     optimizer: Optimizer = "adamw",
-    learning_rate: Annotated[float, typer.Option(help="The learning rate.")] = 1e-3,
-    policy: Annotated[str | None, typer.Option(help=f"The planning policy: {', '.join(policies())}.")] = None,
-    plan: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="A plan instead of a policy.")] = None,
+    learning_rate: Annotated[float, Option(help="The learning rate.")] = 1e-3,
+    policy: Annotated[str | None, Option(help=f"The planning policy: {', '.join(policies())}.")] = None,
+    plan: Annotated[Path | None, Option(metavar="PLAN.json", help="A plan instead of a policy.")] = None,
     profile: Annotated[
-        str | None, typer.Option(metavar="PROFILE.json|measure|estimate", help="The profile to plan with.")
+        str | None, Option(metavar="PROFILE.json|measure|estimate", help="The profile to plan with.")
     ] = None,
     memory_budget: MemoryBudget = None,
     reserve_factor: ReserveFactor = None,
-    clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this global norm.")] = None,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches per update; their gradients are averaged.")] = 1,
+    clip_norm: Annotated[float | None, Option(help="Clip gradients to this global norm.")] = None,
+    accumulate: Annotated[int, Option(help="Micro-batches per update; their gradients are averaged.")] = 1,
     weight: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Entry of the loss function's aux that weighs its micro-batch.")
+        str | None, Option(metavar="NAME", help="Entry of the loss function's aux that weighs its micro-batch.")
     ] = None,
     compute_dtype: ComputeDtype = None,
     remat: Remat = "none",
     tiles: Tiles = OFF,
     offload_activations: OffloadActivations = False,
     granularity: Annotated[
-        str, typer.Option(help="Layers that the plan moves: block, module (finer), or auto for the faster.")
+        str, Option(help="Layers that the plan moves: block, module (finer), or auto for the faster.")
     ] = BLOCK,
     devices: Devices = 1,
     distributed: Annotated[
-        bool, typer.Option("--distributed", help="One of several processes, which share all their devices.")
+        bool, Option("--distributed", help="One of several processes, which share all their devices.")
     ] = False,
     join_timeout: Annotated[
         int | None,
-        typer.Option(min=1, help="With --distributed, seconds to wait for each other at the start. [default: 300]"),
+        Option(min=1, help="With --distributed, seconds to wait for each other at the start. [default: 300]"),
     ] = None,
     seed: Seed = 0,
-    save: Annotated[Path | None, typer.Option(metavar="DIR", help="Save the state here at the end.")] = None,
-    save_every: Annotated[int, typer.Option(min=0, help="Save every N steps in the background (0: never).")] = 0,
+    save: Annotated[Path | None, Option(metavar="DIR", help="Save the state here at the end.")] = None,
+    save_every: Annotated[int, Option(min=0, help="Save every N steps in the background (0: never).")] = 0,
     keep_last: Annotated[
-        int | None, typer.Option(min=1, help="Number of saved states to keep, in folders of DIR named by step.")
+        int | None, Option(min=1, help="Number of saved states to keep, in folders of DIR named by step.")
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="DIR",
             help="Continue from a saved state, the newest of several, with its run's options unless given again.",
         ),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="TRACE.json", help="Write the last steps as a Chrome trace, for Perfetto.")
+        Path | None, Option(metavar="TRACE.json", help="Write the last steps as a Chrome trace, for Perfetto.")
     ] = None,
     record: Annotated[
         Path | None,
-        typer.Option(metavar="RUN.json", help="Write when each task of the last steps ran, with its layer and bytes."),
+        Option(metavar="RUN.json", help="Write when each task of the last steps ran, with its layer and bytes."),
     ] = None,
     as_json: AsJson = False,
 ) -> int:

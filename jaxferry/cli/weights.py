@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any
 
 import rich.table
-import typer
+from typer import Argument, Option
 
 from jaxferry.cli.common import AsJson, naming, print_result, progress, read_budget
 from jaxferry.costs import PROFILE_FORMAT, Profile
@@ -22,21 +22,19 @@ _MAX_ROWS = 60  # the table of a schedule shows at most this many events; `--jso
 def weights(
     instance_file: Annotated[
         pathlib.Path,
-        typer.Argument(
+        Argument(
             metavar="INSTANCE.json",
             help="Weights, activations, times, memory and bandwidth; or a profile with --memory-budget.",
             show_default=False,
         ),
     ],
-    policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = "greedy",
+    policy: Annotated[str, Option(help=f"One of {', '.join(POLICIES)}.")] = "greedy",
     memory_budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Device memory, such as 8GiB; overrides the instance's own.")
+        str | None, Option(metavar="SIZE", help="Device memory, such as 8GiB; overrides the instance's own.")
     ] = None,
     output: Annotated[
         pathlib.Path | None,
-        typer.Option(
-            "--output", "-o", metavar="PLAN.json", help="Write a plan of GFGB and RELOAD modes; needs a profile."
-        ),
+        Option("--output", "-o", metavar="PLAN.json", help="Write a plan of GFGB and RELOAD modes; needs a profile."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

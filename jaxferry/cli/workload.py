@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import optax
-import typer
+from typer import Option
 
 from jaxferry.errors import InputError, JaxFerryError, PartitionError, call_users, origin_of
 from jaxferry.modes import BLOCK, MODULE
@@ -48,33 +48,31 @@ _PACKAGE = pathlib.Path(__file__).parents[1]
 
 ModelName = Annotated[
     str,
-    typer.Option(
+    Option(
         "--model",
         metavar="WORKLOAD",
         help=f"A function that returns (loss_fn, params, batch): {FORMS}.",
         show_default=False,
     ),
 ]
-Optimizer = Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")]
-MemoryBudget = Annotated[str | None, typer.Option(metavar="SIZE", help='Device memory, such as "8GiB".')]
+Optimizer = Annotated[str, Option(help=f"One of {', '.join(OPTIMIZERS)}.")]
+MemoryBudget = Annotated[str | None, Option(metavar="SIZE", help='Device memory, such as "8GiB".')]
 ReserveFactor = Annotated[
-    float | None, typer.Option(help="Share of all gradient bytes, in [0, 1], that may stay on the device.")
+    float | None, Option(help="Share of all gradient bytes, in [0, 1], that may stay on the device.")
 ]
-ComputeDtype = Annotated[str | None, typer.Option(help="Dtype of the parameters on the device.")]
-Remat = Annotated[str, typer.Option(help="What is recomputed in the backward.")]
+ComputeDtype = Annotated[str | None, Option(help="Dtype of the parameters on the device.")]
+Remat = Annotated[str, Option(help="What is recomputed in the backward.")]
 Tiles = Annotated[
-    str, typer.Option(metavar="off|auto|N|NAME=N,...", help="Tiles in which programs of segments run, along the batch.")
+    str, Option(metavar="off|auto|N|NAME=N,...", help="Tiles in which programs of segments run, along the batch.")
 ]
 OffloadActivations = Annotated[
-    bool, typer.Option("--offload-activations", help="Offload values that cross segments to host memory.")
+    bool, Option("--offload-activations", help="Offload values that cross segments to host memory.")
 ]
-FixedGranularity = Annotated[
-    str, typer.Option("--granularity", help="Layers that plans move: block, or module (finer).")
-]
+FixedGranularity = Annotated[str, Option("--granularity", help="Layers that plans move: block, or module (finer).")]
 Devices = Annotated[
-    int, typer.Option(min=1, help="Devices that share each batch; without an accelerator, virtual CPU devices.")
+    int, Option(min=1, help="Devices that share each batch; without an accelerator, virtual CPU devices.")
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the initial parameters, if a function makes them.")]
+Seed = Annotated[int, Option(help="Seed of the initial parameters, if a function makes them.")]
 
 
 def read_tiles(text: str) -> str | int | dict[str, Any]:
@@ -89,10 +87,8 @@ def read_tiles(text: str) -> str | int | dict[str, Any]:
 class UserModel:
     """The return value of the user's function, with the name given on the command line.
 
-    Attributes:
-      loss_fn: `loss_fn(params, batch)`.
-      params: a tree of arrays or shapes; or a function from a PRNG key to the tree, evaluated layer by layer.
-      batch: a tree of arrays or shapes; or a function from a step's number to the tree.
+    `params` and `batch` are trees of arrays or shapes; or functions that return the tree, of parameters for a PRNG key,
+    layer by layer, or the batch for a step's number. The loss is `loss_fn(params, batch)`.
     """
 
     name: str

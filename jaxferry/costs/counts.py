@@ -11,6 +11,7 @@ results that only element-wise operations touch count once.
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -21,14 +22,7 @@ from jax.extend import core
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Totals of a program.
-
-    Attributes:
-      flops: floating-point operations; a multiply-add counts as two.
-      bytes_read: bytes read from memory.
-      bytes_written: bytes written to memory.
-      kernels: number of operations that are not fused into another.
-    """
+    """Totals of a program; a multiply-add counts as two operations, `kernels` those that are not fused into others."""
 
     flops: float = 0.0
     bytes_read: float = 0.0
@@ -36,12 +30,7 @@ class Costs:
     kernels: float = 0.0
 
     def __add__(self, other: "Costs") -> "Costs":
-        return Costs(
-            self.flops + other.flops,
-            self.bytes_read + other.bytes_read,
-            self.bytes_written + other.bytes_written,
-            self.kernels + other.kernels,
-        )
+        return Costs(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
     def __mul__(self, times: float) -> "Costs":
         return Costs(*(times * value for value in dataclasses.astuple(self)))
@@ -54,12 +43,10 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True)
 class HostRead:
-    """An operation that reads an argument in host memory.
+    """An operation that reads `num_bytes` of an argument in host memory, as often as `times` says.
 
-    Attributes:
-      num_bytes: bytes that it reads there.
-      flops: its floating-point operations if it is a product with the argument, which it reads panel by panel; else 0.
-      times: how often it runs.
+    `flops` are its floating-point operations if it is a product with the argument, which it reads panel by panel; else
+    0.
     """
 
     num_bytes: float
@@ -90,15 +77,11 @@ def touched_bytes(reads: Iterable[HostRead]) -> float:
 
 
 def host_reads(closed_jaxpr: core.ClosedJaxpr, arguments: Collection[int]) -> tuple[HostRead, ...]:
-    """Returns the operations of a program that read arguments in host memory, in order.
+    """Returns the operations of a program that read `arguments` in host memory, by their positions, in order.
 
     A lookup reads the rows that it returns. Any other operation reads its operand once: a product stages its weights by
     panels, each of which crosses the link once however many rows the other operand has (`xla_ffi/README.md`). Every
     operation that reads an argument counts: a forward that is run again reads again.
-
-    Args:
-      closed_jaxpr: the program.
-      arguments: positions of the arguments in host memory.
     """
     jaxpr = closed_jaxpr.jaxpr
     return tuple(_host_reads(jaxpr, {id(jaxpr.invars[position]): 1.0 for position in arguments}))
@@ -142,10 +125,7 @@ def _host_reads_inside(eqn: core.JaxprEqn, sources: dict[int, float], read: list
 
 
 def _body_costs(jaxpr: core.Jaxpr) -> Costs:
-    total = Costs()
-    for eqn in jaxpr.eqns:
-        total = total + _equation_costs(eqn)
-    return total
+    return sum(map(_equation_costs, jaxpr.eqns), start=Costs())
 
 
 def _equation_costs(eqn: core.JaxprEqn) -> Costs:
@@ -154,11 +134,8 @@ def _equation_costs(eqn: core.JaxprEqn) -> Costs:
     if name == "cond":
         return max((_body_costs(jaxpr) for jaxpr in inner), key=lambda costs: (costs.flops, costs.bytes))
     if inner and name not in _REDUCERS:
-        total = Costs()
-        for jaxpr in inner:
-            total = total + _body_costs(jaxpr)
-        return total * (eqn.params["length"] if name == "scan" else 1)
-    flops = _FLOPS.get(name, _no_flops if name in _FREE else _one_per_result)(eqn)
+        return sum(map(_body_costs, inner), start=Costs()) * (eqn.params["length"] if name == "scan" else 1)
+    flops = _FLOPS[name](eqn) if name in _FLOPS else float(sum(map(_size, eqn.outvars)))
     if name not in _HEAVY:
         return Costs(flops)
     read, written = _traffic(eqn)
@@ -180,12 +157,11 @@ def _traffic(eqn: core.JaxprEqn) -> tuple[float, float]:
 
 def inner_jaxprs(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
     """Returns the nested programs that an equation runs."""
-    return [] if eqn.primitive.name in _REDUCERS else list(_jaxprs_in(_run_params(eqn)))
-
-
-def _run_params(eqn: core.JaxprEqn) -> list[Any]:
+    if eqn.primitive.name in _REDUCERS:
+        return []
     # The program itself does not run the rules of a custom derivative.
-    return [value for key, value in eqn.params.items() if "fwd" not in key and "bwd" not in key and "jvp" not in key]
+    rules = ("fwd", "bwd", "jvp")
+    return list(_jaxprs_in([value for key, value in eqn.params.items() if not any(rule in key for rule in rules)]))
 
 
 def _jaxprs_in(value: Any) -> Iterator[core.Jaxpr]:
@@ -257,99 +233,41 @@ def _attention_flops(eqn: core.JaxprEqn) -> float:
     return forward * (2.5 if "_bwd" in eqn.primitive.name else 1.0)
 
 
-def _one_per_operand(eqn: core.JaxprEqn) -> float:
-    return float(_size(eqn.invars[0]))
-
-
-def _one_per_result(eqn: core.JaxprEqn) -> float:
-    return float(sum(map(_size, eqn.outvars)))
-
-
-def _one_per_update(eqn: core.JaxprEqn) -> float:
-    return float(_size(eqn.invars[2]))
-
-
-def _no_flops(eqn: core.JaxprEqn) -> float:
-    return 0.0
-
-
 def _sort_flops(eqn: core.JaxprEqn) -> float:
     return _size(eqn.invars[0]) * max(1.0, math.log2(max(2, _shape(eqn.invars[0])[eqn.params["dimension"]])))
 
 
-VIEWS = frozenset(
-    {"reshape", "squeeze", "expand_dims", "transpose", "copy", "optimization_barrier", "stop_gradient"}
-    | {"layout_constraint"}
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+VIEWS = _names("reshape squeeze expand_dims transpose copy optimization_barrier stop_gradient layout_constraint")
+_FREE = VIEWS | _names(
+    "bitcast_convert_type broadcast_in_dim concatenate convert_element_type dynamic_slice dynamic_update_slice gather "
+    "iota pad rev scatter slice split"
 )
-_FREE = VIEWS | {
-    "bitcast_convert_type",
-    "broadcast_in_dim",
-    "concatenate",
-    "convert_element_type",
-    "dynamic_slice",
-    "dynamic_update_slice",
-    "gather",
-    "iota",
-    "pad",
-    "rev",
-    "scatter",
-    "slice",
-    "split",
-}
 """Operations that only move data."""
-_REDUCTIONS = frozenset(
-    {
-        "argmax",
-        "argmin",
-        "reduce_and",
-        "reduce_max",
-        "reduce_min",
-        "reduce_or",
-        "reduce_prod",
-        "reduce_sum",
-        "reduce_xor",
-        "cumsum",
-        "cumprod",
-        "cummax",
-        "cummin",
-        "cumlogsumexp",
-        "reduce",
-        "reduce_window",
-        "reduce_window_sum",
-        "reduce_window_max",
-        "reduce_window_min",
-        "select_and_scatter_add",
-        "select_and_gather_add",
-    }
+_REDUCTIONS = _names(
+    "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor cumsum cumprod cummax "
+    "cummin cumlogsumexp reduce reduce_window reduce_window_sum reduce_window_max reduce_window_min "
+    "select_and_scatter_add select_and_gather_add"
 )
-_SCATTERS = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
+_SCATTERS = _names("scatter-add scatter-sub scatter-mul scatter-min scatter-max")
 _REDUCERS = _REDUCTIONS | _SCATTERS | {"scatter", "sort", "custom_lin"}
 """Operations whose nested program combines two elements; it counts as part of the operation."""
 ATTENTION = frozenset(f"dot_product_attention_{kind}{way}_wrapper" for kind in ("", "fp8_") for way in ("fwd", "bwd"))
 """cuDNN's calls of `jax.nn.dot_product_attention`, which keep no scores in memory."""
-_HEAVY = (
-    _REDUCTIONS
-    | _SCATTERS
-    | ATTENTION
-    | {
-        "conv_general_dilated",
-        "dot_general",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "ffi_call",
-        "fft",
-        "gather",
-        "ragged_dot",
-        "scatter",
-        "sort",
-        "top_k",
-    }
-)
+_HEAVY = _names(
+    "conv_general_dilated dot_general dynamic_slice dynamic_update_slice ffi_call fft gather ragged_dot scatter sort "
+    "top_k"
+).union(_REDUCTIONS, _SCATTERS, ATTENTION)
 _FLOPS: dict[str, Callable[[core.JaxprEqn], float]] = {
     "conv_general_dilated": _conv_flops,
     "dot_general": _dot_flops,
     "sort": _sort_flops,
     **dict.fromkeys(ATTENTION, _attention_flops),
-    **dict.fromkeys(_REDUCTIONS, _one_per_operand),
-    **dict.fromkeys(_SCATTERS, _one_per_update),
+    **dict.fromkeys(_REDUCTIONS, lambda eqn: float(_size(eqn.invars[0]))),  # one for each operand
+    **dict.fromkeys(_SCATTERS, lambda eqn: float(_size(eqn.invars[2]))),  # one for each update
+    **dict.fromkeys(_FREE, lambda eqn: 0.0),
 }
+"""The floating-point operations of primitives; others take one for each element of their results."""

@@ -37,12 +37,7 @@ least, or larger than half of the scratch (`xla_ffi/cuda/panels.h`)."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """The costs of running a layer's forward again in its backward.
-
-    Attributes:
-      activation_bytes: bytes kept between forward and backward with recomputation.
-      flops, bytes, kernels: additional work of the backward.
-    """
+    """The costs of running a layer's forward again in its backward: more work, and the bytes that are then kept."""
 
     activation_bytes: int
     flops: float
@@ -110,22 +105,13 @@ def estimate_profile(
     num_devices: int = 1,
     num_processes: int = 1,
 ) -> Profile:
-    """Estimates the profile of a model on a machine.
+    """Estimates the profile of a model on a machine, of which `facts` are further facts.
 
-    Several devices share a batch: each has its part of the work, of the activations, of each load and of each gradient.
-    A load includes gathering the others' shares, an offload adding up their gradients. All links of a process together
-    move no more than host memory does. Several processes run on a machine each, and update their own shares; see
-    `sharing`.
-
-    Args:
-      layers: the costs of the whole batch, in forward order; only `activation_bytes` are those of one device.
-      machine: the machine's figures; those of the GPU and its link are of each device.
-      facts: further facts for the profile's `machine`, which always contains `"estimated": true`.
-      num_devices: the number of devices of all processes.
-      num_processes: the number of processes.
-
-    Raises:
-      InputError: if there is no layer, or two share a name.
+    Several devices, of all processes together, share a batch: each has its part of the work, of the activations, of
+    each load and of each gradient. A load includes gathering the others' shares, an offload adding up their gradients.
+    All links of a process together move no more than host memory does. Several processes run on a machine each, and
+    update their own shares; see `sharing`. `layers` are the costs of the whole batch, in forward order, but their
+    `activation_bytes` those of one device. Raises `InputError` if there is no layer, or two share a name.
     """
     about = {"estimated": True, **machine.to_json(), **(facts or {})}
     del about["format"]
@@ -221,14 +207,10 @@ def scaling(known: Sequence[LayerCosts], costs: Sequence[LayerCosts]) -> float:
 
 
 def scaled_profile(profile: Profile, known: Sequence[LayerCosts], costs: Sequence[LayerCosts]) -> Profile:
-    """Scales a measured profile to another batch: times and temporaries of programs follow their operations.
+    """Scales a measured profile of layers with `known` costs to another batch, with other `costs`.
 
-    By how much programs that read or write host memory take longer stays: that is the link's time.
-
-    Args:
-      profile: the measured profile.
-      known: the costs of its layers.
-      costs: the costs of the same layers for the other batch.
+    Times and temporaries of programs follow their operations. By how much programs that read or write host memory take
+    longer stays: that is the link's time.
     """
     layers = []
     for layer, before, now in zip(profile.layers, known, costs, strict=True):

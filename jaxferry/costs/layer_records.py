@@ -196,8 +196,7 @@ class LayerProfile:
     def from_json(cls, document: Any, index: int = 0) -> Self:
         """Reads one element of `layers`; `index` is its position, for errors about its name.
 
-        Raises:
-          InputError: if a key is missing or unknown, or a value not acceptable; the message names layer and key.
+        Raises `InputError` if a key is missing or unknown, or a value not acceptable; the message names layer and key.
         """
         _, where = name_of_element(document, index)
         keys = [field.name for field in dataclasses.fields(cls)]

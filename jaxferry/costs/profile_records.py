@@ -61,12 +61,9 @@ def _object(value: Any, where: str) -> Mapping[str, Any]:
 class Contention:
     """The shares of all pairs of lanes.
 
-    Attributes:
-      shares: for a lane that loses time, and each other lane: the seconds that it loses for each second of the other's
-        work, in [0, 1]; lanes that are not named lose and take nothing.
-
-    Raises:
-      InputError: if a lane is not known or paired with itself, or a share is not acceptable.
+    For a lane that loses time, and each other lane, `shares` has the seconds that it loses for each second of the
+    other's work, in [0, 1]; lanes that are not named lose and take nothing. Raises `InputError` if a lane is not known
+    or paired with itself, or a share is not acceptable.
     """
 
     shares: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
@@ -100,11 +97,7 @@ class Contention:
 
     @classmethod
     def between(cls, speeds: Mapping[tuple[str, str], float]) -> Self:
-        """That of lanes which work all the time, in pairs.
-
-        Args:
-          speeds: of a lane beside another one, relative to its speed alone; for both lanes of each pair.
-        """
+        """That of lanes that work all the time, in pairs; `speeds` are those beside the other lane over those alone."""
         shares: dict[str, dict[str, float]] = {}
         for (lane, other), own in speeds.items():
             # In each second, `beside` seconds of the other's work, and `own` of this lane's.
@@ -149,6 +142,8 @@ _PROFILE_COUNTS = ("num_devices", "num_processes")
 class Profile:
     """The layers of a model in forward order, measured or estimated for a machine.
 
+    Raises `InputError` if a field is not acceptable.
+
     Attributes:
       machine: free-form facts about the machine, JSON values by name.
       layers: at least one layer; names are unique; entries of one parameter group agree on `param_bytes` and
@@ -164,9 +159,6 @@ class Profile:
       num_devices: the number of devices that share a batch, each with the sizes and times of the layers.
       num_processes: the number of processes that they belong to, equally many devices each.
       contention: what the work of the links and of the host takes of each other's time.
-
-    Raises:
-      InputError: if a field is not acceptable.
     """
 
     machine: Mapping[str, Any]
@@ -326,8 +318,7 @@ class Profile:
     def from_json(cls, document: Any) -> Self:
         """Reads `jaxferry.profile/1`.
 
-        Raises:
-          InputError: if a key is missing or a value not acceptable; the message names layer and key.
+        Raises `InputError` if a key is missing or a value not acceptable; the message names layer and key.
         """
         fields = check_format(document, PROFILE_FORMAT)
         optional = (*_PROFILE_FLAGS, *_PROFILE_COUNTS)

@@ -28,9 +28,7 @@ _bars: list[str] = []
 class Lines:
     """Prints a line about work that takes long, at most every few seconds; nothing about work that is short.
 
-    Args:
-      file: where to print; default: standard error, unless `JAXFERRY_PROGRESS` is `off` or a terminal shows a bar.
-      clock: seconds from any start.
+    Without a `file`, it prints on standard error unless `JAXFERRY_PROGRESS` is `off` or a terminal shows a bar.
     """
 
     def __init__(self, file: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,12 +46,7 @@ class Lines:
 
 @contextlib.contextmanager
 def progress_bar(what: str, console: Console | None = None) -> Iterator[Report]:
-    """Shows the progress of work with many parts: a bar if the console is a terminal, else lines.
-
-    Args:
-      what: the work, in a word or two.
-      console: where to show it; default: standard error.
-    """
+    """Shows the progress of work with many parts, on standard error: a bar on a terminal, elsewhere lines."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         lines = Lines()

@@ -64,13 +64,7 @@ def temporary_bytes(closed_jaxpr: core.ClosedJaxpr) -> int:
 
 @dataclasses.dataclass
 class _Value:
-    """A value in memory.
-
-    Attributes:
-      num_bytes: its size.
-      written, read: when it is written, and when it is read last.
-      sources: values in memory from which an element-wise operation computes it.
-    """
+    """A value in memory, with the times of its writing and last reading, and the values that it is computed from."""
 
     num_bytes: int
     written: int

@@ -28,12 +28,7 @@ _WORKSPACES = ("forward_workspace_bytes", "backward_workspace_bytes")
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A time that grows with the bytes that move.
-
-    Attributes:
-      latency_s: of any move.
-      s_per_byte: what each byte adds.
-    """
+    """A time that grows with the bytes that move, beyond the latency of any move."""
 
     latency_s: float
     s_per_byte: float
@@ -57,10 +52,9 @@ NOTHING = Line(0.0, 0.0)
 class Links:
     """How fast devices load, offload and exchange, all at the same time.
 
-    Attributes:
-      up, down: between host memory and each device, of the bytes that this device moves.
-      gather: by the devices that gather (`EXCHANGES`), of all bytes that each has afterwards.
-      scatter: likewise for adding up gradients, of which each keeps a share.
+    `up` and `down` are between host memory and each device, of the bytes that this device moves. `gather` is by the
+    devices that gather (`EXCHANGES`), of all bytes that each has afterwards; `scatter` adds up gradients, of which each
+    keeps a share.
     """
 
     up: Line
@@ -90,13 +84,7 @@ class Links:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """Devices that share each batch, equally many in each process, on a machine of its own.
-
-    Attributes:
-      links: how fast they move what they share.
-      num_devices: the number of devices of all processes.
-      num_processes: the number of processes.
-    """
+    """Devices that share each batch, equally many in each process, on a machine of its own."""
 
     links: Links
     num_devices: int
@@ -112,11 +100,9 @@ class Devices:
         over the network, and all of the layer down to each process. A GO backward sums its gradient over the devices
         and writes a share. The links are taken for as long as by a load or an offload, which exchange as much.
 
-        Args:
-          own: its part of the work; times of transfers and updates are those of the whole layer.
-          num_bytes: of the whole layer's parameters and gradient.
-          temporaries: of each device's programs.
-          is_whole: whether every process holds the layer whole.
+        `own` is its part of the work, with the whole layer's transfers and updates; `num_bytes` are of the whole
+        layer's parameters and gradient, `temporaries` of each device's programs. `is_whole`: every process holds the
+        layer whole.
         """
         links, per_process = self.links, self.num_devices // self.num_processes
         num_shares, among = (per_process, WITHIN) if is_whole else (self.num_devices, ALL)
@@ -192,18 +178,12 @@ def _with_copies(temporaries: Mapping[str, int], num_bytes: tuple[int, int]) -> 
 
 
 def shared_by(profile: Profile, num_devices: int, num_processes: int = 1) -> Profile:
-    """The profile of several devices, from that of one.
+    """The profile of devices of several processes, each on a machine of its own, from that of one device.
 
     Each device has its part of the work, of the activations and of the values that move, but takes at least as long as
-    it needs to read a layer's parameters. Loads, gradients and exchanges follow from the figures of the machine.
-
-    Args:
-      profile: of one device, whose `machine` has the figures of an estimate; or of these devices already.
-      num_devices: the number of devices of all processes.
-      num_processes: the number of processes, each on a machine of its own.
-
-    Raises:
-      InputError: if the profile is of other devices, or lacks figures; or if processes have not equally many devices.
+    it needs to read a layer's parameters. Loads, gradients and exchanges follow from the figures of the machine, as an
+    estimate states them. A profile of these devices stays as it is. Raises `InputError` if the profile is of other
+    devices, or lacks figures; or if processes have not equally many devices.
     """
     if (profile.num_devices, profile.num_processes) == (num_devices, num_processes):
         return profile

@@ -63,16 +63,12 @@ class DeviceUpdates:
         loss: jax.Array,
         extra: Sequence[Any],
     ) -> tuple[list[jax.Array], list[jax.Array], list[list[jax.Array]]]:
-        """Updates a unit; returns its masters, state and copies, in the memory of the former ones.
+        """Updates a unit, which is donated; returns its masters, state and copies, in the memory of the former ones.
 
-        Args:
-          unit: the unit; its masters and state are on the device and are donated.
-          copies: for each of its layers the trained parameters in the compute dtype; donated.
-          gradients: for each of its layers its uses; none for a layer that no segment reads.
-          norm: the global norm of the gradients after the division by `scale`; read only if the optimizer clips.
-          scale: divides the gradients.
-          loss: a scalar on the device; nothing changes unless it is finite.
-          extra: what `HostOptimizer.extra` describes.
+        For each of the unit's layers, `copies` has the trained parameters in the compute dtype, donated, and
+        `gradients` its uses, none if no segment reads it. Gradients are divided by `scale`; `norm` is their global norm
+        afterwards, read only if the optimizer clips. Nothing changes unless `loss`, a scalar on the device, is finite.
+        `extra`: see `HostOptimizer.extra`.
         """
         update = self.updates[unit.layers]
         made: Any = update(unit.masters, unit.state, copies, gradients, norm, scale, loss, *extra)

@@ -59,10 +59,8 @@ def fit_stream(
 ) -> tuple[Stream, Peak]:
     """Returns the stream that waits least among those that fit, and its peak device memory.
 
-    `temporary_bytes_of` compiles programs. `other_bytes` are always in use.
-
-    Raises:
-      BudgetError: if none fits; it states the smallest possible budget.
+    `temporary_bytes_of` compiles programs. `other_bytes` are always in use. Raises `BudgetError` if none fits; it
+    states the smallest possible budget.
     """
 
     def fit(limit_bytes: int | None) -> tuple[Stream, Peak]:
@@ -186,14 +184,10 @@ def last_readers(partition: ForwardPartition) -> dict[int, int]:
 
 
 class Evaluator:
-    """Evaluates the function of one partition without derivatives.
+    """Evaluates the function of one partition without derivatives; raises `BudgetError` if the budget is too small.
 
-    Attributes:
-      stream: how segments receive their parameters.
-      peak: the peak device memory of a run, without what the state keeps there.
-
-    Raises:
-      BudgetError: if the budget is too small.
+    `stream` says how segments receive their parameters; `peak` is the peak device memory of a run, without what the
+    state keeps there.
     """
 
     def __init__(
@@ -218,10 +212,8 @@ class Evaluator:
     def run(self, state: TrainState, batch: Sequence[Any], other_bytes: int = 0) -> Any:
         """Runs the function on the leaves of a batch; returns its results as a tree of arrays on the device.
 
-        `other_bytes` is other device memory that the training step holds.
-
-        Raises:
-          BudgetError: if the state holds too much device memory.
+        `other_bytes` is other device memory that the training step holds. Raises `BudgetError` if the state holds too
+        much device memory.
         """
         self._make_room(state, other_bytes)
         state.host.refresh()

@@ -19,7 +19,7 @@ import numpy as np
 from jax.profiler import TraceAnnotation
 
 from jaxferry.engine.lanes import Wait
-from jaxferry.engine.prefetch import wait_for_copy
+from jaxferry.engine.pending import wait_for_copy
 from jaxferry.engine.step import StepContext
 from jaxferry.optimizer import UpdateGroup
 from jaxferry.processes import moved

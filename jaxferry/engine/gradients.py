@@ -171,8 +171,6 @@ class StepGradients:
       sums: by group, the gradients summed on the device.
       kept: by group that is updated on the device, the gradients of this micro-batch, one for each use.
       on_host: by group, the gradients in host memory or in flight.
-      in_flight: offloads that the device has not waited for.
-      norms: their norms.
       has_added: whether a sum of earlier micro-batches may have changed, which is irreversible.
     """
 

@@ -81,12 +81,11 @@ class Monitor:
 
 
 class StepRun:
-    """One run of a task list; made by `Lanes.make`.
+    """One run of a task list; made by `Lanes.make` at `begin_s`.
 
     Attributes:
       failure: the first failure, or None.
       is_stopped: whether no further task starts.
-      begin_s: when it was made.
       starts_s, ends_s: by task, of `time.perf_counter`. If a thread only issues for a device, the time of issue.
       is_committed: whether an irreversible change was made, so the run must be completed.
     """
@@ -277,21 +276,19 @@ class StepRun:
         previous._num_threads += is_late
         return previous if is_late else self, index
 
-    def _next_late(self, lanes: Sequence[Lane]) -> int | None:
+    def _next_late(self, lanes: Sequence[Lane]) -> tuple[StepRun, int] | None:
         """The next late task of this run; None if none is left. The caller has the lock."""
         while self._ready.has_late(lanes) and not self.has_broken_off:
-            index = self._ready.take_late(lanes)
-            if index is not None:
-                return index
+            if (index := self._ready.take_late(lanes)) is not None:
+                return self, index
             self._monitor.sleep(lanes[0])
         return None
 
-    def _next_ahead(self) -> int | None:
+    def _next_ahead(self) -> tuple[StepRun, int] | None:
         """The next of the loads that run before this run is submitted; None if none is left."""
         while self._ready.has_prefetch and not self.has_broken_off:
-            index = self._ready.take_prefetch()
-            if index is not None:
-                return index
+            if (index := self._ready.take_prefetch()) is not None:
+                return self, index
             self._monitor.sleep(Lane.H2D)
         if not self._is_open:
             self._forget_actions()
@@ -319,7 +316,8 @@ def _nothing(index: int) -> None:
     """The action of an ended run. It replaces the run's own action, whose references can then be freed."""
 
 
-def _do_tasks(of: StepRun, lanes: Sequence[Lane]) -> None:
+def _do_tasks(of: StepRun, next_task: Callable[[], tuple[StepRun, int] | None]) -> None:
+    """Does the tasks of this run, and of those beside it, that `next_task` finds, until there is none."""
     run, ended, lock = of, None, of._monitor.lock
     while True:
         # The end of one task and the choice of the next take the lock once.
@@ -333,23 +331,11 @@ def _do_tasks(of: StepRun, lanes: Sequence[Lane]) -> None:
             finally:
                 if run is not of:
                     run._leave()
-            found = of._next_task(lanes)
+            found = next_task()
         if found is None:
             return
         run, index = found
         ended = index if run._do(index) else None
-
-
-def _do_all(of: StepRun, next_task: Callable[[], int | None]) -> None:
-    ended, lock = None, of._monitor.lock
-    while True:
-        with lock:
-            if ended is not None:
-                of._end(ended)
-            index = next_task()
-        if index is None:
-            return
-        ended = index if of._do(index) else None
 
 
 class Lanes:
@@ -386,28 +372,28 @@ class Lanes:
             run._num_threads += 1
         number = next(i for i, lanes in enumerate(self._lanes) if Lane.H2D in lanes)
         try:
-            self._threads[number].submit(run._take_part, functools.partial(_do_all, run, run._next_ahead))
+            self._threads[number].submit(run._take_part, functools.partial(_do_tasks, run, run._next_ahead))
         except RuntimeError:  # the process is ending
             run._leave()
         return run
 
     def submit(self, run: StepRun) -> None:
         """Starts a run on the threads."""
-        self._submit(_do_tasks, run)
+        self._submit(run, run._next_task)
 
     def _run_late(self, run: StepRun) -> None:
         """Starts the late tasks of a run that no next one has started."""
         with self._monitor.lock:
             if run.has_broken_off or not run._ready.has_late(ALL_LANES):
                 return
-        self._submit(lambda of, lanes: _do_all(of, functools.partial(of._next_late, lanes)), run)
+        self._submit(run, run._next_late)
 
-    def _submit(self, body: Callable[[StepRun, Sequence[Lane]], None], run: StepRun) -> None:
+    def _submit(self, run: StepRun, next_task: Callable[[Sequence[Lane]], tuple[StepRun, int] | None]) -> None:
         with self._monitor.lock:
             run._num_threads += len(self._lanes)
         for number, (thread, lanes) in enumerate(zip(self._threads, self._lanes, strict=True)):
             try:
-                thread.submit(run._take_part, functools.partial(body, run, lanes))
+                thread.submit(run._take_part, functools.partial(_do_tasks, run, functools.partial(next_task, lanes)))
             except RuntimeError as error:
                 with self._monitor.lock:
                     run.is_stopped = True

@@ -160,8 +160,8 @@ class _Lowering:
     def _first_readers_of_copies(self) -> dict[int | None, int]:
         """By load, the first program that reads its copy, unless that is a backward.
 
-        A backward is most likely to run out of memory, so nothing but its own values is given to it. And plans that
-        load once or twice share all programs.
+        A backward is most likely to run out of memory: it is given its own values alone. And all plans share programs
+        so.
         """
         found: dict[int | None, int] = {}
         for index, place in sorted(self._places.items(), key=lambda pair: pair[1]):
@@ -296,15 +296,13 @@ def summed_groups(
 
 
 def widened_groups(partition: Partition, derivatives: Mapping[int, Derivative], accumulate: int = 1) -> dict[int, int]:
-    """Returns the groups whose gradients the host sums in more bits than they have, with the dense gradients of each.
+    """Returns the groups whose gradients the host sums in more bits than they have.
 
     A sum in 16 bits would be rounded after each addition. With several micro-batches, the host widens the sums of all
     groups. With one, it widens the sums of groups with several uses, except where exactly one use is dense and the
     others look rows up, such as a tied table. The host rounds each lookup's rows once into the dense gradient: a wider
-    sum would slow down the update of the table, which reads all of it.
-
-    Returns:
-      By group, the number of dense gradients that arrive in each micro-batch, at least 1.
+    sum would slow down the update of the table, which reads all of it. By group, the value is the number of dense
+    gradients that arrive in each micro-batch, at least 1.
     """
     dense = collections.Counter(
         use.group

@@ -16,8 +16,7 @@ import numpy as np
 
 from jaxferry.engine.executor import await_gradients, execute
 from jaxferry.engine.lanes import StepRun
-from jaxferry.engine.pending import Accumulated, Counts, PendingStep, task_error
-from jaxferry.engine.prefetch import DeviceCopies, Prefetch
+from jaxferry.engine.pending import Accumulated, Counts, DeviceCopies, PendingStep, Prefetch, task_error
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.step import RunnableStep, StepContext, StepResult
 from jaxferry.errors import JaxFerryError, StateError, TaskError, described

@@ -20,10 +20,10 @@ from jaxferry.engine.pending import (
     LossScale,
     Owner,
     PendingStep,
+    Prefetch,
     by_one_thread,
     task_error,
 )
-from jaxferry.engine.prefetch import Prefetch
 from jaxferry.errors import StateError, described
 from jaxferry.optimizer import (
     HostArrays,

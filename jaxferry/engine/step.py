@@ -23,8 +23,7 @@ import numpy as np
 from jaxferry.engine.device_updates import DeviceUpdates
 from jaxferry.engine.gradients import Norms, StepGradients
 from jaxferry.engine.lanes import Failure, Lanes, StepRun
-from jaxferry.engine.pending import task_errors
-from jaxferry.engine.prefetch import DeviceCopies, PrefetchSlot
+from jaxferry.engine.pending import DeviceCopies, PrefetchSlot, task_errors
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.engine.recorder import Recorder
@@ -129,18 +128,15 @@ class StepContext:
     """The data of one step in progress.
 
     Attributes:
-      work: the run of its tasks.
       does_what_it_issues: whether each lane's thread does the work itself; on an accelerator, a thread only issues it.
-      values: the values between programs, by number.
+      values: the values between programs, by number; likewise their `cotangents`.
       offloaded: values that wait in pinned host memory for their backward.
       fetched: the arrays there of values that are back on the device, or on their way.
       saved: residuals, by segment.
-      cotangents: by number of the value.
       seed: the factor on the loss, on the device; empty without loss scaling.
       finite: for each segment, whether its outputs are finite.
       num_programs: number of programs issued.
       num_updates: number of update tasks done, on the host, or on the device if that does all.
-      updated: units already updated.
       is_updating: whether an update may have changed the state.
     """
 

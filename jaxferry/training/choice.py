@@ -27,36 +27,43 @@ def needs_times(policy: str | None) -> bool:
     return policy is not None and policy not in _WITHOUT_TIMES
 
 
-def planning_profile(
-    variants: RematVariants,
-    planning: Planning,
-    given: Profile | None,
-    device_kind: str,
-    updates_after_all: bool = False,
-    updates_together: bool = False,
-    staging_bytes: int = 0,
-    state_bytes: Mapping[str, int] | None = None,
-    has_own_memory: bool = True,
-    accumulate: int = 1,
-) -> Profile:
-    """The profile that a step is planned and lowered with, with the facts of its programs.
+@dataclasses.dataclass(frozen=True)
+class Conditions:
+    """What plans depend on beside the segments and their costs.
 
-    Without a given profile, it is estimated by roofline if a policy is to choose the plan. Otherwise it has sizes only.
-
-    Args:
-      variants: the segments and their derivatives.
-      planning: how the training step is planned.
-      given: the user's own or measured profile, or None.
+    Attributes:
       device_kind: the device's own name, such as `"NVIDIA H200"`.
       updates_after_all: whether updates wait for all gradients under any plan.
       updates_together: whether one update covers several groups.
       staging_bytes: device memory that transfers need besides the moved bytes.
-      state_bytes: bytes of masters and optimizer state of each parameter group, by name; None if not known.
+      state_bytes: bytes of masters and optimizer state of each parameter group, by name.
       has_own_memory: whether device memory is not host memory, so that a policy may update groups on the device.
       accumulate: the number of micro-batches of an update.
+    """
 
-    Raises:
-      InputError: if the given profile is for another model.
+    device_kind: str
+    updates_after_all: bool = False
+    updates_together: bool = False
+    staging_bytes: int = 0
+    state_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    has_own_memory: bool = True
+    accumulate: int = 1
+
+    def applied(self, profile: Profile, variants: RematVariants) -> Profile:
+        """The profile with the bytes of sums over micro-batches, and with when updates run."""
+        groups = summed_groups(variants.base, variants.derivatives, self.accumulate)
+        after_all, together = self.updates_after_all, self.updates_together
+        profile = with_sum_bytes(profile, variants.base, groups)
+        return dataclasses.replace(profile, updates_after_all=after_all, updates_together=together)
+
+
+def planning_profile(
+    variants: RematVariants, planning: Planning, given: Profile | None, conditions: Conditions
+) -> Profile:
+    """The profile that a step is planned and lowered with, with the facts of its programs.
+
+    Without a `given` one, the user's own or measured, it is estimated by roofline if a policy is to choose the plan.
+    Otherwise it has sizes only. Raises `InputError` if the given profile is for another model.
     """
     parts = variants.base
     num_devices, num_processes = parts.graph.num_devices, parts.graph.num_processes
@@ -68,35 +75,25 @@ def planning_profile(
             raise InputError(f"the profile is of {given.num_devices} devices{by}, and {num_devices}{own} train")
         profile = given
     elif planning.lets_policy_choose:
-        costs, facts = partition_costs(parts, None), {"device": device_kind}
-        profile = estimate_profile(costs, _machine_of(device_kind), facts, num_devices, num_processes)
+        costs, facts = partition_costs(parts, None), {"device": conditions.device_kind}
+        profile = estimate_profile(costs, _machine_of(conditions.device_kind), facts, num_devices, num_processes)
         profile = profile.without_streaming()  # those times are AdamW's
     else:
         profile = without_times(parts)
-    is_offloaded = planning.offload_activations
+    is_offloaded, staging_bytes = planning.offload_activations, conditions.staging_bytes
     profile = with_program_facts(profile, parts, variants.derivatives, is_offloaded, staging_bytes)
-    profile = with_sum_bytes(profile, parts, summed_groups(parts, variants.derivatives, accumulate))
-    profile = dataclasses.replace(profile, updates_after_all=updates_after_all, updates_together=updates_together)
     # A given plan may update groups on any device, and its tasks follow each other by the given times.
-    may_update = has_own_memory or planning.plan is not None
-    return with_updates_on_device(profile, parts, device_kind, state_bytes, may_update)
+    may_update = conditions.has_own_memory or planning.plan is not None
+    return with_updates_on_device(conditions.applied(profile, variants), parts, conditions, may_update)
 
 
-def with_updates_on_device(
-    profile: Profile,
-    parts: Partition,
-    device_kind: str,
-    state_bytes: Mapping[str, int] | None,
-    has_own_memory: bool,
-) -> Profile:
+def with_updates_on_device(profile: Profile, parts: Partition, conditions: Conditions, may_update: bool) -> Profile:
     """The profile with the costs of updates on the device: its own, or estimated for a known GPU.
 
     Masters and state that stream pass the links at the speeds of loads and offloads. One update of several groups does
     not stream, nor do those of several devices.
-
-    Args as for `planning_profile`.
     """
-    machine, layers, is_together = known_machine(device_kind), [], profile.updates_together
+    machine, layers, is_together = known_machine(conditions.device_kind), [], profile.updates_together
     load_s_a_byte, offload_s_a_byte = fetch_seconds_a_byte(profile), save_seconds_a_byte(profile)
     for layer, use in zip(profile.layers, parts.uses, strict=True):
         seconds, group = layer.update_gpu_s, parts.layers[use.group]
@@ -104,13 +101,12 @@ def with_updates_on_device(
             seconds = update_on_device_s(-(-group.trained.num_parameters // profile.num_devices), machine)
             if profile.num_devices > 1:  # exchanges among the devices are parts of a load and of an offload
                 seconds += layer.load_s + layer.offload_s
-        may_update = has_own_memory and state_bytes is not None and group.name in state_bytes
-        size = 0 if state_bytes is None else state_bytes.get(group.name, 0)
+        size = conditions.state_bytes.get(group.name, 0)
         up_s, down_s = layer.state_up_s, layer.state_down_s
         if profile.has_times:
             up_s = size * load_s_a_byte if up_s is None else up_s
             down_s = (size + layer.param_bytes) * offload_s_a_byte if down_s is None else down_s
-        if not may_update or seconds is None:
+        if not may_update or group.name not in conditions.state_bytes:
             seconds = None
         if is_together or profile.num_devices > 1 or seconds is None:
             up_s = down_s = None
@@ -125,10 +121,8 @@ def choose_plan(variants: RematVariants, planning: Planning, profile: Profile) -
 
     A given plan is used for exactly these layers. Without plan and policy, every layer is loaded once (GFGB), and the
     reserve factor alone chooses gradients. If no plan of a policy fits into the memory budget, the policy plans for its
-    smallest feasible budget instead: the engine counts exact bytes afterwards.
-
-    Raises:
-      InputError: if the plan is for another model, or the policy does not exist.
+    smallest feasible budget instead: the engine counts exact bytes afterwards. Raises `InputError` if the plan is for
+    another model, or the policy does not exist.
     """
     parts, policy = variants.base, planning.chooser
     if planning.plan is not None:

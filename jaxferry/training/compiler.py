@@ -29,12 +29,13 @@ from jaxferry.modes import FASTER, MODULE, Remat
 from jaxferry.partition import AUTO, Graph, Layer, Partition, with_tiles
 from jaxferry.processes import check_same
 from jaxferry.settings import ThreadPool, check_may_trace
-from jaxferry.step import Plan, StepProgram, streamed_state_bytes
+from jaxferry.step import Plan, StepProgram
 from jaxferry.training.choice import best_granularity
 from jaxferry.training.cuts import Cut, Cutter, structure_of
+from jaxferry.training.measured_profile import Work
 from jaxferry.training.model import Model
 from jaxferry.training.options import Options
-from jaxferry.training.profiles import OfBatches, Profiler, Share, share_of_one
+from jaxferry.training.profiles import OfBatches, Profiler, share_of_one
 from jaxferry.training.step import Prepared, StepCompiler
 from jaxferry.transport import Placement, Transport, make_transport, writes_in_place
 
@@ -96,10 +97,8 @@ class Shared:
 class Compiler:
     """Prepares and caches steps and evaluations of one model.
 
-    Attributes:
-      model: as given.
-      layers: the parameter groups. The first step, or measurement, decides them; before, they are the model's, or those
-        of an evaluation.
+    The first step, or measurement, decides the parameter groups, `layers`; before, they are the model's, or those of an
+    evaluation.
     """
 
     def __init__(self, model: Model, loss_fn: Callable[..., Any], options: Options, shared: Shared) -> None:
@@ -223,10 +222,8 @@ class Compiler:
         """Lets a thread make what a state's first step needs in pinned memory, which takes as long as several steps.
 
         The profile has been measured by now, which copies would have disturbed. Where the device is a CPU, all threads
-        make this memory in the step.
-
-        Returns:
-          Lets it make the vectors for the gradients of a step program; None where nothing is made ahead.
+        make this memory in the step. Returns what lets the thread make the vectors for the gradients of a step program,
+        or None.
         """
         placement, submit = self._shared.placement, self._shared.memory.submit
         if state is None or placement.is_cpu or not writes_in_place(placement):
@@ -238,23 +235,12 @@ class Compiler:
 
     def _check_host_memory(self, prepared: Prepared, is_begun: bool) -> None:
         """Checks that host memory can hold what a step keeps there beside the state, before it runs."""
-        layers, read = prepared.partition.layers, prepared.program.read_in_place
         # Clients of accelerators keep pinned memory that programs have used.
-        kept_bytes = 0 if self._shared.placement.is_cpu else self._saved_bytes
-        streamed_bytes = streamed_state_bytes(prepared.profile, prepared.plan)
-        if is_begun and (read or prepared.saved_bytes or prepared.program.widened):
+        kept_bytes, program = 0 if self._shared.placement.is_cpu else self._saved_bytes, prepared.program
+        if is_begun and (program.read_in_place or prepared.saved_bytes or program.widened):
             # They count as taken once they exist.
             self._shared.memory.submit(lambda: None).result()
-        self.model.check_step(
-            layers,
-            read,
-            prepared.saved_bytes,
-            not self._has_decided,
-            kept_bytes,
-            is_begun,
-            streamed_bytes,
-            prepared.program.widened,
-        )
+        self.model.check_step(prepared, not self._has_decided, kept_bytes, is_begun)
         self._saved_bytes = max(self._saved_bytes, prepared.saved_bytes)
 
     def _compiled_finer(
@@ -269,7 +255,7 @@ class Compiler:
                     error = min((error, other), key=lambda each: each.smallest_bytes)
         raise error
 
-    def _share(self, partition: Partition, args: Any, kwargs: Mapping[str, Any]) -> Callable[[], Share]:
+    def _share(self, partition: Partition, args: Any, kwargs: Mapping[str, Any]) -> Callable[[], Work]:
         """Makes what one of several devices does of a step, for its measurement."""
         planning, placement = self._options.planning, self._shared.placement
         return functools.partial(share_of_one, self.model, self._loss_fn, planning, placement, partition, args, kwargs)

@@ -25,7 +25,6 @@ import concurrent.futures
 import functools
 import itertools
 import math
-import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +55,7 @@ from jaxferry.settings import with_own_settings
 from jaxferry.step import Arrival
 from jaxferry.training.microbenchmarks import HostUpdate
 from jaxferry.training.profile_cache import MeasurementCache
-from jaxferry.training.timers import host_cache_bytes
+from jaxferry.training.timers import Effort, host_cache_bytes, median_s, timed_call
 from jaxferry.transport import DATA, PROCESS, Placement
 
 SMALL_BYTES, LARGE_BYTES = 2**16, 2**26
@@ -80,7 +79,7 @@ def measure_links(placement: Placement) -> Links:
         moves |= {("gather", among): gather(placement, among), ("scatter", among): scatter(placement, among)}
     sizes = [-(-size // (4 * num)) * 4 * num for size in (SMALL_BYTES, large)]
     length = 1 if placement.platform == "cpu" else _ROW_LENGTH
-    seconds = slowest([_median_s(make(size // 4), length) for make in moves.values() for size in sizes])
+    seconds = slowest([_move_s(make(size // 4), length) for make in moves.values() for size in sizes])
     lines: dict[tuple[str, str], Line] = {}
     for number, (kind, among) in enumerate(moves):
         small, most = (size // num if kind in ("up", "down") else size for size in sizes)
@@ -146,25 +145,15 @@ def transfer(placement: Placement, kind: str) -> Callable[[int], Callable[[], An
     return make
 
 
-def _median_s(call: Callable[[], Any], length: int) -> float:
-    """The median seconds of a call, after some; as often in every process.
+def _move_s(call: Callable[[], Any], length: int) -> float:
+    """The median seconds of a move that a call issues, as often in every process.
 
-    Args:
-      call: issues a move.
-      length: how many are issued in a row. Twice as many take longer by the time of these, without the time that a call
-        takes and the wait for its result. With 1, both count: devices of a CPU take turns.
+    Twice `length` moves in a row take longer than these by the moves' own time, without the time that a call takes and
+    the wait for its result. With 1, both count: devices of a CPU take turns.
     """
-    times_s = []
-    for _ in range(_REPETITIONS + 1):
-        one_s, two_s = (_row_s(call, num * length) for num in (1, 2)) if length > 1 else (0.0, _row_s(call, 1))
-        times_s.append(max(two_s - one_s, 0.0) / length)
-    return statistics.median(times_s[1:])
-
-
-def _row_s(call: Callable[[], Any], num_calls: int) -> float:
-    start_s = time.perf_counter()
-    jax.block_until_ready([call() for _ in range(num_calls)])
-    return time.perf_counter() - start_s
+    one, two = (timed_call(lambda num=num: [call() for _ in range(num)], tuple) for num in (length, 2 * length))
+    effort = Effort(_REPETITIONS, _REPETITIONS)
+    return median_s(one, effort) if length == 1 else median_s(lambda: max(two() - one(), 0.0) / length, effort)
 
 
 TRANSFER_BYTES = 2**26
@@ -189,14 +178,8 @@ def measure_contention(
 ) -> Contention:
     """Measures what the links of all devices and the optimizer's updates take of each other's time.
 
-    There is none where every layer has less than `LEAST_BYTES`.
-
-    Args:
-      optimizer: its update of a layer of about `TRANSFER_BYTES` is taken for all.
-      placement: where its arrays live.
-      layers: of the model.
-      cache: earlier measurements.
-      devices: several that share a batch, and all transfer at the same time; None for that of `placement`.
+    The update of a layer of about `TRANSFER_BYTES` is taken for all; there is no contention where every layer has less
+    than `LEAST_BYTES`. `devices` share a batch and all transfer at the same time; None for that of `placement`.
     """
     update = _some_update(optimizer, placement, layers)
     if update is None:
@@ -221,11 +204,9 @@ def measure_contention(
 
 
 def speeds_in_pairs(work: Mapping[str, Callable[[], Any]], least_s: float = LEAST_S) -> dict[tuple[str, str], float]:
-    """The speed of each lane beside each other one, relative to its speed alone.
+    """The speed of each lane beside each other one for `least_s` or more, relative to its speed alone.
 
-    Args:
-      work: for each lane, a call that works and returns once that is done.
-      least_s: the least seconds that lanes work beside each other.
+    `work` has a call for each lane, which works and returns once that is done.
     """
     alone = {lane: _calls_per_s([call], least_s)[0] for lane, call in work.items()}
     found = {}

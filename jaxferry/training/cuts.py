@@ -73,8 +73,7 @@ def weighted(loss_fn: Callable[..., Any], name: str, is_applied: bool) -> Callab
 def structure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The structure: the tree, the shapes and dtypes (weak or not) of its leaves, the flags, and JAX's settings.
 
-    Raises:
-      InputError: if a leaf is traced, or is no array or number that JAX can hold.
+    Raises `InputError` if a leaf is traced, or is no array or number that JAX can hold.
     """
     arrays, flags = split_flags(kwargs)
     leaves, structure = jax.tree.flatten((args, arrays))
@@ -114,12 +113,10 @@ def _name_unfit_leaf(args: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 class Cut:
-    """The segments of one loss function, structure and choice of groups, with their compiled programs.
+    """The segments of one loss function, structure and choice of groups, with their compiled programs by content.
 
-    Attributes:
-      parts: as given.
-      programs: compiled programs by content. They live as long as the loss function does, as those of `jax.jit`, unless
-        a step drops them for those of newer structures.
+    Programs live as long as the loss function does, as those of `jax.jit`, unless a step drops them for newer
+    structures'.
     """
 
     def __init__(self, parts: Partition, jaxpr: core.ClosedJaxpr, key: Any) -> None:
@@ -148,12 +145,7 @@ _CUTS: weakref.WeakKeyDictionary[core.ClosedJaxpr, dict[Any, Cut]] = weakref.Wea
 
 
 class Cutter:
-    """Cuts functions of one model's parameters.
-
-    Attributes:
-      known_layers: the parameter groups, which the first batch decides; None until then.
-      granularity: how fine they are.
-    """
+    """Cuts functions of one model's parameters; the first batch decides the groups, `known_layers`."""
 
     def __init__(self, model: Model, loss_fn: Callable[..., Any], planning: Planning, placement: Placement) -> None:
         self._model, self._loss_fn, self._planning, self._placement = model, loss_fn, planning, placement

@@ -156,31 +156,9 @@ def train_step(
     Raises:
       InputError: if an argument is invalid.
     """
+    arguments = dict(locals())
     if not callable(loss_fn):
         raise InputError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}")
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise InputError(f"optimizer must be an Optax GradientTransformation, got {optimizer!r}")
-    options = read_options(
-        memory_budget=memory_budget,
-        reserve_factor=reserve_factor,
-        clip_norm=clip_norm,
-        compute_dtype=compute_dtype,
-        plan=plan,
-        policy=policy,
-        profile=profile,
-        remat=remat,
-        tiles=tiles,
-        offload_activations=offload_activations,
-        skip_nonfinite=skip_nonfinite,
-        check_gradients=check_gradients,
-        record_steps=record_steps,
-        accumulate=accumulate,
-        weight=weight,
-        extra_args=extra_args,
-        loss_scale=loss_scale,
-        trainable=trainable,
-        cached_shapes=cached_shapes,
-        merge_small=merge_small,
-        granularity=granularity,
-    )
-    return TrainStep(loss_fn, optimizer, options, make_placement(device, mesh), transport)
+    return TrainStep(loss_fn, optimizer, read_options(arguments), make_placement(device, mesh), transport)

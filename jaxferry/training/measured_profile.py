@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxferry.costs import LayerCosts, LayerProfile, Profile, Report, partition_costs
@@ -43,20 +43,40 @@ from jaxferry.training.microbenchmarks import (
 )
 from jaxferry.training.profile_cache import MeasurementCache, cache_directory, surroundings
 from jaxferry.training.timers import Effort, cold_caches, device_timer
-from jaxferry.transport import Placement, Transport, make_transport
+from jaxferry.transport import Placement, make_transport
 
 BUDGET_S = 20.0
 """Time for measurements, without compilation; three repetitions of everything may exceed it."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The work of a step that is measured, on one device or on all devices of a mesh.
+
+    Attributes:
+      partition: the segments.
+      recomputing: the same segments, with rematerialized variants where a plan may recompute.
+      programs: the programs of both; compiled as far as they are measured.
+      optimizer: the host optimizer; its update of each layer is measured.
+      placement: where arrays live.
+    """
+
+    partition: Partition
+    recomputing: Partition
+    programs: Programs
+    optimizer: HostOptimizer
+    placement: Placement
+
+    @property
+    def variants(self) -> list[dict[str, ProgramKey]]:
+        """For each segment, all programs that a step of any plan may run, by the names of their temporaries."""
+        return program_variants(self.partition, self.recomputing, self.programs.derivatives)
+
+
 def measure_profile(
-    partition: Partition,
-    programs: Programs,
-    optimizer: HostOptimizer,
-    placement: Placement,
+    work: Work,
     transport: str,
     *,
-    recomputing: Partition | None = None,
     remat: str = "none",
     offload_activations: bool = False,
     cache: MeasurementCache | None = None,
@@ -66,51 +86,32 @@ def measure_profile(
     """Measures the profile of a partition on this device (MemFerry, section IV-B).
 
     Args:
-      partition: the segments.
-      programs: their programs; compiled as far as they are measured.
-      optimizer: the host optimizer; its update of each layer is measured.
-      placement: where arrays live.
+      work: what is measured.
       transport: the transport to measure, one of `TRANSPORTS`.
-      recomputing: the same segments, with rematerialized variants where eligible; `programs` contains them. None if no
-        plan may recompute.
       remat: what is kept between forward and backward; recorded in `machine`.
       offload_activations: whether values wait in host memory for their backward.
       cache: earlier measurements; None for the user's own cache (`MeasurementCache`).
       progress: called with the next subject.
       budget_s: seconds to spend; three repetitions of everything may exceed it. None for `BUDGET_S`.
     """
-    measured = MeasuredLayers(partition, recomputing or partition, programs, optimizer, placement, transport)
-    cache = cache or default_cache(placement)
-    layers = measured.profiles(cache, progress or silent, budget_s)
+    partition, placement, cache = work.partition, work.placement, cache or default_cache(work.placement)
+    layers = MeasuredLayers(work, transport).profiles(cache, progress or silent, budget_s)
     profile = Profile(facts_of(placement, transport, remat), layers)
     if not placement.is_cpu:
         profile = with_link_work(profile, partition_costs(partition))
-        contention = measure_contention(optimizer, placement, partition.layers, cache)
+        contention = measure_contention(work.optimizer, placement, partition.layers, cache)
         profile = dataclasses.replace(profile, contention=contention)
     staging_bytes = make_transport(transport, placement, partition.layers).staging_bytes
-    return with_program_facts(profile, partition, programs.derivatives, offload_activations, staging_bytes)
+    return with_program_facts(profile, partition, work.programs.derivatives, offload_activations, staging_bytes)
 
 
-def measure_share(
-    partition: Partition,
-    programs: Programs,
-    optimizer: HostOptimizer,
-    placement: Placement,
-    *,
-    recomputing: Partition | None = None,
-    cache: MeasurementCache | None = None,
-    progress: Report | None = None,
-    budget_s: float | None = None,
-) -> tuple[LayerProfile, ...]:
+def measure_share(work: Work, progress: Report | None = None) -> tuple[LayerProfile, ...]:
     """Measures the work of one device of several: its programs and the updates of whole layers.
 
     Loads, offloads and temporaries are 0, and programs that read or write host memory take no longer than others: these
-    follow from what all devices do together (`shares.py`).
-
-    Args as for `measure_profile`, for one device and its share of the batch.
+    follow from what all devices do together (`profiles.measure_shares`).
     """
-    measured = MeasuredLayers(partition, recomputing or partition, programs, optimizer, placement, None)
-    return measured.profiles(cache or default_cache(placement), progress or silent, budget_s)
+    return MeasuredLayers(work, None).profiles(default_cache(work.placement), progress or silent, None)
 
 
 def facts_of(placement: Placement, transport: str, remat: str) -> dict[str, Any]:
@@ -122,11 +123,8 @@ def facts_of(placement: Placement, transport: str, remat: str) -> dict[str, Any]
 def with_link_work(profile: Profile, costs: Sequence[LayerCosts]) -> Profile:
     """The profile with what programs that read or write host memory take of the links.
 
-    That is the time of a load, or an offload, of as many bytes, at the mean speed of those that were measured.
-
-    Args:
-      profile: the measured layers.
-      costs: of the same layers; a DHA program reads the bytes that it touches, a GO backward writes the gradient.
+    A DHA program reads the bytes that it touches by `costs`, a GO backward writes the gradient. Each takes the time of
+    a load, or an offload, of as many bytes, at the mean speed of those that were measured.
     """
     load_s_a_byte, offload_s_a_byte = fetch_seconds_a_byte(profile), save_seconds_a_byte(profile)
     layers = tuple(
@@ -204,50 +202,47 @@ class MeasuredLayers:
       compiled: all programs that a step of any plan may run.
     """
 
-    def __init__(
-        self,
-        partition: Partition,
-        recomputing: Partition,
-        programs: Programs,
-        optimizer: HostOptimizer,
-        placement: Placement,
-        transport: str | None,
-    ) -> None:
-        self._partition, self._programs, self._is_alone = partition, programs, transport is not None
+    def __init__(self, work: Work, transport: str | None) -> None:
+        self._work, self._partition, self._transport = work, work.partition, transport
         self.subjects: dict[Any, Subject] = {}
         self.keys: list[dict[str, Any]] = []
         self._stores: list[Any] = []
         self._sums: dict[int, list[Any]] = {}
-        self._widened = widened_groups(partition, programs.derivatives)
+        self._widened = widened_groups(work.partition, work.programs.derivatives)
         self._recomputations: dict[int, ProgramKey] = {}
-        self._variants = [] if transport is None else program_variants(partition, recomputing, programs.derivatives)
-        last = len(partition.segments) - 1
-        for number, segment in enumerate(partition.segments):
-            derivative, is_sum = programs.derivatives[segment.program], adds_there(partition, number, self._widened)
+        self._variants = [] if transport is None else work.variants
+        last = len(work.partition.segments) - 1
+        for number, segment in enumerate(work.partition.segments):
+            derivative = work.programs.derivatives[segment.program]
+            is_sum = adds_there(work.partition, number, self._widened)
             keys = keys_of(segment.program, derivative, number == last, is_sum)
-            self.keys.append(keys if self._is_alone else plain_keys(keys))
-            again = recomputing.segments[number].program
+            self.keys.append(plain_keys(keys) if transport is None else keys)
+            again = work.recomputing.segments[number].program
             if again != segment.program:
                 self._recomputations[number] = ProgramKey(ProgramKind.BACKWARD, again)
             recomputation = {"recompute": self._recomputations[number]} if again != segment.program else {}
             for name, key in (self.keys[-1] | recomputation).items():
-                if key not in self.subjects:
-                    label = f"{name.removesuffix('_s').replace('_', ' ')} {segment.name}"
-                    self.subjects[key] = program_subject(programs, key, placement, label)
+                label = f"{name.removesuffix('_s').replace('_', ' ')} {segment.name}"
+                self._measure(key, program_subject, work.programs, key, work.placement, label)
             if transport is not None:
-                self._add_transfers(transport, placement, number, gradient_shapes(partition, derivative), is_sum)
-        self._add_updates(optimizer, placement)
+                self._add_transfers(transport, number, gradient_shapes(work.partition, derivative), is_sum)
+        self._updates: dict[int, tuple[Any, float]] = {}
         self._updates_on_device: dict[int, Any] = {}
         self._streamed: dict[int, Any] = {}
-        if placement.updates and transport is not None:
-            self._add_updates_on_device(optimizer, placement, make_transport(transport, placement, partition.layers))
+        self._add_updates()
         self.compiled = list(dict.fromkeys(key for variants in self._variants for key in variants.values()))
+
+    def _measure(self, key: Any, make: Callable[..., Subject], *arguments: Any) -> Any:
+        """Adds a subject unless its key is known; returns the key."""
+        if key not in self.subjects:
+            self.subjects[key] = make(*arguments)
+        return key
 
     def profiles(self, cache: MeasurementCache, report: Report, budget_s: float | None) -> tuple[LayerProfile, ...]:
         """Measures what is not in the cache; returns the profiles of all uses. Args as for `measure_profile`."""
-        temporaries = temporary_bytes_of(self.compiled, self._programs, cache, report)
+        temporaries = temporary_bytes_of(self.compiled, self._work.programs, cache, report)
         end_s = time.monotonic() + (BUDGET_S if budget_s is None else budget_s)
-        seconds = _seconds(self.subjects, self._programs, cache, report, end_s)
+        seconds = _seconds(self.subjects, self._work.programs, cache, report, end_s)
         counted = partition_costs(self._partition)
         return tuple(
             layer
@@ -255,63 +250,51 @@ class MeasuredLayers:
             for layer in self._layers(number, [counted[use] for use in uses], seconds, temporaries)
         )
 
-    def _add_transfers(
-        self, transport: str, placement: Placement, number: int, gradients: Sequence[Any], is_sum: Sequence[bool]
-    ) -> None:
+    def _add_transfers(self, transport: str, number: int, gradients: Sequence[Any], is_sum: Sequence[bool]) -> None:
+        placement = self._work.placement
         for use in (self._partition.uses[i] for i in self._partition.uses_of[number]):
             layer, own = self._partition.layers[use.group], gradients[use.place]
-            if ("load", layer.layout) not in self.subjects:
-                self.subjects["load", layer.layout] = load_subject(transport, placement, layer)
+            self._measure(("load", layer.layout), load_subject, transport, placement, layer)
             widens = use.group in self._widened
             adds = is_sum[use.place] or widens
-            store = ("offload", layer.layout, gradients_text(own), adds, widens)
-            if use.is_trained and store not in self.subjects:
-                self.subjects[store] = offload_subject(transport, placement, layer, own, adds, widens)
-            self._stores.append(store)
+            stored = (layer.layout, gradients_text(own), adds, widens)
+            self._stores.append(("offload", *stored))
+            arguments = (transport, placement, layer, own, adds, widens)
+            if use.is_trained:
+                self._measure(("offload", *stored), offload_subject, *arguments)
             has_rows = any(isinstance(gradient, RowGradient) for gradient in own)
             if use.is_trained and not placement.is_cpu and (has_rows or adds):
-                key = ("sum", *store[1:])
+                key = self._measure(("sum", *stored), host_sum_subject, *arguments)
                 self._sums.setdefault(use.group, []).append(key)
-                if key not in self.subjects:
-                    self.subjects[key] = host_sum_subject(transport, placement, layer, own, adds, widens)
 
-    def _add_updates(self, optimizer: HostOptimizer, placement: Placement) -> None:
-        layers = self._partition.layers
+    def _add_updates(self) -> None:
+        """Adds the updates on the host, and those of single groups on the device.
+
+        Groups with a joint update share its time in proportion to their bytes, since a profile has one time each.
+        """
+        layers, optimizer, placement = self._partition.layers, self._work.optimizer, self._work.placement
         used = {use.group for use in self._partition.uses}
         arrivals = arrivals_of(self._partition, self._widened)
-        # Layers with a joint update share its time in proportion to their bytes, since a profile has one time each.
-        self._updates: dict[int, tuple[Any, float]] = {}
+        on_device = None
+        if placement.updates and self._transport is not None:
+            transport = make_transport(self._transport, placement, layers)
+            on_device = DeviceUpdateCompiler(optimizer, layers, placement, transport, accumulates=False)
         for unit in optimizer.units_of(layers):
             if used.isdisjoint(unit.layers):
                 continue
             key = ("update", optimizer.updates.key(unit, layers, arrivals))
-            if key not in self.subjects:
-                self.subjects[key] = update_subject(optimizer, placement, unit, layers, arrivals)
-            all_bytes = sum(layers[layer].trained.num_bytes for layer in used.intersection(unit.layers))
-            for layer in unit.layers:
-                share = layers[layer].trained.num_bytes / all_bytes if len(unit.layers) > 1 and all_bytes else 1.0
-                self._updates[layer] = (key, share)
-
-    def _add_updates_on_device(self, optimizer: HostOptimizer, placement: Placement, transport: Transport) -> None:
-        layers = self._partition.layers
-        updates = DeviceUpdateCompiler(optimizer, layers, placement, transport, accumulates=False)
-        for unit in optimizer.units_of(layers):
-            if len(unit.layers) == 1 and unit.layers[0] in self._updates:
-                layer = layers[unit.layers[0]]
-                key = ("update on the device", optimizer.updates.plain_content(unit), layer.trained.layout)
-                if key not in self.subjects:
-                    self.subjects[key] = device_update_subject(optimizer, updates, placement, unit, layer)
-                self._updates_on_device[unit.layers[0]] = key
-                count = num_subgroups_of(unit.num_bytes)
-                streamed = ("streamed update", count, *key[1:])
-                if streamed not in self.subjects:
-                    self.subjects[streamed] = streamed_update_subject(updates, placement, unit, layer, count)
-                self._streamed[unit.layers[0]] = streamed
-
-    def _streamed_s(self, group: int, seconds: Mapping[Any, float]) -> float | None:
-        """The updates of all subgroups of a group."""
-        key = self._streamed.get(group)
-        return None if key is None else key[1] * seconds[key]
+            self._measure(key, update_subject, optimizer, placement, unit, layers, arrivals)
+            all_bytes = sum(layers[group].trained.num_bytes for group in used.intersection(unit.layers))
+            for group in unit.layers:
+                share = layers[group].trained.num_bytes / all_bytes if len(unit.layers) > 1 and all_bytes else 1.0
+                self._updates[group] = (key, share)
+            if on_device is not None and len(unit.layers) == 1:
+                [group], layer, count = unit.layers, layers[unit.layers[0]], num_subgroups_of(unit.num_bytes)
+                content = optimizer.updates.plain_content(unit), layer.trained.layout
+                whole, arguments = ("update on the device", *content), (on_device, placement, unit, layer)
+                self._updates_on_device[group] = self._measure(whole, device_update_subject, optimizer, *arguments)
+                streamed = ("streamed update", count, *content)
+                self._streamed[group] = self._measure(streamed, streamed_update_subject, *arguments, count)
 
     def _layers(
         self,
@@ -334,7 +317,7 @@ class MeasuredLayers:
             again_s = seconds[self._recomputations[number]]
             again["recompute_s"] = max(again_s - times["backward_s"], 0.0)
             again["recompute_activation_bytes"] = costs[0].recomputation.activation_bytes
-        if self._is_alone:
+        if self._variants:
             again["temporary_bytes"] = {name: num_bytes[key] for name, key in self._variants[number].items()}
         uses, split = self._partition.uses_of[number], _split(times, costs)
         return [
@@ -346,8 +329,8 @@ class MeasuredLayers:
         self, number: int, costs: LayerCosts, seconds: Mapping[Any, float], times: Mapping[str, Any]
     ) -> LayerProfile:
         use = self._partition.uses[number]
-        is_last = use.segment == len(self._partition.segments) - 1
-        update_s = 0.0
+        is_last, is_alone = use.segment == len(self._partition.segments) - 1, self._transport is not None
+        update_s, streamed = 0.0, self._streamed.get(use.group) if use.is_trained else None
         if use.is_trained:
             update, share = self._updates[use.group]
             # An accelerator's host adds what is stored as the update begins.
@@ -360,11 +343,11 @@ class MeasuredLayers:
             grad_bytes=costs.grad_bytes,
             # The last segment has one program, so what it would keep is among that program's temporaries.
             activation_bytes=0 if is_last else costs.activation_bytes,
-            load_s=seconds["load", self._partition.layers[use.group].layout] if self._is_alone else 0.0,
-            offload_s=seconds[self._stores[number]] if use.is_trained and self._is_alone else 0.0,
+            load_s=seconds["load", self._partition.layers[use.group].layout] if is_alone else 0.0,
+            offload_s=seconds[self._stores[number]] if use.is_trained and is_alone else 0.0,
             update_s=update_s,
             update_gpu_s=seconds.get(self._updates_on_device.get(use.group)) if use.is_trained else None,
-            update_streamed_s=self._streamed_s(use.group, seconds) if use.is_trained else None,
+            update_streamed_s=None if streamed is None else streamed[1] * seconds[streamed],
             shares_program=use.place > 0,
             **times,
         )

@@ -26,13 +26,10 @@ from jaxferry.transport import DeviceLayer, HostGradient, Placement, TaskMark, V
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """Something to measure.
+    """Something to measure, in seconds.
 
-    Attributes:
-      label: a name for progress reports.
-      content: identifies it among everything measured on the same machine.
-      time: measures it, in seconds.
-      key: the program that must be compiled first, if any.
+    `content` identifies it among everything measured on the same machine, `label` names it in progress reports, and
+    `key` is the program that must be compiled first.
     """
 
     label: str
@@ -102,13 +99,8 @@ def offload_subject(
 ) -> Subject:
     """Measures the store of a layer's gradient; on a CPU until the host can read it.
 
-    Args:
-      kind: the transport.
-      placement: where arrays live.
-      layer: the layer.
-      gradients: shapes of the backward's gradients: arrays, or rows of lookups.
-      is_sum: whether it is added to the stored gradient of a later segment.
-      widens: whether it is added to a sum of more bits.
+    `gradients` are shapes of the backward's: arrays, or rows of lookups. With `is_sum` it is added to the stored
+    gradient of a later segment, with `widens` to a sum of more bits.
     """
 
     def time(effort: Effort) -> float:
@@ -189,9 +181,7 @@ _SCALE = np.float32(1)
 class HostUpdate:
     """A unit's host update on new state, until the compute copy is where the device reads it.
 
-    Attributes:
-      text: identifies the program.
-      num_bytes: of the master parameters.
+    `text` identifies the program; `num_bytes` counts the master parameters.
     """
 
     def __init__(
@@ -304,13 +294,8 @@ def sized(leaf: Leaf) -> jax.ShapeDtypeStruct:
 def keys_of(program: int, derivative: Derivative, is_last: bool, is_sum: Sequence[bool]) -> dict[str, ProgramKey]:
     """Returns the programs that determine a segment's times, by the times' names in a profile.
 
-    A segment without a backward has only its forwards.
-
-    Args:
-      program: the segment's program number.
-      derivative: the segment's derivative.
-      is_last: whether forward and backward are one program.
-      is_sum: for each group, whether a program that writes its gradient to the host adds it there (`adds_there`).
+    A segment without a backward has only its forwards. `is_last`: forward and backward are one program. `is_sum`: for
+    each group, whether a program that writes its gradient to the host adds it there (`adds_there`).
     """
     kind, num = ProgramKind.LOSS if is_last else ProgramKind.BACKWARD, len(is_sum)
     loaded, stays, read = (Source.DEVICE,) * num, (Target.DEVICE,) * num, (Source.HOST,) * num
@@ -334,20 +319,6 @@ def keys_of(program: int, derivative: Derivative, is_last: bool, is_sum: Sequenc
     }
 
 
-def variants_of(
-    program: int, derivative: Derivative, is_last: bool, is_sum: Sequence[bool], recomputes: bool = False
-) -> dict[str, ProgramKey]:
-    """Returns all programs of a segment that a step may run, by the names of their temporaries in a profile.
-
-    Args as for `keys_of`; `recomputes` says whether the derivative runs the forward again.
-    """
-    keys = keys_of(program, derivative, is_last, is_sum)
-    if "backward_s" in keys:
-        keys["backward_dha_go_s"] = dataclasses.replace(keys["backward_dha_s"], writes=keys["backward_go_s"].writes)
-    runs = {name: key for name, key in keys.items() if not (is_last and key.kind is ProgramKind.FORWARD)}
-    return {f"{name.removesuffix('_s')}{'_recompute' * recomputes}": key for name, key in runs.items()}
-
-
 def plain_keys(keys: Mapping[str, ProgramKey]) -> dict[str, ProgramKey]:
     """The programs of `keys_of`, with those that touch no host memory in place of those that do."""
     return {name: keys[f"{name.split('_')[0]}_s"] for name in keys}
@@ -362,11 +333,20 @@ def adds_there(partition: Partition, number: int, widened: Collection[int]) -> l
 def program_variants(
     partition: Partition, recomputing: Partition, derivatives: Mapping[int, Derivative]
 ) -> list[dict[str, ProgramKey]]:
-    """For each segment, all programs that a step of any plan may run, as in `variants_of`."""
+    """For each segment, all programs that a step of any plan may run, by the names of their temporaries in a profile.
+
+    `recomputing` are the same segments, with rematerialized variants where a plan may recompute.
+    """
     found, last, widened = [], len(partition.segments) - 1, widened_groups(partition, derivatives)
     for number, (segment, again) in enumerate(zip(partition.segments, recomputing.segments, strict=True)):
-        is_sum, is_last = adds_there(partition, number, widened), number == last
-        found.append(variants_of(segment.program, derivatives[segment.program], is_last, is_sum))
-        if again.program != segment.program:
-            found[-1] |= variants_of(again.program, derivatives[again.program], False, is_sum, recomputes=True)
+        found.append(dict[str, ProgramKey]())
+        for program, suffix in {again.program: "_recompute", segment.program: ""}.items():
+            is_last = number == last and not suffix
+            keys = keys_of(program, derivatives[program], is_last, adds_there(partition, number, widened))
+            if "backward_s" in keys:
+                writes = keys["backward_go_s"].writes
+                keys["backward_dha_go_s"] = dataclasses.replace(keys["backward_dha_s"], writes=writes)
+            named = {f"{name.removesuffix('_s')}{suffix}": key for name, key in keys.items()}
+            # The last forward and backward are one program.
+            found[-1] = {n: k for n, k in named.items() if not is_last or k.kind is ProgramKind.LOSS} | found[-1]
     return found

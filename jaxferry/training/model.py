@@ -35,7 +35,9 @@ from jaxferry.partition import (
     stored_struct,
 )
 from jaxferry.processes import is_key
+from jaxferry.step import streamed_state_bytes
 from jaxferry.training.options import Numerics
+from jaxferry.training.step import Prepared
 from jaxferry.transport import Placement, choose_transport
 
 ACCELERATOR_DTYPE: Any = jnp.bfloat16
@@ -51,15 +53,13 @@ _OF_STEPS = ("compute copy", "gradients", _SUMS)
 class Model:
     """Shapes and dtypes of a model's parameters, with the host optimizer that updates them.
 
+    Raises `InputError` if a parameter or the transport is not acceptable.
+
     Attributes:
       params: the tree, of shape structs.
       compute_dtype: the dtype in which the device sees parameters; None for their own.
-      optimizer: the host optimizer.
       layers: the parameter groups that the paths of the tree suggest.
       transport: the kind of transport, one of `engine.TRANSPORTS`.
-
-    Raises:
-      InputError: if a parameter or the transport is not acceptable.
     """
 
     def __init__(
@@ -116,12 +116,11 @@ class Model:
         """Bytes of host memory that a training step keeps in this process, by what they are for.
 
         Args:
-          layers: the parameter groups; none for those that paths suggest. Of several processes' shares, those of other
-            groups differ by a few elements.
-          read: the numbers of those that programs read in host memory; each of several processes has them whole.
+          layers: the parameter groups; none for those that paths suggest, whose shares differ by a few elements.
+          read: the groups that programs read in host memory; each of several processes has them whole.
           saved_bytes: activations that wait in host memory for their backward.
-          widened: by number, those whose gradients are summed in more bits than they have, as for `StepProgram`; None
-            if no batch has shown which these are.
+          widened: the groups whose gradients are summed in more bits, as in `StepProgram`; None if no batch has shown
+            these.
         """
         own, layers = self._placement.ownership, layers or self.layers
         state: Iterable[Any] = self.optimizer.state_shapes.values()
@@ -134,6 +133,11 @@ class Model:
         of_training = _host_bytes(layers, state, own, widened or {}, self._placement.is_cpu)
         return of_training | {name: num_bytes for name, num_bytes in more.items() if num_bytes}
 
+    def host_bytes_of(self, prepared: Prepared) -> dict[str, int]:
+        """Bytes of host memory that training by a prepared step keeps in this process."""
+        program = prepared.program
+        return self.host_bytes(program.partition.layers, program.read_in_place, prepared.saved_bytes, program.widened)
+
     def _known_bytes(self) -> dict[str, int]:
         """Bytes of host memory as the last step prepared shows them, without what depends on its plan."""
         layers, widened = self._known
@@ -142,8 +146,7 @@ class Model:
     def check_host_memory(self) -> None:
         """Checks that host memory can hold everything that a training step keeps there, before a state is made.
 
-        Raises:
-          HostMemoryError: if it cannot.
+        Raises `HostMemoryError` if it cannot.
         """
         found = self._known_bytes()
         self._check_pinned(found)
@@ -160,34 +163,14 @@ class Model:
         if not self._placement.is_cpu:
             host_memory.check_pinned(host_memory.pinned_bytes(found, streamed_bytes))
 
-    def check_step(
-        self,
-        layers: Sequence[Layer],
-        read: Collection[int],
-        saved_bytes: int,
-        is_first: bool,
-        kept_bytes: int,
-        is_begun: bool,
-        streamed_bytes: int = 0,
-        widened: Mapping[int, int] | None = None,
-    ) -> None:
+    def check_step(self, prepared: Prepared, is_first: bool, kept_bytes: int, is_begun: bool) -> None:
         """Checks that host memory can hold what a prepared step keeps there beside the state.
 
-        Args:
-          layers: as for `host_bytes`.
-          read: likewise.
-          saved_bytes: likewise.
-          is_first: whether no step has been prepared yet: then gradients and compute copy are needed too, unless the
-            thread has made them.
-          kept_bytes: of `saved_bytes`, what earlier steps have taken and the device's client keeps.
-          is_begun: whether a thread has made compute copy, gradients and their sums.
-          streamed_bytes: masters and optimizer state that stream through the GPU.
-          widened: as for `host_bytes`.
-
-        Raises:
-          HostMemoryError: if it cannot.
+        If no step has been prepared before (`is_first`), that includes gradients and compute copy, unless a thread has
+        made these and sums (`is_begun`). Of saved activations, `kept_bytes` exist, which the device's client keeps.
+        Raises `HostMemoryError` if it cannot.
         """
-        found = self.host_bytes(layers, read, saved_bytes, widened)
+        found, streamed_bytes = self.host_bytes_of(prepared), streamed_state_bytes(prepared.profile, prepared.plan)
         self._check_pinned(found, streamed_bytes)
         needed = {name: found[name] for name in (_COPIES, _SAVED) if name in found}
         remedy = host_memory.LESS_STATE if not needed else _LESS_MOVED
@@ -203,7 +186,7 @@ class Model:
         existing_bytes = min(kept_bytes, needed.get(_SAVED, 0)) + is_begun * needed.get(_SUMS, 0)
         host_memory.check(needed, "a step", remedy, held_bytes, existing_bytes)
         if more_sums > 0:
-            self._known = tuple(layers), dict(widened or {})
+            self._known = prepared.partition.layers, prepared.program.widened
 
     def masters(self, leaves: Sequence[Any]) -> dict[int, Stored]:
         """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
@@ -234,14 +217,10 @@ class Model:
         *,
         owner: Owner,
     ) -> TrainState:
-        """A training state of these masters.
+        """A training state after `step` steps.
 
-        Args:
-          masters: by index in the flattened tree; donated.
-          layers: the parameter groups of the state.
-          optimizer: the leaves of the optimizer's state by path, donated; None makes the initial state.
-          step: the number of steps taken.
-          owner: who may use it.
+        `masters`, by index in the flattened tree, and leaves of the optimizer's state, by path, are donated; without
+        the latter, the state is initial.
         """
         scale = self.numerics.loss_scale or UNSCALED
         held_bytes = sum(self._known_bytes().values())
@@ -257,15 +236,7 @@ def host_bytes(
     layers: Sequence[Layer],
     widened: Mapping[int, int],
 ) -> dict[str, int]:
-    """`Model.host_bytes` for an optimizer that trains all parameters; its update is not traced.
-
-    Args:
-      params: the tree of parameters; shapes are enough.
-      optimizer: the Optax transformation.
-      compute_dtype: the dtype in which the device sees parameters; None for their own.
-      layers: the parameter groups.
-      widened: as for `Model.host_bytes`.
-    """
+    """`Model.host_bytes` for an optimizer that trains all parameters, of which shapes are enough; traces no update."""
     dtypes = _master_dtypes(layers_by_path(params, compute_dtype))
     leaves, tree = jax.tree.flatten(params)
     masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]

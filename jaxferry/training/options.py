@@ -1,4 +1,4 @@
-"""Checks the arguments of `train_step`."""
+"""The checked arguments of `train_step`, by who reads them, and the metrics that a step returns under them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import math
 import numbers
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.costs import Profile
-from jaxferry.engine import LossScale, Rules
-from jaxferry.errors import InputError
+from jaxferry.engine import LossScale, Rules, StepResult
+from jaxferry.errors import InputError, NonFiniteError
 from jaxferry.modes import BLOCK
-from jaxferry.partition import Trainable, check_remat, check_tiles
+from jaxferry.partition import Partition, Trainable, check_remat, check_tiles
 from jaxferry.planner import check_granularity, make_policy
 from jaxferry.settings import looks_for_nans
 from jaxferry.step import Plan
@@ -102,7 +103,7 @@ class Planning:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The checked arguments of `jaxferry.train_step`, which documents them, by who reads them."""
+    """The checked arguments of `jaxferry.train_step`, which documents them."""
 
     numerics: Numerics = Numerics()
     planning: Planning = Planning()
@@ -110,73 +111,49 @@ class Options:
     cached_shapes: int = CACHED_SHAPES
 
 
-def read_options(
-    *,
-    memory_budget: Any,
-    reserve_factor: Any,
-    clip_norm: Any,
-    compute_dtype: Any,
-    plan: Any,
-    policy: Any,
-    profile: Any,
-    remat: Any,
-    skip_nonfinite: Any,
-    check_gradients: Any,
-    record_steps: Any,
-    accumulate: Any,
-    loss_scale: Any,
-    weight: Any = None,
-    extra_args: Any = None,
-    trainable: Any = None,
-    tiles: Any = 1,
-    offload_activations: Any = False,
-    cached_shapes: Any = CACHED_SHAPES,
-    merge_small: Any = True,
-    granularity: Any = BLOCK,
-) -> Options:
-    """Checks the arguments of `train_step`; reads plan and profile if they are files."""
+def read_options(given: Mapping[str, Any]) -> Options:
+    """Checks the arguments of `train_step`, by name; reads plan and profile if they are files."""
+    plan, policy, profile, dtype = given["plan"], given["policy"], given["profile"], given["compute_dtype"]
+    reserve_factor, clip_norm, weight = given["reserve_factor"], given["clip_norm"], given["weight"]
     if plan is not None and policy is not None:
         raise InputError(f"plan and policy exclude each other, got both (policy {policy!r}): give one")
     if policy is not None:
         make_policy(policy)
-    check_granularity(granularity)
+    check_granularity(given["granularity"])
     if reserve_factor is not None and not (_is_number(reserve_factor) and 0 <= reserve_factor <= 1):
         raise InputError(f"reserve_factor must lie in [0, 1], got {reserve_factor!r}")
     if clip_norm is not None and not (_is_number(clip_norm) and math.isfinite(clip_norm) and clip_norm > 0):
         raise InputError(f"clip_norm must be a positive number or None, got {clip_norm!r}")
     if weight is not None and not (isinstance(weight, str) and weight):
         raise InputError(f"weight must be the name of an entry of the loss function's aux, or None, got {weight!r}")
-    has_budget, dtype = memory_budget not in (None, "none"), read_compute_dtype(compute_dtype)
+    flags = {name: _read_flag(given, name) for name in ("skip_nonfinite", "offload_activations", "merge_small")}
+    budget, dtype = given["memory_budget"], read_compute_dtype(dtype)
     numerics = Numerics(
         clip_norm=clip_norm,
         compute_dtype=dtype,
-        skip_nonfinite=_read_flag(skip_nonfinite, "skip_nonfinite"),
-        check_gradients=None if check_gradients is None else _read_flag(check_gradients, "check_gradients"),
-        accumulate=_read_count(accumulate, 1, "accumulate must be a number of micro-batches"),
+        skip_nonfinite=flags["skip_nonfinite"],
+        check_gradients=None if given["check_gradients"] is None else _read_flag(given, "check_gradients"),
+        accumulate=_read_count(given, "accumulate", 1, "micro-batches"),
         weight=weight,
-        extra_args=_read_extra_args(extra_args),
-        loss_scale=_read_loss_scale(loss_scale, dtype, accumulate),
-        trainable=trainable,
+        extra_args=_read_extra_args(given["extra_args"]),
+        loss_scale=_read_loss_scale(given["loss_scale"], dtype, given["accumulate"]),
+        trainable=given["trainable"],
     )
     planning = Planning(
-        memory_budget_bytes=parse_bytes(memory_budget, "memory_budget") if has_budget else None,
-        takes_device_budget=memory_budget is None,
+        memory_budget_bytes=None if budget in (None, "none") else parse_bytes(budget, "memory_budget"),
+        takes_device_budget=budget is None,
         reserve_factor=reserve_factor,
         plan=_read_record(Plan, plan, "plan"),
         policy=policy,
         profile=profile if profile in (MEASURE, ESTIMATE) else _read_record(Profile, profile, "profile"),
-        remat=check_remat(remat),
-        tiles=check_tiles(tiles),
-        offload_activations=_read_flag(offload_activations, "offload_activations"),
-        merge_small=_read_flag(merge_small, "merge_small"),
-        granularity=granularity,
+        remat=check_remat(given["remat"]),
+        tiles=check_tiles(given["tiles"]),
+        offload_activations=flags["offload_activations"],
+        merge_small=flags["merge_small"],
+        granularity=given["granularity"],
     )
-    return Options(
-        numerics,
-        planning,
-        record_steps=_read_count(record_steps, 0, "record_steps must be a number of steps"),
-        cached_shapes=_read_count(cached_shapes, 1, "cached_shapes must be a number of shapes"),
-    )
+    counts = _read_count(given, "record_steps", 0, "steps"), _read_count(given, "cached_shapes", 1, "shapes")
+    return Options(numerics, planning, *counts)
 
 
 def _read_extra_args(value: Any) -> dict[str, Any] | None:
@@ -189,15 +166,16 @@ def _read_extra_args(value: Any) -> dict[str, Any] | None:
         raise InputError(f"extra_args must map names to numbers, arrays or trees of them, got {value!r}") from error
 
 
-def _read_flag(value: Any, name: str) -> bool:
-    if not isinstance(value, bool):
+def _read_flag(given: Mapping[str, Any], name: str) -> bool:
+    if not isinstance(value := given[name], bool):
         raise InputError(f"{name} must be True or False, got {value!r}")
     return value
 
 
-def _read_count(value: Any, least: int, rule: str) -> int:
+def _read_count(given: Mapping[str, Any], name: str, least: int, what: str) -> int:
+    value = given[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(f"{rule}, {least} or more, got {value!r}")
+        raise InputError(f"{name} must be a number of {what}, {least} or more, got {value!r}")
     return value
 
 
@@ -208,8 +186,7 @@ def _is_number(value: Any) -> bool:
 def read_compute_dtype(value: Any, name: str = "compute_dtype") -> Any:
     """Reads a floating dtype; None stays None.
 
-    Raises:
-      InputError: if it is no floating dtype of at least 16 bits that JAX has.
+    Raises `InputError` if it is no floating dtype of at least 16 bits that JAX has.
     """
     if value is None:
         return None
@@ -248,3 +225,58 @@ def _read_record(kind: Any, value: Any, name: str) -> Any:
     if not isinstance(value, str | os.PathLike):
         raise InputError(f"{name} must be a {kind.__name__} or the path of its JSON file, got {value!r}")
     return kind.load(value)
+
+
+def metrics_of(number: int, parts: Partition, result: StepResult, numerics: Numerics) -> dict[str, Any]:
+    """Returns the metrics of a step, see `TrainStep.__call__`."""
+    aux: Any = None if parts.aux_tree is None else jax.tree.unflatten(parts.aux_tree, result.aux)
+    if numerics.is_weighted:
+        _, (loss, aux) = aux
+        result = dataclasses.replace(result, loss=loss)
+        if result.weight == -np.inf:
+            raise InputError(
+                f"weight must be 0 or more in every micro-batch, got a negative one in step {number}; "
+                "the state is that after the last update"
+            )
+    is_lost = not result.is_finite and not numerics.skip_nonfinite
+    scale = numerics.loss_scale
+    if is_lost and scale is not None and scale.is_dynamic and result.loss_scale > 1:
+        is_lost = False  # the next step has a smaller scale
+    if is_lost:
+        raise _nonfinite(number, parts, result, numerics)
+    if result.is_applied and result.nonfinite_gradient is not None and numerics.check_gradients is None:
+        warnings.warn(
+            f"step {number} has applied gradients that are not finite (layer {result.nonfinite_gradient!r}): "
+            "check_gradients=True raises an error before the update, skip_nonfinite=True skips it",
+            stacklevel=3,
+        )
+    metrics: dict[str, Any] = {
+        "loss": result.loss,
+        "device_param_bytes_peak": result.device_param_bytes_peak,
+    }
+    if scale is not None:
+        metrics["loss_scale"] = result.loss_scale
+    if numerics.skip_nonfinite or (scale is not None and scale.is_dynamic):
+        metrics["skipped"] = not result.is_finite
+    if result.grad_norm is not None:
+        metrics["grad_norm"] = result.grad_norm
+    if result.mean_loss is not None:
+        metrics["mean_loss"] = result.mean_loss
+    if parts.aux_tree is not None:
+        metrics["aux"] = aux
+    return metrics
+
+
+def _nonfinite(number: int, parts: Partition, result: StepResult, numerics: Numerics) -> NonFiniteError:
+    """The error for a step whose loss or gradients are not finite."""
+    loss, finite = np.asarray(result.loss), [bool(flag) for flag in result.finite]
+    layer = parts.segments[finite.index(False)].name if False in finite else result.nonfinite_gradient
+    what = f"the loss of step {number} is {loss}; the first layer with a non-finite output is {layer!r}"
+    if np.isfinite(loss) and result.nonfinite_gradient is not None:
+        layer = result.nonfinite_gradient
+        what = f"the loss of step {number} is {loss}, but the gradient of layer {layer!r} is not finite"
+    if numerics.is_weighted and np.isfinite(loss) and not 0 < result.weight < np.inf:
+        layer, what = "", f"the weights of the micro-batches up to step {number} sum to {result.weight:g}"
+    left = "before the step" if numerics.accumulate == 1 else "after the last update"
+    told = f"{what}; the state is that {left} (skip_nonfinite=True skips such steps)"
+    return NonFiniteError(told, number, layer)

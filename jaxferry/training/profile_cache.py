@@ -39,11 +39,9 @@ _LARGEST = 10_000
 
 
 class MeasurementCache:
-    """Stores measured numbers, such as seconds, under the content of what was measured.
+    """Stores measured numbers, such as seconds, under the content of what was measured and its surroundings.
 
-    Args:
-      directory: the folder of the files; None caches nothing.
-      surroundings: what else a time depends on; JSON values by name.
+    `surroundings` are JSON values by name; without a directory, nothing is stored.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, surroundings: Mapping[str, Any]) -> None:
@@ -92,8 +90,7 @@ class MeasurementCache:
 def cache_directory() -> pathlib.Path | None:
     """Returns the cache folder: `JAXFERRY_CACHE_DIR` (None if "off"), else `jaxferry` in the user's cache folder.
 
-    Raises:
-      InputError: if `JAXFERRY_CACHE_DIR` lies in the folder of a user that does not exist.
+    Raises `InputError` if `JAXFERRY_CACHE_DIR` lies in the folder of a user that does not exist.
     """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:

@@ -70,11 +70,9 @@ def _numbers(dtype: str) -> np.ndarray:
 
 
 def sample_gradient(gradient: Any, where: Any) -> Any:
-    """Makes a gradient; rows of lookups belong to rows all over the table, as those of a batch do.
+    """Makes a gradient of a shape and dtype, or of a `RowGradient` of them, at a sharding.
 
-    Args:
-      gradient: shape and dtype, or a `RowGradient` of them.
-      where: a sharding.
+    Rows of lookups belong to rows all over the table, as those of a batch do.
     """
     made = jax.tree.map(lambda leaf: sample(leaf, where), gradient)
     if not isinstance(gradient, RowGradient):

@@ -65,7 +65,6 @@ class Prepared:
       peak: the most device memory that a step needs.
       is_changed: whether the memory budget has changed the modes of the policy's or the user's plan.
       num_executables: number of programs compiled for the device.
-      runner: runs the step program.
     """
 
     program: StepProgram
@@ -109,14 +108,8 @@ class Prepared:
 class StepCompiler:
     """Fits, lowers and compiles plans for the segments of one structure.
 
-    Args:
-      variants: the segments.
-      programs: their programs.
-      profile: what plans are chosen with.
-      resources: what all steps share.
-      planning, numerics: the arguments of `train_step`.
-      begin: begins what a step program needs in host memory; called with the chosen one before its programs are
-        compiled, and with the one that will run. None begins nothing.
+    `begin` begins what a step program needs in host memory. It is called with the chosen program before that is
+    compiled, and with the one that will run. None begins nothing.
     """
 
     def __init__(
@@ -148,14 +141,9 @@ class StepCompiler:
     def compile_best(self, earlier: Sequence[Plan] = ()) -> Prepared:
         """Prepares the chosen plan, or the leanest one if that does not fit into the memory budget.
 
-        A policy chooses the first plan of similar batches before that fits as it is: the state then stays where it is
-        from batch to batch, and the next step's loads need not wait until all updates have ended.
-
-        Args:
-          earlier: the plans of similar batches.
-
-        Raises:
-          BudgetError: if neither fits; it names the smaller of both needs.
+        A policy chooses the first of the `earlier` plans of similar batches that fits as it is: the state then stays
+        where it is from batch to batch, and the next step's loads need not wait until all updates have ended. Raises
+        `BudgetError` if neither fits; it names the smaller of both needs.
         """
         plan = self._kept(earlier) or self._chosen()
         try:

@@ -36,14 +36,13 @@ from jaxferry.transport import Marks, Placement, TaskMark
 class Effort:
     """Limits on the repetitions for one median.
 
+    Raises `InputError` if `min_repetitions` is below 1 or above `max_repetitions`.
+
     Attributes:
       min_repetitions: minimum number, regardless of their duration.
       max_repetitions: maximum number.
       min_total_s: repeat until this much time was measured,
       budget_s: or until this much time has passed, including the making of arguments.
-
-    Raises:
-      InputError: if `min_repetitions` is below 1 or above `max_repetitions`.
     """
 
     min_repetitions: int = 3
@@ -69,10 +68,7 @@ def median_s(
 ) -> float:
     """Returns the median seconds of a repetition, after one warm-up that loads code and touches memory.
 
-    Args:
-      repetition: does what is measured, once, and returns its seconds.
-      effort: limits on the repetitions.
-      clock: a monotonic clock, in seconds, for the budget.
+    `repetition` does what is measured, once, and returns its seconds; `clock`, in seconds, is for the effort's budget.
     """
     begin = clock()
     repetition()
@@ -94,11 +90,8 @@ def timed_call(
 ) -> Callable[[], float]:
     """Returns a function that times a call once, until its whole result is ready (`jax.block_until_ready`).
 
-    Args:
-      run: the timed function.
-      prepare: makes its arguments anew for each call, so that it may donate them; not timed.
-      clock: a monotonic clock, in seconds.
-      empty_caches: called before each call; not timed.
+    `prepare` makes the arguments anew for each call, so that `run` may donate them; that and `empty_caches`, called
+    before each call, are not timed.
     """
 
     def once() -> float:
@@ -189,11 +182,8 @@ LEAST_WORK_S = 1e-4
 class Copy:
     """A transport's copy, which may be repeated.
 
-    Attributes:
-      prepare: makes what is copied.
-      begin: begins the copy of that, with a mark if there is one.
-      arrive: returns the arrays of a copy, for the caller to wait for.
-      end: frees a copy that has arrived.
+    `prepare` makes what is copied, `begin` begins its copy, with a mark if there is one, `arrive` returns the arrays of
+    a copy to wait for, and `end` frees a copy that has arrived.
     """
 
     prepare: Callable[[], Any]
@@ -219,14 +209,8 @@ def products(where: Any) -> Callable[[], jax.Array]:
 class BusyDevice:
     """Keeps a device busy, since a device that pauses runs faster for a while; decides how much work that takes.
 
-    Args:
-      work: issues a program that takes a known time on the device; None for a device whose clock does not depend on it.
-      work_s: that time, in seconds.
-      clock: in seconds.
-
-    Attributes:
-      since_s: the time since which the device has not paused.
-      until_s: the time at which all that was issued will have ended.
+    `work` issues a program that takes `work_s` on the device; None for a device whose clock does not depend on it. The
+    device has not paused since `since_s`, and will have ended at `until_s` all that was issued.
     """
 
     def __init__(self, work: Callable[[], Any] | None, work_s: float, clock: Callable[[], float]) -> None:
@@ -234,12 +218,7 @@ class BusyDevice:
         self.since_s = self.until_s = -math.inf
 
     def lead(self, lead_s: float, sustained_s: float = 0.0) -> None:
-        """Issues work until the device has enough.
-
-        Args:
-          lead_s: seconds from now for which it has work.
-          sustained_s: seconds that it will then have worked without a pause.
-        """
+        """Issues work for `lead_s` seconds from now, and until the device has worked `sustained_s` without a pause."""
         if (now_s := self._clock()) > self.until_s:
             self.since_s = self.until_s = now_s
         self.more(max(now_s + lead_s, self.since_s + sustained_s) - self.until_s)
@@ -258,9 +237,7 @@ class BusyDevice:
 class DeviceTimer:
     """Makes functions that each run a task of an accelerator once and return its seconds on the device.
 
-    Args:
-      placement: one device that is not a CPU, or a CPU that is driven like an accelerator.
-      clock: that of the marks, in seconds.
+    The device is not a CPU, or a CPU that is driven like an accelerator; `clock` is the marks' own.
     """
 
     def __init__(self, placement: Placement, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -375,8 +352,7 @@ class DeviceTimer:
 def _in_time(attempt: Callable[[float], tuple[float, float]]) -> Callable[[], float]:
     """Repeats what is timed with a longer lead where the device did not have enough work until it was issued.
 
-    Args:
-      attempt: does it, given the lead; returns its seconds, and those that the device may have waited for its issue.
+    `attempt` returns its seconds for a lead, and the seconds that the device may have waited for its issue.
     """
     lead_s, num_left, is_first = LEAST_LEAD_S, MOST_RETRIES, True
 

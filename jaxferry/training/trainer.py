@@ -22,9 +22,8 @@ from jaxferry.settings import own_settings
 from jaxferry.step import Run
 from jaxferry.training.compiler import Compiler, Shared
 from jaxferry.training.cuts import split_flags, weighted
-from jaxferry.training.metrics import metrics_of
 from jaxferry.training.model import Model, abstract
-from jaxferry.training.options import Options
+from jaxferry.training.options import Options, metrics_of
 from jaxferry.training.saving import BackgroundSaves, content, copied_content, restored
 from jaxferry.training.step import Prepared
 from jaxferry.transport import Placement, choose_transport

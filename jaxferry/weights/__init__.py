@@ -1,6 +1,6 @@
 """Weight offloading on one GPU: Beaumont, Eyraud-Dubois, Shilova and Zhao, "Weight Offloading Strategies", 2022.
 
-instance -> policies (which weights leave, and when) -> scheduling (the transfers)
+instance -> policies (which weights leave, and when; their transfers)
          -> bounds (a lower bound by MILP)
 """
 

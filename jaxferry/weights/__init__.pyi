@@ -12,6 +12,6 @@ from .policies import check_policy as check_policy
 from .policies import greedy as greedy
 from .policies import greedy_best as greedy_best
 from .policies import l2l as l2l
+from .policies import schedule_transfers as schedule_transfers
 from .policies import select as select
 from .policies import solve as solve
-from .scheduling import schedule_transfers as schedule_transfers

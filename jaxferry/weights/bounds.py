@@ -64,10 +64,7 @@ def transfer_bound_s(instance: Instance) -> float:
 
     At the start of the first backward and at the start of the first forward, memory holds only some of the weights. The
     others are absent and must return for their next use, which comes before the other of these two instants. So a cycle
-    prefetches at least the sum of the absent bytes at both.
-
-    Raises:
-      BudgetError: if no schedule exists.
+    prefetches at least the sum of the absent bytes at both. Raises `BudgetError` if no schedule exists.
     """
     instance.check_feasible()
     last = instance.num_layers - 1

@@ -28,6 +28,8 @@ _LARGEST = 1e30  # far beyond any machine, and small enough that sums and quotie
 class Instance:
     """A chain of L layers, a GPU memory and a link. Layers are numbered from 0: layer k is the paper's k + 1.
 
+    Raises `InputError` if a list has the wrong length or a number is negative, NaN or infinite.
+
     Attributes:
       weights: |w_i|, bytes of each layer's weights; L entries.
       activations: |a^0| to |a^L|, bytes of the input, then of each layer's output; L + 1 entries.
@@ -35,9 +37,6 @@ class Instance:
       backward_s: u_B, seconds, including the update; L entries.
       memory_bytes: M_GPU.
       bandwidth_bytes_per_s: beta, for each direction of the full-duplex link.
-
-    Raises:
-      InputError: if a list has the wrong length or a number is negative, NaN or infinite.
     """
 
     weights: tuple[float, ...]
@@ -154,14 +153,11 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One interval or instant of a cycle.
+    """One interval or instant of a cycle, in seconds from the cycle's start.
 
-    Attributes:
-      kind: "forward" or "backward" (the GPU), "prefetch" (host to device), "offload" (device to host; the device copy
-        stays until it is deleted), or "delete" (an instant).
-      layer: counted from 0.
-      start_s, end_s: seconds from the start of the cycle: the start of the last layer's backward, or of the event that
-        it waits for.
+    That is the start of the last layer's backward, or of the event that it waits for. `kind` is "forward" or "backward"
+    (the GPU), "prefetch" (host to device), "offload" (device to host; the device copy stays until it is deleted), or
+    "delete" (an instant).
     """
 
     kind: str
@@ -191,12 +187,9 @@ class Schedule:
 class Outcome:
     """The result of a policy.
 
-    Attributes:
-      duration_s: the period of the schedule; for `bound`, a lower bound on any period.
-      compute_s: the sum of all operations' times.
-      choices: the weights that leave the device, and when.
-      schedule: None for `bound`, and for `l2l` if its formula leaves too little time for the offloads.
-      note: a remark for the reader, or "".
+    `duration_s` is the period of the schedule, for `bound` a lower bound on any period; `compute_s` the sum of all
+    operations' times. There is no schedule for `bound`, nor for `l2l` if its formula leaves too little time for the
+    offloads. `note` is a remark for the reader, or "".
     """
 
     policy: str
@@ -234,10 +227,8 @@ def instance_from_profile(profile: Profile, memory_bytes: int) -> Instance:
     """Converts a profile to an instance; the bandwidth is the average over all loads.
 
     Parameterless compute counts with the layer that it follows or precedes. Layers of one parameter group count as if
-    each had its own weights, so memory is never underestimated.
-
-    Raises:
-      InputError: if the profile's loads take no time.
+    each had its own weights, so memory is never underestimated. Raises `InputError` if the profile's loads take no
+    time.
     """
     load_s = math.fsum(layer.load_s for layer in profile.layers)
     param_bytes = sum(layer.param_bytes for layer in profile.layers)

@@ -22,7 +22,15 @@ from jaxferry.optimizer import HostOptimizer
 from jaxferry.partition import partition
 from jaxferry.settings import own_settings
 from jaxferry.step import ProgramKey, ProgramKind, Source, Target
-from jaxferry.training import Effort, MeasuredLayers, MeasurementCache, cold_caches, measure_profile, surroundings
+from jaxferry.training import (
+    Effort,
+    MeasuredLayers,
+    MeasurementCache,
+    Work,
+    cold_caches,
+    measure_profile,
+    surroundings,
+)
 from jaxferry.transport import make_placement
 from models import chain
 from planned import assert_same_bits, train
@@ -49,9 +57,11 @@ class Setting:
 
     def measure(self, cache=None, **options):
         cache = cache or MeasurementCache(None, {})
-        where = (self.partition, self.programs, self.optimizer, self.placement, self.kind)
         with own_settings():
-            return measure_profile(*where, cache=cache, **options)
+            return measure_profile(self.work(), self.kind, cache=cache, **options)
+
+    def work(self):
+        return Work(self.partition, self.partition, self.programs, self.optimizer, self.placement)
 
     def text(self, segment, kind, reads=Source.DEVICE, writes=Target.DEVICE):
         program = self.partition.segments[segment].program
@@ -418,8 +428,7 @@ def test_sums_of_more_bits_are_measured_as_they_run(monkeypatch, kind):
     params = {name: {"kernel": np.zeros((8, 8), np.float32)} for name in ("often", "once")}
     with own_settings():
         setting = Setting(loss_fn, params, np.ones((4, 8), np.float32), jaxferry.sgd(0.1), kind, jnp.bfloat16)
-        given = (setting.partition, setting.partition, setting.programs, setting.optimizer, setting.placement, kind)
-        subjects = MeasuredLayers(*given).subjects
+        subjects = MeasuredLayers(setting.work(), kind).subjects
         seconds = {
             key: subject.time(Effort(min_repetitions=1, budget_s=0.0))
             for key, subject in subjects.items()
