@@ -56,12 +56,13 @@ def make_table(first: str, *rest: str, title: str | None = None, is_plain: bool 
 
 
 def plan_table(plan: Plan) -> Table:
-    """Returns modes and gradient places, also remat and update if any layer has them; a row per run of equal layers."""
+    """Returns modes and gradient places, and what else any layer has; a row per run of equal layers."""
     keys = ["mode", "gradient"]
     keys += ["remat"] if any(plan.recomputes) else []
     keys += ["update"] if any(plan.updates_on_device) or any(plan.updates_streamed) else []
+    keys += ["tiles"] if any(layer.tiles > 1 for layer in plan.layers) else []
     table = make_table("layers", "", *keys, title=f"{plan.policy}, reserve factor {plan.reserve_factor:g}")
-    for values, equal in itertools.groupby(plan.layers, key=lambda layer: [getattr(layer, key).value for key in keys]):
+    for values, equal in itertools.groupby(plan.layers, key=lambda layer: [str(getattr(layer, key)) for key in keys]):
         names = [layer.name for layer in equal]
         span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
         table.add_row(rich.markup.escape(span), str(len(names)), *values)

@@ -277,6 +277,8 @@ def profile(
     if devices % processes:
         raise InputError(f"--devices must be a multiple of --processes, got {devices} and {processes}")
     check_fixed_granularity(granularity)
+    if tiles == AUTO:
+        raise InputError("--tiles must be off, a number, or numbers by segment: a profile has no budget to choose for")
     if remat not in (*REMAT, AUTO):
         raise InputError(f"--remat must be one of {', '.join((*REMAT, AUTO))}, got {remat!r}")
     options: dict[str, Any] = {"remat": remat, "granularity": granularity, "compute_dtype": read_dtype(compute_dtype)}

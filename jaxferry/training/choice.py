@@ -6,13 +6,26 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jaxferry.costs import MACHINES, Machine, Profile, estimate_profile, partition_costs, update_on_device_s
 from jaxferry.engine import RematVariants, summed_groups, with_program_facts, with_sum_bytes, without_times
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import BLOCK, FASTER, MODULE, Mode
 from jaxferry.partition import AUTO, Partition
-from jaxferry.planner import FinestPlanner, Request, as_run, plan_finest, with_gap, with_update_order
+from jaxferry.planner import (
+    NUMBERS,
+    SIMPLE_POLICIES,
+    FinestPlanner,
+    Request,
+    as_run,
+    levels_of_tiles,
+    plan_finest,
+    plan_in_tiles,
+    tiles_of,
+    with_gap,
+    with_update_order,
+)
 from jaxferry.step import LayerPlan, Plan, UpdateOrder, fetch_seconds_a_byte, save_seconds_a_byte
 from jaxferry.training.options import Planning
 
@@ -58,12 +71,17 @@ class Conditions:
 
 
 def planning_profile(
-    variants: RematVariants, planning: Planning, given: Profile | None, conditions: Conditions
+    variants: RematVariants,
+    planning: Planning,
+    given: Profile | None,
+    conditions: Conditions,
+    temporaries: bool = False,
 ) -> Profile:
     """The profile that a step is planned and lowered with, with the facts of its programs.
 
     Without a `given` one, the user's own or measured, it is estimated by roofline if a policy is to choose the plan.
-    Otherwise it has sizes only. Raises `InputError` if the given profile is for another model.
+    Otherwise it has sizes only. `temporaries`: whether to estimate what programs need besides arguments and results.
+    Raises `InputError` if the given profile is for another model.
     """
     parts = variants.base
     num_devices, num_processes = parts.graph.num_devices, parts.graph.num_processes
@@ -75,7 +93,7 @@ def planning_profile(
             raise InputError(f"the profile is of {given.num_devices} devices{by}, and {num_devices}{own} train")
         profile = given
     elif planning.lets_policy_choose:
-        costs, facts = partition_costs(parts, None), {"device": conditions.device_kind}
+        costs, facts = partition_costs(parts, None, temporaries), {"device": conditions.device_kind}
         profile = estimate_profile(costs, _machine_of(conditions.device_kind), facts, num_devices, num_processes)
         profile = profile.without_streaming()  # those times are AdamW's
     else:
@@ -143,6 +161,45 @@ def choose_plan(variants: RematVariants, planning: Planning, profile: Profile) -
         plan = Plan("native-overlapped", 1.0, layers, update_order=UpdateOrder.NEED)
         return _as_run(with_update_order(profile, plan), profile)
     return planner_within(variants, planning, profile)(planning.memory_budget_bytes)
+
+
+def tilings(
+    cut: Callable[[Any], RematVariants], planning: Planning, estimated: Callable[[RematVariants], Profile]
+) -> list[Any]:
+    """The numbers of tiles to try for the segments of a step, the best first.
+
+    If they are open, a given plan or profile states them. Else they are chosen by estimates, and ever more tiles are
+    tried after that: a program may need more memory than estimated.
+
+    Args:
+      cut: cuts the loss function in tiles.
+      planning: how the training step is planned.
+      estimated: the estimated profile of segments, with temporaries.
+    """
+    parts, given, budget_bytes = cut(1).base, planning.given, planning.memory_budget_bytes
+    is_open = planning.tiles == AUTO or (planning.tiles == 1 and planning.plan is not None)
+    if is_open and given is not None and list(planning.given_names) == [use.name for use in parts.uses]:
+        return [tiles_of(parts, given.layers)]
+    if planning.tiles != AUTO or budget_bytes is None:
+        return [1 if planning.tiles == AUTO else planning.tiles]
+    levels = levels_of_tiles({number: _may_recompute(cut(1), estimated(cut(number))) for number in NUMBERS})
+
+    def plan(index: int) -> Plan:
+        names, errors = (planning.chooser,) if planning.chooser else SIMPLE_POLICIES, list[BudgetError]()
+        for name in names:
+            try:
+                return FinestPlanner(levels[index], name, Request(planning.reserve_factor), MODULE).plan(budget_bytes)[
+                    1
+                ]
+            except BudgetError as error:
+                errors.append(error)
+        raise min(errors, key=lambda error: error.smallest_bytes)
+
+    try:
+        first, _ = plan_in_tiles(levels, budget_bytes, plan)
+    except BudgetError:
+        first = len(levels) - 1
+    return [tiles_of(parts, level.layers) for level in levels[first:]]
 
 
 def best_granularity(variants: RematVariants, planning: Planning, profile: Profile) -> str:

@@ -6,6 +6,7 @@ loss_fn, batch --partition--> segments --policy--> Plan --fit--> Plan within the
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import warnings
 import weakref
@@ -30,7 +31,7 @@ from jaxferry.partition import AUTO, Graph, Layer, Partition, with_tiles
 from jaxferry.processes import check_same
 from jaxferry.settings import ThreadPool, check_may_trace
 from jaxferry.step import Plan, StepProgram
-from jaxferry.training.choice import best_granularity
+from jaxferry.training.choice import best_granularity, tilings
 from jaxferry.training.cuts import Cut, Cutter, structure_of
 from jaxferry.training.measured_profile import Work
 from jaxferry.training.model import Model
@@ -109,6 +110,7 @@ class Compiler:
         self._evaluators: Recent[tuple[Evaluator, Cut | None]] = Recent(options.cached_shapes, self._drop)
         self._has_dropped = self._has_decided = False
         self._saved_bytes = 0
+        self._num_tiles: Mapping[str, int] = {}
         self._transports: dict[tuple[Layer, ...], Transport] = {}
         self._plans = OfBatches[Plan]()
 
@@ -149,7 +151,8 @@ class Compiler:
             return
         self._cutter.restart(MODULE)
         planning = self._options.planning
-        variants = self._cutter.cut(args, kwargs).variants(planning.remat, planning.tiles)
+        tiles = 1 if planning.tiles == AUTO else planning.tiles
+        variants = self._cutter.cut(args, kwargs).variants(planning.remat, tiles)
         profile = self._profiler.planned_by_estimate(variants)
         self._cutter.restart(best_granularity(variants, planning, profile))
 
@@ -159,9 +162,11 @@ class Compiler:
             self._decide_granularity(args, kwargs)
             self._shared.prefetch.clear()
             self.model.optimizer.updates.settle()
-            variants, programs = self._variants(self._cut(args, kwargs))
+            cut = self._cut(args, kwargs)
+            tiles = self._tilings(cut)[0]
+            variants, programs = self._variants(cut, tiles)
             self._has_decided = True
-            return self._profiler.measured(variants, programs, self._share(variants.base, args, kwargs))
+            return self._profiler.measured(variants, programs, self._share(variants.base, tiles, args, kwargs))
 
     def evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
         """The evaluator of a function of the parameters."""
@@ -172,7 +177,8 @@ class Compiler:
             check_may_trace("a function for arguments of new shapes")
             cut = self._cut(args, kwargs) if function is self._loss_fn else None
             parts = self._cutter.forward(function, args, kwargs) if cut is None else cut.parts
-            parts = with_tiles(parts, self._options.planning.tiles)
+            tiles = self._options.planning.tiles
+            parts = with_tiles(parts, self._num_tiles if tiles == AUTO else tiles)
             budget, transport = self._options.planning.memory_budget_bytes, self._transport_of(parts.layers)
             return Evaluator(parts, self._shared.placement, transport, self.model.is_native, budget), cut
 
@@ -181,16 +187,36 @@ class Compiler:
     def _compiled(
         self, cut: Cut, args: Any, kwargs: Mapping[str, Any], state: TrainState | None
     ) -> tuple[Prepared, Cut]:
+        """Prepares a step in the first tiles that fit."""
+        _check_shared(cut.parts.graph)
+        errors = list[BudgetError]()
+        for tiles in self._tilings(cut):
+            try:
+                prepared = self._compiled_in(tiles, cut, args, kwargs, state)
+            except BudgetError as error:
+                errors.append(error)
+            else:
+                self._num_tiles = {each.name: each.num_tiles for each in prepared.partition.segments}
+                return prepared, cut
+        raise min(errors, key=lambda error: error.smallest_bytes)
+
+    def _tilings(self, cut: Cut) -> list[Any]:
+        """The numbers of tiles to try for the segments, the best first."""
+        planning = self._options.planning
+        return tilings(lambda tiles: cut.variants(planning.remat, tiles), planning, self._profiler.estimated)
+
+    def _compiled_in(
+        self, tiles: Any, cut: Cut, args: Any, kwargs: Mapping[str, Any], state: TrainState | None
+    ) -> Prepared:
         graph = cut.parts.graph
-        _check_shared(graph)
         if self._shared.placement.num_processes > 1:
             check_same("the shapes of their batches", ", ".join(str(graph.avals[value]) for value in graph.batch))
             check_same("their optimizers", self.model.update_text)
             check_same("their profiles", self._profiler.source)
-        variants, programs = self._variants(cut)
+        variants, programs = self._variants(cut, tiles)
         transport = self._transport_of(variants.base.layers)
         profile = self._profiler.planned(
-            variants, programs, self._share(variants.base, args, kwargs), transport.staging_bytes
+            variants, programs, self._share(variants.base, tiles, args, kwargs), transport.staging_bytes
         )
         resources = self._shared.resources(transport, self.model)
         begin = self._begin_memory(state, transport, variants.base.layers)
@@ -214,7 +240,7 @@ class Compiler:
         except BaseException:
             transport.make_ahead({})
             raise
-        return prepared, cut
+        return prepared
 
     def _begin_memory(
         self, state: TrainState | None, transport: Transport, layers: tuple[Layer, ...]
@@ -255,9 +281,9 @@ class Compiler:
                     error = min((error, other), key=lambda each: each.smallest_bytes)
         raise error
 
-    def _share(self, partition: Partition, args: Any, kwargs: Mapping[str, Any]) -> Callable[[], Work]:
+    def _share(self, partition: Partition, tiles: Any, args: Any, kwargs: Mapping[str, Any]) -> Callable[[], Work]:
         """Makes what one of several devices does of a step, for its measurement."""
-        planning, placement = self._options.planning, self._shared.placement
+        planning, placement = dataclasses.replace(self._options.planning, tiles=tiles), self._shared.placement
         return functools.partial(share_of_one, self.model, self._loss_fn, planning, placement, partition, args, kwargs)
 
     def _drop(self, dropped: tuple[Any, Cut | None]) -> None:
@@ -283,10 +309,10 @@ class Compiler:
             self._evaluators.clear()
         return cut
 
-    def _variants(self, cut: Cut) -> tuple[RematVariants, Programs]:
+    def _variants(self, cut: Cut, tiles: Any) -> tuple[RematVariants, Programs]:
         """The segments with their rematerialized variants, and their uncompiled programs."""
         self._shared.warn_once(cut.parts)
-        variants = cut.variants(self._options.planning.remat, self._options.planning.tiles)
+        variants = cut.variants(self._options.planning.remat, tiles)
         if self._options.planning.offload_activations:
             _check_fixed_remat(variants.base, self._options.planning.plan)
         self.model.optimizer.check_parts(cut.parts.layers)

@@ -127,7 +127,7 @@ class Cut:
 
     def variants(self, remat: Any, tiles: Any) -> RematVariants:
         """The rematerialized variants for checked arguments of `train_step`; only those of a name are shared."""
-        if not isinstance(remat, str) or not isinstance(tiles, int):
+        if not isinstance(remat, str) or isinstance(tiles, Mapping):
             return RematVariants(self.parts, remat, tiles)
         if (remat, tiles) not in self._variants:
             self._variants[remat, tiles] = RematVariants(self.parts, remat, tiles)

@@ -107,7 +107,9 @@ def train_step(
         of the segment's name. Segments that recompute in `plan` always do.
       tiles: in how many tiles along the rows of the batch the programs of segments run. Of logits, attention scores and
         hidden values, only those of a tile then exist at a time, and each segment's weights are loaded once for all.
-        `"off"`: one tile, the whole batch. A number: for all segments that can be tiled; `print_table` of
+        `"off"`: one tile, the whole batch, or as a given plan says. `"auto"`: the fewest tiles with which a step is the
+        fastest within the memory budget, by estimates for each shape of batches; more if programs turn out to need more
+        memory; one tile if there is room for that. A number: for all segments that can be tiled; `print_table` of
         `step.prepare(batch).partition` shows the others, with the operation in the way. Or a mapping from names of
         segments or layers to numbers (1 for the others). A tile has one row or more, of each device's share with
         `mesh`; with more tiles than rows, segments that mix no tokens are tiled along these. Sums over rows are in fp32

@@ -97,8 +97,13 @@ class Planning:
     @property
     def given_names(self) -> tuple[str, ...]:
         """The names of the layers of the given plan or profile; empty without any."""
+        return () if self.given is None else tuple(layer.name for layer in self.given.layers)
+
+    @property
+    def given(self) -> Plan | Profile | None:
+        """The given plan, or profile; None without any."""
         given = self.plan if self.plan is not None else self.profile
-        return () if given is None or isinstance(given, str) else tuple(layer.name for layer in given.layers)
+        return None if isinstance(given, str) else given
 
 
 @dataclasses.dataclass(frozen=True)

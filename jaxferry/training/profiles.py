@@ -34,6 +34,7 @@ from jaxferry.errors import InputError, described, is_internal
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.optimizer import num_bytes_on_each, unit_on_devices
 from jaxferry.partition import Graph, Partition
+from jaxferry.planner import Auto
 from jaxferry.processes import check_same, is_raw_key, slowest
 from jaxferry.step import LayerPlan, Plan, program_keys
 from jaxferry.training.choice import Conditions, needs_times, planning_profile, with_updates_on_device
@@ -244,6 +245,13 @@ class Profiler:
     def planned_by_estimate(self, variants: RematVariants) -> Profile:
         """Likewise without measurements, whatever the user gives."""
         return planning_profile(variants, self._planning, None, self._conditions(variants.base))
+
+    def estimated(self, variants: RematVariants) -> Profile:
+        """The estimated profile, with temporaries, whatever the user gives."""
+        planning = dataclasses.replace(
+            self._planning, plan=None, policy=self._planning.chooser or Auto.name, profile=None
+        )
+        return planning_profile(variants, planning, None, self._conditions(variants.base), temporaries=True)
 
     def measured(self, variants: RematVariants, programs: Programs, share: Callable[[], Work]) -> Profile:
         """Measures what each layer costs on the device. Args as for `planned`."""

@@ -202,6 +202,8 @@ class StepCompiler:
 
     def compile(self, plan: Plan) -> Prepared:
         """Prepares the plan that fits into the memory budget."""
+        parts = self._variants.base
+        plan = plan.in_tiles([parts.segments[use.segment].num_tiles for use in parts.uses])
         if not _all_on_host(plan):
             _check_updates(self._lower(plan), self._resources.optimizer)
         program = self._fitted(plan)

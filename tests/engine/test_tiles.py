@@ -12,7 +12,7 @@ import pytest
 import jaxferry
 import models
 from jaxferry.engine import Programs, RematVariants, lower_traced, trace_program
-from jaxferry.errors import InputError
+from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
 from jaxferry.settings import own_settings
@@ -90,6 +90,76 @@ def test_a_named_segment_alone_runs_in_tiles_and_an_unknown_one_is_refused(gpt):
         wrong = jaxferry.train_step(gpt.loss_fn, ADAMW, tiles={"h_99": 4})
         wrong.init(gpt.params)
         wrong.prepare(gpt.batch)
+
+
+def in_budget(task, tiles, budget, **options):
+    step = jaxferry.train_step(task.loss_fn, ADAMW, tiles=tiles, memory_budget=budget, remat="auto", **options)
+    step.declare(task.params)
+    return step, step.prepare(task.batch)
+
+
+@pytest.fixture(scope="module")
+def worded():
+    """A model whose logits need the most memory."""
+    task = models.gpt(vocab=4096)
+    return dataclasses.replace(task, batch=jax.random.randint(jax.random.key(1), (8, 33), 0, 4096))
+
+
+@pytest.fixture(scope="module")
+def least_bytes(worded):
+    with pytest.raises(BudgetError) as raised:
+        in_budget(worded, "off", 1)
+    return raised.value.smallest_bytes
+
+
+@pytest.fixture(scope="module")
+def small(worded, least_bytes):
+    return in_budget(worded, "auto", int(0.7 * least_bytes))
+
+
+def test_a_step_fits_where_it_does_not_in_one_tile(small, least_bytes):
+    _, prepared = small
+    assert prepared.peak.total <= 0.7 * least_bytes
+    segments = prepared.partition.segments
+    tiles = {segment.name: segment.num_tiles for segment in segments}
+    assert {
+        use.name: layer.tiles for use, layer in zip(prepared.partition.uses, prepared.plan.layers, strict=True)
+    } == tiles
+    assert tiles[segments[-1].name] > 1
+
+
+def test_it_trains_as_with_these_numbers_given_and_as_its_plan_read_from_a_file(worded, small, tmp_path):
+    step, prepared = small
+    prepared.plan.save(tmp_path / "plan.json")
+    state, losses = train(step, worded, 5)
+    tiles = {segment.name: segment.num_tiles for segment in prepared.partition.segments}
+    same = jaxferry.train_step(worded.loss_fn, ADAMW, tiles=tiles, remat="auto", plan=prepared.plan)
+    read = jaxferry.train_step(worded.loss_fn, ADAMW, remat="auto", plan=tmp_path / "plan.json")
+    for other in (same, read):
+        others, found = train(other, worded, 5)
+        assert found == losses
+        assert_same_bits(others.params, state.params)
+
+
+def test_evaluation_of_other_functions_runs_in_the_same_tiles(worded, small):
+    step, _ = small
+    state, _ = train(step, worded, 1)
+    logits = jaxferry.train_step(worded.loss_fn, ADAMW)
+    expected = logits.evaluate(logits.init(state.params), worded.batch)
+    found = step.apply(state, lambda params, batch: worded.loss_fn(params, batch), worded.batch)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_with_room_a_step_is_that_of_one_tile_to_the_bit(worded):
+    step, prepared = in_budget(worded, "auto", "1GiB")
+    assert all(segment.tiling is None for segment in prepared.partition.segments)
+    whole = jaxferry.train_step(worded.loss_fn, ADAMW, remat="auto")
+    assert train(step, worded, 3)[1] == train(whole, worded, 3)[1]
+
+
+def test_a_policy_chooses_among_plans_in_tiles(worded, least_bytes):
+    _, prepared = in_budget(worded, "auto", int(0.7 * least_bytes), policy="auto", profile="estimate")
+    assert prepared.plan.layers[-1].tiles > 1 and prepared.peak.total <= 0.7 * least_bytes
 
 
 def compiled_for_gpu(parts, segment, kind, remat, tiles):

@@ -150,7 +150,7 @@ def test_unknown_names_and_numbers_below_one_are_refused():
     with pytest.raises(InputError, match="tiles names 'h_9', which is not a segment; use one of wte, "):
         cut(models.mlp(), {"h_9": 2})
     for wrong in (0, -1, True, 2.5, "many", None):
-        with pytest.raises(InputError, match='tiles must be "off", a number of tiles, 1 or more, or one'):
+        with pytest.raises(InputError, match='tiles must be "off", "auto", a number of tiles, 1 or more, or one'):
             check_tiles(wrong)
     with pytest.raises(InputError, match=r"tiles\['h_0'\] must be"):
         check_tiles({"h_0": 0})
