@@ -39,7 +39,7 @@ from jaxferry.costs.counts import (
 )
 from jaxferry.costs.estimate import LayerCosts, Recomputation
 from jaxferry.costs.layer_records import backward_variant, forward_variant
-from jaxferry.partition import AUTO, Derivative, Graph, Partition, Segment, differentiate, once_for_graph
+from jaxferry.partition import AUTO, Graph, Partition, Segment, differentiate, once_for_graph
 
 _READ_FROM_MEMORY = ATTENTION | {
     "conv_general_dilated",
@@ -146,17 +146,15 @@ class _Memory:
         for number, value in enumerate(self._values):
             if number in results:
                 continue
-            in_place = next((each for each in value.sources - taken if self._ends_for(each, value)), None)
+            # A value may take the memory of one that it is computed from.
+            ended = (value.written, value.num_bytes)
+            free = (n for n in value.sources - taken if (self._values[n].read, self._values[n].num_bytes) == ended)
+            in_place = next(free, None)
             taken |= {in_place} if in_place is not None else set()
             changes[value.written + (in_place is not None)] += value.num_bytes
             changes[value.read + 1] -= value.num_bytes
         held = itertools.accumulate(changes)
         return max(num_bytes + self._inner_bytes.get(time, 0) for time, num_bytes in enumerate(held))
-
-    def _ends_for(self, source: int, value: _Value) -> bool:
-        """Whether a value may take the memory of one that it is computed from."""
-        other = self._values[source]
-        return other.read == value.written and other.num_bytes == value.num_bytes
 
     def _store_all(self, atoms: Sequence[Any], operands: Sequence[_Operand]) -> None:
         """Writes the values that are not in memory yet."""
@@ -266,8 +264,12 @@ class _ProgramCosts:
     def __init__(self, graph: Graph, segment: Segment, remat: Any):
         self.derivative = derivative = differentiate(graph, segment, remat)
         self._temporary_bytes: tuple[int, int] | None = None
-        forward, backward = _forward_jaxpr(graph, derivative), _backward_jaxpr(graph, derivative)
-        self._graph, self._jaxprs = graph, (forward, backward)
+        read = (segment.weights, segment.inputs, segment.nondiff_inputs)
+        avals = [[graph.avals[value] for value in values] for values in read]
+        self._arguments = [[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in each] for each in avals]
+        forward = jax.make_jaxpr(derivative.forward)(*self._arguments)
+        backward = jax.make_jaxpr(derivative.backward)(*derivative.backward_arguments(graph))
+        self._jaxprs = forward, backward
         weights = segment.by_group(range(len(segment.weights)))
         self.forward: Costs = jaxpr_costs(forward)
         self.backward: Costs = jaxpr_costs(backward)
@@ -281,8 +283,11 @@ class _ProgramCosts:
         """Returns the temporaries of forward and backward; those of the last segment's one program for both."""
         if self._temporary_bytes is None:
             forward, backward = self._jaxprs
-            whole = [_loss_jaxpr(self._graph, self.derivative)] * 2 if is_last else [forward, backward]
-            self._temporary_bytes = temporary_bytes(whole[0]), temporary_bytes(whole[1])
+            if is_last:  # one program: the forward and, for cotangents of 1, the backward
+                ones = functools.partial(jax.tree.map, jnp.ones_like)
+                both = functools.partial(self.derivative.both, ones)
+                forward = backward = jax.make_jaxpr(both)(*self._arguments)
+            self._temporary_bytes = temporary_bytes(forward), temporary_bytes(backward)
         return self._temporary_bytes
 
     def kept_values(self, segment: Segment) -> set[int]:
@@ -363,23 +368,6 @@ def _reads_before_loops(closed_jaxpr: core.ClosedJaxpr, arguments: Sequence[int]
     return (HostRead(sum(sizes)),) if sizes else ()
 
 
-def _forward_jaxpr(graph: Graph, derivative: Derivative) -> Any:
-    segment = derivative.segment
-    shapes = [_shapes(graph, values) for values in (segment.weights, segment.inputs, segment.nondiff_inputs)]
-    return jax.make_jaxpr(derivative.forward)(*shapes)
-
-
-def _backward_jaxpr(graph: Graph, derivative: Derivative) -> Any:
-    return jax.make_jaxpr(derivative.backward)(*derivative.backward_arguments(graph))
-
-
-def _loss_jaxpr(graph: Graph, derivative: Derivative) -> Any:
-    """The program of the last segment: its forward and, for cotangents of 1, its backward."""
-    segment, ones = derivative.segment, functools.partial(jax.tree.map, jnp.ones_like)
-    shapes = [_shapes(graph, values) for values in (segment.weights, segment.inputs, segment.nondiff_inputs)]
-    return jax.make_jaxpr(functools.partial(derivative.both, ones))(*shapes)
-
-
 def _whole_bytes(graph: Graph, segment: Segment) -> tuple[int, int]:
     """The bytes of weights, and of gradients, that are on the device whole though a program reads, or writes, the host.
 
@@ -400,7 +388,3 @@ def _by_variant(num_bytes: tuple[int, int], whole: tuple[int, int], recomputes: 
         backward_variant(dha, host, recomputes): backward_bytes + dha * whole[0] + host * whole[1]
         for dha, host in flags
     }
-
-
-def _shapes(graph: Graph, values: Any) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(graph.avals[value].shape, graph.avals[value].dtype) for value in values]

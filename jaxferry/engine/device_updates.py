@@ -136,13 +136,11 @@ class DeviceUpdateCompiler:
         updates = self._all({unit.layers: self._update(unit, gradients[unit.layers], loss) for unit in units})
         streamed, slots_bytes = self._streamed(program, read, loss)
         on_each = (num_bytes_on_each(self._on_devices[unit.layers], self._placement) for unit in units)
-        held = slots_bytes + sum(on_each) + sum(map(self._sum_bytes, sums))
+        num = self._placement.num_devices
+        held = slots_bytes + sum(on_each) + sum(-(-4 * self._layers[group].num_parameters // num) for group in sums)
         made = [*folds.values(), *norms.values(), *updates.values(), *streamed.updates.values()]
         held += max(map(_more_bytes, made), default=0)
         return DeviceUpdates(updates, folds, norms, streamed, held, self._placement.in_turn)
-
-    def _sum_bytes(self, group: int) -> int:
-        return -(-4 * self._layers[group].num_parameters // self._placement.num_devices)
 
     def alone(self, unit: UpdateGroup, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Returns the update of a unit of one layer that stays on the device, lowered, and its arguments' shapes.

@@ -109,25 +109,19 @@ def _fit_counted(
     def measured(stream: Stream) -> list[Peak]:
         return held_bytes(partition, stream, temporary_bytes_of(stream.keys(partition)), other_bytes)
 
-    def above_budget(needs: list[Peak], budget_bytes: int) -> set[int]:
-        return {number for number, need in enumerate(needs) if need.counted > budget_bytes}
-
     needs = measured(stream)
-    if budget_bytes is not None:
-        above = above_budget(needs, budget_bytes)
-        stream = dataclasses.replace(stream, ahead=tuple(number - 1 not in above for number in range(num_segments)))
-        needs = measured(stream)
-        above = above_budget(needs, budget_bytes)
-        in_place = dataclasses.replace(
-            stream, reads=tuple(Source.HOST if number in above else Source.DEVICE for number in range(num_segments))
-        )
-        others = measured(in_place)
-        # Some programs that read host memory need more temporary bytes than the parameters would take.
-        is_better = [other.counted < need.counted for need, other in zip(needs, others, strict=True)]
-        reads = [source if better else Source.DEVICE for source, better in zip(in_place.reads, is_better, strict=True)]
-        stream = dataclasses.replace(stream, reads=tuple(reads))
-        needs = measured(stream)
-    return stream, needs
+    if budget_bytes is None:
+        return stream, needs
+    fits = [True, *(need.counted <= budget_bytes for need in needs)]
+    stream = dataclasses.replace(stream, ahead=tuple(fits[:num_segments]))
+    needs = measured(stream)
+    reads = [Source.DEVICE if need.counted <= budget_bytes else Source.HOST for need in needs]
+    others = measured(dataclasses.replace(stream, reads=tuple(reads)))
+    # Some programs that read host memory need more temporary bytes than the parameters would take.
+    is_better = [other.counted < need.counted for need, other in zip(needs, others, strict=True)]
+    reads = [source if better else Source.DEVICE for source, better in zip(reads, is_better, strict=True)]
+    stream = dataclasses.replace(stream, reads=tuple(reads))
+    return stream, measured(stream)
 
 
 def _unsplit_bytes(

@@ -238,8 +238,7 @@ def with_program_facts(
     if offload_activations:
         _add_moves(fields, partition, derivatives)
     _add_workspace(fields, profile, partition, derivatives, staging_bytes)
-    pairs = zip(profile.layers, fields, strict=True)
-    return dataclasses.replace(profile, layers=tuple(dataclasses.replace(layer, **own) for layer, own in pairs))
+    return profile.with_layers(fields)
 
 
 def with_sum_bytes(profile: Profile, partition: Partition, groups: Collection[int]) -> Profile:
@@ -250,28 +249,23 @@ def with_sum_bytes(profile: Profile, partition: Partition, groups: Collection[in
     layers = []
     for layer, use in zip(profile.layers, partition.uses, strict=True):
         trained = partition.layers[use.group].trained
-        is_wider = use.group in groups and trained.wide is not trained
+        is_wider = use.group in groups and trained.wide is not trained and layer.has_gradient
         sum_bytes = -(-trained.wide.num_bytes // partition.graph.num_shares(trained.is_whole)) if is_wider else 0
-        sums = dataclasses.replace(layer, sum_bytes=sum_bytes)
-        if sums.sum_bytes != layer.sum_bytes:
-            sums = dataclasses.replace(
-                sums, offload_s=layer.offload_s * sums.offload_bytes / max(layer.offload_bytes, 1)
-            )
-        layers.append(sums)
-    return dataclasses.replace(profile, layers=tuple(layers))
+        offload_s = layer.offload_s * (sum_bytes or layer.grad_bytes) / max(layer.offload_bytes, 1)
+        layers.append({} if sum_bytes == layer.sum_bytes else {"sum_bytes": sum_bytes, "offload_s": offload_s})
+    return profile.with_layers(layers)
 
 
 def without_times(partition: Partition) -> Profile:
     """A profile of sizes only; all times are 0."""
     fields: dict[str, Any] = {f.name: 0.0 for f in dataclasses.fields(LayerProfile) if f.name.endswith("_s")}
-    fields["recompute_activation_bytes"] = 0
-    layers = []
+    layers, again = [], {"recompute_s": 0.0, "recompute_activation_bytes": 0}
     for use in partition.uses:
         layer = partition.layers[use.group]
         grad_bytes = -(-layer.trained.num_bytes // partition.graph.num_shares(layer.is_whole))
         fields |= {"param_bytes": layer.num_bytes, "grad_bytes": grad_bytes, "block": layer.block}
-        made = LayerProfile(name=use.name, parameters=layer.name, shares_program=use.place > 0, **fields)
-        layers.append(made if use.place == 0 else made.without_recomputation())
+        fields |= again if use.place == 0 else dict.fromkeys(again)
+        layers.append(LayerProfile(name=use.name, parameters=layer.name, shares_program=use.place > 0, **fields))
     graph = partition.graph
     return Profile({}, tuple(layers), num_devices=graph.num_devices, num_processes=graph.num_processes)
 

@@ -127,16 +127,14 @@ def with_link_work(profile: Profile, costs: Sequence[LayerCosts]) -> Profile:
     a load, or an offload, of as many bytes, at the mean speed of those that were measured.
     """
     load_s_a_byte, offload_s_a_byte = fetch_seconds_a_byte(profile), save_seconds_a_byte(profile)
-    layers = tuple(
-        dataclasses.replace(
-            layer,
-            forward_read_s=min(counted.dha_bytes_forward * load_s_a_byte, layer.forward_dha_s),
-            backward_read_s=min(counted.dha_bytes_backward * load_s_a_byte, layer.backward_dha_s),
-            backward_write_s=layer.grad_bytes * offload_s_a_byte,
-        )
+    return profile.with_layers(
+        {
+            "forward_read_s": min(counted.dha_bytes_forward * load_s_a_byte, layer.forward_dha_s),
+            "backward_read_s": min(counted.dha_bytes_backward * load_s_a_byte, layer.backward_dha_s),
+            "backward_write_s": layer.grad_bytes * offload_s_a_byte,
+        }
         for layer, counted in zip(profile.layers, costs, strict=True)
     )
-    return dataclasses.replace(profile, layers=layers)
 
 
 def default_cache(placement: Placement) -> MeasurementCache:

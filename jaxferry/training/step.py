@@ -366,13 +366,12 @@ class StepCompiler:
 
 def _recomputable(profile: Profile) -> Profile:
     """The profile with estimated recomputation costs for the programs that state none."""
-    layers = tuple(
-        layer
+    return profile.with_layers(
+        {}
         if layer.can_recompute or layer.shares_program
-        else dataclasses.replace(layer, recompute_s=layer.forward_s, recompute_activation_bytes=layer.activation_bytes)
+        else {"recompute_s": layer.forward_s, "recompute_activation_bytes": layer.activation_bytes}
         for layer in profile.layers
     )
-    return dataclasses.replace(profile, layers=layers)
 
 
 def _all_on_host(plan: Plan) -> bool:
