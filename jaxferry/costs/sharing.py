@@ -204,10 +204,13 @@ def shared_by(profile: Profile, num_devices: int, num_processes: int = 1) -> Pro
         )
         for layer in profile.layers
     ]
+    facts = dict(profile.machine)
+    if isinstance(known := facts.get("host_bytes"), Mapping):  # what each process needs
+        facts["host_bytes"] = {name: -(-size // num_processes) for name, size in known.items()}
     return dataclasses.replace(
         profile,
         layers=tuple(layers),
-        machine=_facts_of_a_process(profile.machine, num_processes),
+        machine=facts,
         contention=devices.contention(machine) if profile.contention else NO_CONTENTION,
         num_devices=num_devices,
         num_processes=num_processes,
@@ -226,11 +229,3 @@ def _part_of(layer: LayerProfile, machine: Machine, num: int) -> LayerProfile:
         size = getattr(layer, key)
         changes[key] = None if size is None else -(-size // num)
     return dataclasses.replace(layer, **changes)
-
-
-def _facts_of_a_process(machine: Mapping[str, Any], num_processes: int) -> dict[str, Any]:
-    """The machine's facts, with the host memory that each process needs."""
-    known = machine.get("host_bytes")
-    if not isinstance(known, Mapping):
-        return dict(machine)
-    return {**machine, "host_bytes": {name: -(-size // num_processes) for name, size in known.items()}}

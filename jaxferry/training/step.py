@@ -210,7 +210,10 @@ class StepCompiler:
             ordered = with_update_order(self._profile_of(program.plan, program.summed), program.plan)
             program = self._lower(ordered, program.summed)
         if self._profile.has_times or program.plan != plan:
-            program = self._predicted(program)
+            # The times of a plan that the budget has changed are another's.
+            profile = self._profile_of(program.plan, program.summed)
+            predicted = simulate_schedule(profile, program.schedule).predicted if profile.has_times else None
+            program = dataclasses.replace(program, plan=dataclasses.replace(program.plan, predicted=predicted))
         program = self._with_kept_copies(program)
         keys = self._keys(program)
         if self._resources.placement.num_processes > 1:
@@ -246,12 +249,6 @@ class StepCompiler:
         kept = groups_to_keep(program, *self._counted(program), None if budget is None else budget - unsplit_bytes)
         keeping = dataclasses.replace(program, kept=kept)
         return keeping if self._peak(keeping).fits(budget) else program
-
-    def _predicted(self, program: StepProgram) -> StepProgram:
-        """The program whose plan predicts its own times; those of a plan that the budget has changed are another's."""
-        profile = self._profile_of(program.plan, program.summed)
-        predicted = simulate_schedule(profile, program.schedule).predicted if profile.has_times else None
-        return dataclasses.replace(program, plan=dataclasses.replace(program.plan, predicted=predicted))
 
     def _first(self, runnable: RunnableStep) -> RunnableStep:
         """The step that runs first: its updates start after all gradients have arrived.
