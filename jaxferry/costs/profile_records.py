@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -108,10 +107,8 @@ class Contention:
     @classmethod
     def of_matrix(cls, matrix: np.ndarray) -> Self:
         """That with these shares, see `matrix`."""
-        shares: dict[str, dict[str, float]] = {lane: {} for lane in SHARING}
-        for row, column in itertools.permutations(range(len(SHARING)), 2):
-            shares[SHARING[row]][SHARING[column]] = float(matrix[row, column])
-        return cls(shares)
+        rows = {lane: zip(SHARING, map(float, row), strict=True) for lane, row in zip(SHARING, matrix, strict=True)}
+        return cls({lane: {other: share for other, share in row if other != lane} for lane, row in rows.items()})
 
     @classmethod
     def of_bandwidth(cls, up_bytes_per_s: float, down_bytes_per_s: float, host_bytes_per_s: float) -> Self:

@@ -240,22 +240,19 @@ class Evaluator:
         self.transport.loaded_bytes.reset_peak()
         if self._budget_bytes is None:
             return
-        sums = [array for arrays in state.accumulated.on_device.values() for array in arrays]
-        needed = self.peak.total + other_bytes + sum(array.nbytes for array in sums)
-        if needed + state.host.device_bytes > self._budget_bytes:
+        sums = sum(array.nbytes for arrays in state.accumulated.on_device.values() for array in arrays)
+        needed, budget = self.peak.total + other_bytes + sums, self._budget_bytes
+        if needed + state.host.device_bytes > budget:
             # The next training step moves it there again.
             state.host.bring_home()
-        if (
-            needed + state.host.device_bytes + sum(copy.num_bytes for copy in state.resident.values())
-            > self._budget_bytes
-        ):
+        if needed + state.host.device_bytes + sum(copy.num_bytes for copy in state.resident.values()) > budget:
             # The next training step loads them again.
             while state.resident:
                 self.transport.drop(state.resident.popitem()[1])
             self.transport.release()
-        if needed > self._budget_bytes:
+        if needed > budget:
             raise BudgetError(
-                f"memory_budget {format_bytes(self._budget_bytes)} ({self._budget_bytes} bytes) is too small for this "
+                f"memory_budget {format_bytes(budget)} ({budget} bytes) is too small for this "
                 f"forward beside what training keeps on the device: together {format_bytes(needed)} ({needed} bytes); "
                 "an update frees sums of gradients, a smaller batch needs less",
                 needed,

@@ -34,7 +34,7 @@ def execute(step: StepContext, index: int) -> Wait | None:
     call = step.instructions[index]
     # Offloads whose memory this program reuses count as ended once issued, so the device waits for them.
     for offload in call.offloads_awaited:
-        step.gradients.in_flight.hold_for(offload)
+        step.gradients.in_flight.hold(offload)
     operation = OPERATIONS[call.operation]
     if not TraceAnnotation.is_enabled():
         return operation(step, call)
@@ -288,9 +288,9 @@ def _mark_end(step: StepContext, call: Instruction, ended: Any) -> None:
 
 
 def _end_offloads(step: StepContext) -> None:
-    """Makes the device wait for all offloads once all programs have been issued."""
+    """Makes the device wait for all offloads once all programs have been issued: the next step needs their memory."""
     if step.num_programs == len(step.program.programs):
-        step.gradients.in_flight.hold_all()
+        step.gradients.in_flight.hold()
 
 
 def _move(

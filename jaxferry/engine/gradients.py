@@ -147,16 +147,13 @@ class OffloadsInFlight:
         """Adds the offload with this index."""
         self._copies.append((index, copy))
 
-    def hold_for(self, offload: int) -> None:
-        """Makes the device wait for an offload and those before it, and frees their gradients; raises `LateFailure`."""
-        position = next((position for position, (index, _) in enumerate(self._copies) if index == offload), -1)
-        self._hold_first(position + 1)
+    def hold(self, last: int | None = None) -> None:
+        """Makes the device wait for the offloads up to this one, or for all, and frees their gradients.
 
-    def hold_all(self) -> None:
-        """Likewise for all offloads: the next step's programs may need their memory."""
-        self._hold_first(len(self._copies))
-
-    def _hold_first(self, num: int) -> None:
+        Raises `LateFailure`.
+        """
+        indices = [index for index, _ in self._copies]
+        num = len(indices) if last is None else indices.index(last) + 1 if last in indices else 0
         held = [self._copies.popleft() for _ in range(num)]
         try:
             self._transport.hold([copy for _, copy in held])

@@ -235,8 +235,12 @@ def with_program_facts(
     that transfers need besides the moved bytes.
     """
     fields = [_flags(partition, derivatives, number) for number in range(len(partition.uses))]
-    if offload_activations:
-        _add_moves(fields, partition, derivatives)
+    order, first = places(partition), [uses[0] for uses in partition.uses_of]
+    # Values that wait in host memory.
+    moved = offloaded_values(partition, derivatives) if offload_activations else {}
+    for value, (last_forward, backward) in moved.items():
+        fields[first[order[last_forward][1]]]["save_bytes"] += partition.graph.held_bytes(value)
+        fields[first[order[backward][1]]]["fetch_bytes"] += partition.graph.held_bytes(value)
     _add_workspace(fields, profile, partition, derivatives, staging_bytes)
     return profile.with_layers(fields)
 
@@ -285,14 +289,6 @@ def _flags(partition: Partition, derivatives: Mapping[int, Derivative], number: 
         "save_bytes": 0,
         "fetch_bytes": 0,
     }
-
-
-def _add_moves(fields: list[dict[str, Any]], partition: Partition, derivatives: Mapping[int, Derivative]) -> None:
-    """Adds the bytes of the values that wait in host memory."""
-    order, first = places(partition), [uses[0] for uses in partition.uses_of]
-    for value, (last_forward, backward) in offloaded_values(partition, derivatives).items():
-        fields[first[order[last_forward][1]]]["save_bytes"] += partition.graph.held_bytes(value)
-        fields[first[order[backward][1]]]["fetch_bytes"] += partition.graph.held_bytes(value)
 
 
 def _add_workspace(
