@@ -332,7 +332,8 @@ def _update_on_device(step: StepContext, call: Instruction, norm: np.floating) -
     arrays = [copy.parameters() for copy in resident]
     copies = [[own[i] for i in chosen] for own, chosen in zip(arrays, trained, strict=True)]
     gradients = step.gradients.take_kept(unit)
-    made = step.runnable.device_updates.update(unit, copies, gradients, norm, step.scale, loss, step.extra(True))
+    program = step.runnable.device_updates.updates[unit.layers]
+    made = program(unit.masters, unit.state, copies, gradients, norm, step.scale, loss, *step.extra(True))
     unit.masters, unit.state, new = step.ran(made)
     for copy, own, chosen, updated in zip(resident, arrays, trained, new, strict=True):
         changed = dict(zip(chosen, updated, strict=True))

@@ -28,7 +28,7 @@ from jaxferry.engine.program_functions import squared_norm
 from jaxferry.optimizer import UpdateGroup
 from jaxferry.partition import Layer, wide_dtype
 from jaxferry.settings import ThreadPool
-from jaxferry.step import Instruction, ProgramKey, ProgramUse, StepProgram, Target, variant_of
+from jaxferry.step import Instruction, ProgramKey, StepProgram, Target, variant_of
 from jaxferry.transport import CopyInFlight, Ferry, HostGradient, Placement, Transport, Vectors, added
 
 SquaredNorm = Future[jax.Array] | jax.Array  # a scalar in host memory that a thread computes, or one on the device
@@ -236,39 +236,27 @@ class StepGradients:
     ) -> None:
         """Stores the gradients that a program has returned; with `call.stores`, vectors and what goes there."""
         for use, own, norm in zip(call.uses, gradients, norms, strict=True):
-            if use.is_trained:
-                self._receive(call, use, key.writes[use.place], own, norm, commit)
-
-    def _receive(
-        self,
-        call: Instruction,
-        use: ProgramUse,
-        target: Target,
-        gradients: Any,
-        norm: jax.Array | None,
-        commit: Callable[[], bool],
-    ) -> None:
-        group = use.group
-        self.norms.note(group, norm)
-        if call.stores:
-            assert isinstance(self._transport, Ferry), "no other transport joins stores to programs"
-            stored = self.on_host[group] = self._transport.queued(*gradients)
-            self._note_offload(self._program.queued[call.segment], group, stored)
-            return
-        if use.is_updated_on_device:
-            self.kept.setdefault(group, []).append(gradients)
-            self._note_kept(group, commit)
-            return
-        if use.writes_host:
-            stored, known = self._transport.written(gradients), self.on_host.get(group)
-            if target is not Target.HOST_SUM and (known is not None or group in self._program.widened):
-                stored = self._transport.add_on_host(group, known, stored)
-            self.on_host[group] = stored
-            return
-        if group in self.sums and self._may_add(group, commit):
-            gradients = _add_onto(self.sums.pop(group), gradients)
-            self._are_sums.add(group)
-        self._pending[use.number] = gradients
+            if not use.is_trained:
+                continue
+            group, target = use.group, key.writes[use.place]
+            self.norms.note(group, norm)
+            if call.stores:
+                assert isinstance(self._transport, Ferry), "no other transport joins stores to programs"
+                stored = self.on_host[group] = self._transport.queued(*own)
+                self._note_offload(self._program.queued[call.segment], group, stored)
+            elif use.is_updated_on_device:
+                self.kept.setdefault(group, []).append(own)
+                self._note_kept(group, commit)
+            elif use.writes_host:
+                stored, known = self._transport.written(own), self.on_host.get(group)
+                if target is not Target.HOST_SUM and (known is not None or group in self._program.widened):
+                    stored = self._transport.add_on_host(group, known, stored)
+                self.on_host[group] = stored
+            else:
+                if group in self.sums and self._may_add(group, commit):
+                    own = _add_onto(self.sums.pop(group), own)
+                    self._are_sums.add(group)
+                self._pending[use.number] = own
 
     def _note_offload(self, index: int, group: int, stored: HostGradient) -> None:
         if stored.latest is not None:
