@@ -26,6 +26,7 @@ from jaxferry.step import (
 )
 from jaxferry.training.contention import measure_contention
 from jaxferry.training.microbenchmarks import (
+    HostUpdate,
     Subject,
     adds_there,
     device_update_subject,
@@ -38,7 +39,6 @@ from jaxferry.training.microbenchmarks import (
     program_subject,
     program_variants,
     streamed_update_subject,
-    update_subject,
 )
 from jaxferry.training.profile_cache import MeasurementCache, cache_directory, surroundings
 from jaxferry.training.timers import Effort, cold_caches, device_timer
@@ -282,7 +282,7 @@ class MeasuredLayers:
             if used.isdisjoint(unit.layers):
                 continue
             key = ("update", optimizer.updates.key(unit, layers, arrivals))
-            self._measure(key, update_subject, optimizer, placement, unit, layers, arrivals)
+            self._measure(key, lambda *of: HostUpdate(*of).subject(), optimizer, placement, unit, layers, arrivals)
             all_bytes = sum(layers[group].trained.num_bytes for group in used.intersection(unit.layers))
             for group in unit.layers:
                 share = layers[group].trained.num_bytes / all_bytes if len(unit.layers) > 1 and all_bytes else 1.0

@@ -220,23 +220,15 @@ class HostUpdate:
         update.begin_step(held[0], self._scalar, _SCALE)
         return held
 
+    def subject(self) -> Subject:
+        """Measures the update."""
 
-def update_subject(
-    optimizer: HostOptimizer,
-    placement: Placement,
-    unit: UpdateGroup,
-    layers: Sequence[Layer],
-    arrivals: Sequence[Arrival],
-) -> Subject:
-    """Measures a unit's host update; arguments as for `HostUpdate`."""
-    update = HostUpdate(optimizer, placement, unit, layers, arrivals)
+        def time(effort: Effort) -> float:
+            held = self.arguments()
+            cold = cold_caches(self._placement.host_compute)
+            return median_s(timed_call(self, lambda: (self.begin_step(held),), empty_caches=cold), effort)
 
-    def time(effort: Effort) -> float:
-        held = update.arguments()
-        cold = cold_caches(placement.host_compute)
-        return median_s(timed_call(update, lambda: (update.begin_step(held),), empty_caches=cold), effort)
-
-    return Subject(f"update {layers[unit.layers[0]].name}", f"update\n{update.text}", time)
+        return Subject(f"update {self._layers[self._unit.layers[0]].name}", f"update\n{self.text}", time)
 
 
 def device_update_subject(
