@@ -16,9 +16,8 @@ from typing import Any
 
 from jaxferry.costs.counts import HostRead
 from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.machines import Machine
+from jaxferry.costs.machines import Devices, Links, Machine
 from jaxferry.costs.profile_records import Contention, Profile
-from jaxferry.costs.sharing import Devices, Links
 from jaxferry.errors import InputError
 from jaxferry.native import SCRATCH_BYTES
 
@@ -110,7 +109,7 @@ def estimate_profile(
     Several devices, of all processes together, share a batch: each has its part of the work, of the activations, of
     each load and of each gradient. A load includes gathering the others' shares, an offload adding up their gradients.
     All links of a process together move no more than host memory does. Several processes run on a machine each, and
-    update their own shares; see `sharing`. `layers` are the costs of the whole batch, in forward order, but their
+    update their own shares; see `Devices`. `layers` are the costs of the whole batch, in forward order, but their
     `activation_bytes` those of one device. Raises `InputError` if there is no layer, or two share a name.
     """
     about = {"estimated": True, **machine.to_json(), **(facts or {})}
