@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -237,11 +237,11 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
         held |= own
         kept_bytes = graph.device_bytes(*program.derivative.saved) + graph.held_bytes(*own - before)
         is_last = number == len(partition.segments) - 1
-        costs = program.of(partition, segment, kept_bytes)
+        of_first: dict[str, Any] = {"activation_bytes": kept_bytes}
+        whole = _whole_bytes(graph, segment)
         if temporaries:
-            of_program = program.temporary_bytes(is_last)
-            more = _by_variant(of_program, _whole_bytes(graph, segment))
-            costs = dataclasses.replace(costs, activation_bytes=0 if is_last else kept_bytes, temporary_bytes=more)
+            sizes = _by_variant(program.temporary_bytes(is_last), whole)
+            of_first = {"activation_bytes": 0 if is_last else kept_bytes, "temporary_bytes": sizes}
         if (segment.remat if remat is None else remat) == AUTO and not is_last:
             again = program_costs(segment, "full", "again")
             # Later segments may recompute too; they then need this segment's outputs, which it keeps for them.
@@ -249,12 +249,10 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
             kept = again.kept_values(segment) | (own & shared)
             again_bytes = graph.device_bytes(*again.derivative.saved) + graph.held_bytes(*kept - before)
             if again_bytes < kept_bytes:
-                costs = dataclasses.replace(costs, recomputation=program.recomputation(again, again_bytes))
+                of_first["recomputation"] = program.recomputation(again, again_bytes)
                 if temporaries:
-                    of_program = again.temporary_bytes(is_last)
-                    more = _by_variant(of_program, _whole_bytes(graph, segment), recomputes=True)
-                    costs = dataclasses.replace(costs, temporary_bytes={**costs.temporary_bytes, **more})
-        result += program.split(costs, partition, segment, partition.uses_of[number])
+                    of_first["temporary_bytes"] |= _by_variant(again.temporary_bytes(is_last), whole, recomputes=True)
+        result += program.split(partition, segment, partition.uses_of[number], of_first)
     return tuple(result)
 
 
@@ -295,54 +293,39 @@ class _ProgramCosts:
         read = {segment.inputs[index] for index in self.derivative.inputs_read}
         return read | {segment.outputs[index] for index in self.derivative.outputs_read}
 
-    def of(self, partition: Partition, segment: Segment, activation_bytes: int) -> LayerCosts:
-        layer = partition.layers[segment.groups[0]]
-        leaves = [leaf for group in segment.groups for leaf in partition.layers[group].leaves]
-        return LayerCosts(
-            name=segment.name,
-            parameters=layer.name,
-            num_parameters=layer.trained.num_parameters,
-            param_bytes=layer.num_bytes,
-            grad_bytes=layer.trained.num_bytes,
-            activation_bytes=activation_bytes,
-            forward_flops=self.forward.flops,
-            forward_bytes=self.forward.bytes,
-            backward_flops=self.backward.flops,
-            backward_bytes=self.backward.bytes,
-            dha_bytes_forward=sum(self.touched_forward),
-            dha_bytes_backward=sum(self.touched_backward),
-            forward_kernels=self.forward.kernels,
-            backward_kernels=self.backward.kernels,
-            itemsize=max(np.dtype(leaf.dtype).itemsize for leaf in leaves),
-            is_whole=layer.is_whole,
-        )
-
-    def split(self, whole: LayerCosts, partition: Partition, segment: Segment, uses: Sequence[int]) -> list[LayerCosts]:
-        """Splits the costs of the segment among its uses."""
+    def split(
+        self, partition: Partition, segment: Segment, uses: Sequence[int], of_first: Mapping[str, Any]
+    ) -> list[LayerCosts]:
+        """Splits the costs of the segment among its uses; the first one's also have `of_first`."""
         total = sum(self.touched_forward)
         shares = [size / total if total else 1 / len(uses) for size in self.touched_forward]
-        work = [f"{way}_{what}" for way in ("forward", "backward") for what in ("flops", "bytes", "kernels")]
+        leaves = [leaf for group in segment.groups for leaf in partition.layers[group].leaves]
         made = []
         for place, (use, share) in enumerate(zip((partition.uses[number] for number in uses), shares, strict=True)):
-            layer, is_first = partition.layers[use.group], place == 0
-            costs = dataclasses.replace(
-                whole,
+            layer = partition.layers[use.group]
+            scale = share if len(uses) > 1 else 1
+            costs = LayerCosts(
                 name=use.name,
                 parameters=layer.name,
                 block=layer.block,
                 num_parameters=layer.trained.num_parameters,
                 param_bytes=layer.num_bytes,
                 grad_bytes=layer.trained.num_bytes,
+                forward_flops=self.forward.flops * scale,
+                forward_bytes=self.forward.bytes * scale,
+                backward_flops=self.backward.flops * scale,
+                backward_bytes=self.backward.bytes * scale,
+                forward_kernels=self.forward.kernels * scale,
+                backward_kernels=self.backward.kernels * scale,
                 dha_bytes_forward=self.touched_forward[place],
                 dha_bytes_backward=self.touched_backward[place],
                 dha_products_forward=_products(self.reads_forward[place]),
                 dha_products_backward=_products(self.reads_backward[place]),
+                itemsize=max(np.dtype(leaf.dtype).itemsize for leaf in leaves),
                 is_whole=layer.is_whole,
-                shares_program=not is_first,
-                **({key: getattr(whole, key) * share for key in work} if len(uses) > 1 else {}),
+                shares_program=place > 0,
+                **(of_first if place == 0 else {}),
             )
-            if not is_first:
-                costs = dataclasses.replace(costs, activation_bytes=0, recomputation=None, temporary_bytes={})
             made.append(costs)
         return made
 

@@ -241,7 +241,18 @@ def with_program_facts(
     for value, (last_forward, backward) in moved.items():
         fields[first[order[last_forward][1]]]["save_bytes"] += partition.graph.held_bytes(value)
         fields[first[order[backward][1]]]["fetch_bytes"] += partition.graph.held_bytes(value)
-    _add_workspace(fields, profile, partition, derivatives, staging_bytes)
+    # The memory in use while each program runs, besides parameters, gradients, kept activations and temporaries.
+    kept = [0]
+    for number in first:
+        kept.append(kept[-1] + profile.layers[number].activation_bytes)
+    values, frees = LiveValues(partition, derivatives), last_readers(partition, derivatives)
+    for place, (kind, number) in enumerate(order):
+        workspace = max(values.enter(kind, number) + staging_bytes - kept[number + 1], 0)
+        if kind is not ProgramKind.BACKWARD:
+            fields[first[number]]["forward_workspace_bytes"] = workspace
+        if kind is not ProgramKind.FORWARD:
+            fields[first[number]]["backward_workspace_bytes"] = workspace
+        values.leave(kind, number, frees.get(place, []))
     return profile.with_layers(fields)
 
 
@@ -289,27 +300,6 @@ def _flags(partition: Partition, derivatives: Mapping[int, Derivative], number: 
         "save_bytes": 0,
         "fetch_bytes": 0,
     }
-
-
-def _add_workspace(
-    fields: list[dict[str, Any]],
-    profile: Profile,
-    partition: Partition,
-    derivatives: Mapping[int, Derivative],
-    staging_bytes: int,
-) -> None:
-    """Adds the memory in use while each program runs, besides parameters, gradients, kept activations, temporaries."""
-    kept, first = [0], [uses[0] for uses in partition.uses_of]
-    for number in first:
-        kept.append(kept[-1] + profile.layers[number].activation_bytes)
-    values, frees = LiveValues(partition, derivatives), last_readers(partition, derivatives)
-    for place, (kind, number) in enumerate(places(partition)):
-        workspace = max(values.enter(kind, number) + staging_bytes - kept[number + 1], 0)
-        if kind is not ProgramKind.BACKWARD:
-            fields[first[number]]["forward_workspace_bytes"] = workspace
-        if kind is not ProgramKind.FORWARD:
-            fields[first[number]]["backward_workspace_bytes"] = workspace
-        values.leave(kind, number, frees.get(place, []))
 
 
 class RematVariants:
