@@ -329,16 +329,14 @@ def weights(
     memory_budget: Annotated[
         str | None, Option(metavar="SIZE", help="Device memory, such as 8GiB; overrides the instance's own.")
     ] = None,
-    output: Annotated[
-        Path | None,
-        Option("--output", "-o", metavar="PLAN.json", help="Write a plan of GFGB and RELOAD modes; needs a profile."),
-    ] = None,
+    output: PlanOutput = None,
     as_json: AsJson = False,
 ) -> None:
     """Choose the weights to offload under a memory limit (Weight Offloading Strategies).
 
-    Schedules the transfers too. The algorithms come from "Weight Offloading Strategies for Training Large DNN Models"
-    (Beaumont et al., 2022). `bound` is a lower bound on the duration of any schedule.
+    Schedules the transfers too. With a profile, -o writes a plan of GFGB and RELOAD modes. The algorithms come from
+    "Weight Offloading Strategies for Training Large DNN Models" (Beaumont et al., 2022). `bound` is a lower bound on the
+    duration of any schedule.
     """
     check_policy(policy)
     budget = read_budget(memory_budget)

@@ -199,8 +199,7 @@ class Compiler:
                 programs,
                 profile,
                 resources,
-                self._options.planning,
-                self._options.numerics,
+                self._options,
                 begin,
                 trains=state is not None,
             )

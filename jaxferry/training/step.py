@@ -52,7 +52,7 @@ from jaxferry.step import (
     variants_of,
 )
 from jaxferry.training.choice import choose_plan, leanest_plan, planner_within
-from jaxferry.training.options import Numerics, Planning
+from jaxferry.training.options import Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,24 +118,23 @@ class StepCompiler:
         programs: Programs,
         profile: Profile,
         resources: Resources,
-        planning: Planning,
-        numerics: Numerics,
+        options: Options,
         begin: Callable[[StepProgram], None] | None,
         trains: bool,
     ) -> None:
         self._variants, self._programs, self._given = variants, programs, profile
         self._profile = _recomputable(profile)
-        self._resources, self._planning, self._numerics = resources, planning, numerics
+        self._resources, self._planning, self._numerics = resources, options.planning, options.numerics
         self._begin, self._trains = begin or (lambda program: None), trains
         # A recorder marks each copy beside the program that queues it.
         self._joins = resources.transport.joins if resources.recorder is None else NO_JOINS
-        self._widened = widened_groups(variants.base, variants.derivatives, numerics.accumulate)
+        self._widened = widened_groups(variants.base, variants.derivatives, options.numerics.accumulate)
         self._device_updates = DeviceUpdateCompiler(
             resources.optimizer,
             variants.base.layers,
             resources.placement,
             resources.transport,
-            numerics.accumulate > 1,
+            options.numerics.accumulate > 1,
         )
 
     def compile_best(self, earlier: Sequence[Plan] = ()) -> Prepared:
