@@ -36,7 +36,7 @@ from jaxferry.optimizer import HostOptimizer
 from jaxferry.partition import make_layer
 from jaxferry.settings import own_settings
 from jaxferry.step import Arrival
-from jaxferry.training import Effort, update_subject
+from jaxferry.training import Effort, HostUpdate
 from jaxferry.transport import make_placement
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,7 +89,8 @@ def alone_s(optimizer, width):
         tree = jax.tree.structure({"bias": 0, "scale": 0})
         host = HostOptimizer(optimizer, tree, [leaf] * PER_LAYER, place, None)
         [unit] = host.units_of([layer])
-        return update_subject(host, place, unit, [layer], [Arrival.OWN]).time(Effort(min_repetitions=9, budget_s=0.0))
+        update = HostUpdate(host, place, unit, [layer], [Arrival.OWN])
+        return update.subject().time(Effort(min_repetitions=9, budget_s=0.0))
 
 
 def table_loss(params, tokens):

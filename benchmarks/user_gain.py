@@ -195,7 +195,9 @@ def offloading(profile: Profile) -> Profile:
         kept, is_moved = layer.kept_bytes(True), index in blocks[: -2 * CROSSING_SLOTS]
         moved = kept if is_moved else 0
         layers[index] = dataclasses.replace(
-            layer.without_recomputation(),
+            layer,
+            recompute_s=None,
+            recompute_activation_bytes=None,
             activation_bytes=kept,
             save_bytes=moved,
             fetch_bytes=moved,

@@ -37,7 +37,7 @@ COMMANDS = {
 }
 """The commands with their summaries."""
 
-_MODULES = {"simulate": "plan", "tune": "plan", "build-native": "doctor"}
+_MODULES = {"simulate": "plan", "tune": "plan", "weights": "plan", "build-native": "doctor"}
 """Modules of commands that have no module of their own."""
 
 _ON_DEVICE = ("profile", "train", "bench", "doctor")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import importlib
 import io
 import os
@@ -10,6 +9,8 @@ import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jaxferry.errors import InputError
 from jaxferry.planner import SweepPoint, pareto_front
@@ -128,7 +129,11 @@ def areas_figure(series: Sequence[tuple[str, str, Changes]], end_s: float, unit:
     figure, axes = _over_time(end_s, unit)
     inner = {time for _, _, changes in series for time, _ in changes if 0 < time < end_s}
     times = sorted({0.0, end_s} | inner)
-    values = [_values_at(changes, times) for _, _, changes in series]
+    values = []
+    for _, _, changes in series:
+        starts, sizes = zip(*changes, strict=True)
+        # The value at each time; 0 before the first change.
+        values.append(np.array([0.0, *sizes])[np.searchsorted(starts, times, side="right")])
     if series:
         axes.stackplot(times, values, colors=[colour for _, colour, _ in series], step="post")
     axes.set_ylim(bottom=0)
@@ -220,13 +225,6 @@ def _add_legend(figure: Any, entries: Sequence[tuple[str, str]]) -> None:
     handles = [patch(color=colour, label=name) for name, colour in entries]
     columns = max(_LEGEND_WIDTH // (4 + max((len(name) for name, _ in entries), default=0)), 1)
     figure.legend(handles=handles, loc="outside upper left", ncols=columns, fontsize=9, frameon=False, handlelength=1)
-
-
-def _values_at(changes: Changes, times: Sequence[float]) -> list[float]:
-    """Returns the value at each of these ascending times; 0 before the first change."""
-    starts = [start for start, _ in changes]
-    counts = [bisect.bisect_right(starts, time) for time in times]
-    return [changes[count - 1][1] if count else 0.0 for count in counts]
 
 
 def _evenly(values: Sequence[float], most: int) -> list[float]:

@@ -125,11 +125,8 @@ class Traced:
     def without_samples(self) -> Traced:
         """The model with what takes memory for any batch: parameters and their gradients."""
         none: dict[str, Any] = dict.fromkeys(_BATCH_BYTES, 0) | {"temporary_bytes": {}}
-        layers = tuple(
-            dataclasses.replace(layer, **none, recompute_activation_bytes=0 if layer.can_recompute else None)
-            for layer in self.profile.layers
-        )
-        profile = dataclasses.replace(self.profile, layers=layers)
+        again = ({"recompute_activation_bytes": 0 if each.can_recompute else None} for each in self.profile.layers)
+        profile = self.profile.with_layers(none | own for own in again)
         return Traced(0, None, self.variants, profile, self.offload_activations)
 
     def _leanest(self, mode: int) -> Plan:

@@ -1,8 +1,8 @@
 """What each layer costs: the profile, measured elsewhere or estimated here, and machines.
 
-profile_records, layer_records   a profile as JSON     machines    machines as JSON
+profile_records, layer_records   a profile as JSON     machines    machines as JSON, several devices
 counts, segment_costs            FLOPs, bytes          estimate    times of a machine from these
-sharing                          several devices       progress    a bar on standard error
+progress                         a bar on standard error
 """
 
 import lazy_loader

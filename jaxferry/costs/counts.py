@@ -64,7 +64,8 @@ def jaxpr_costs(closed_jaxpr: core.ClosedJaxpr) -> Costs:
     total = _body_costs(jaxpr)
     heavy_reads = {id(atom) for eqn in _heavy(jaxpr) for atom in eqn.invars}
     heavy_writes = {id(variable) for eqn in _heavy(jaxpr) for variable in eqn.outvars}
-    arguments = [v for v in (*jaxpr.invars, *jaxpr.constvars) if id(v) not in heavy_reads and _is_read(jaxpr, v)]
+    light_reads = {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars} - heavy_reads
+    arguments = [variable for variable in (*jaxpr.invars, *jaxpr.constvars) if id(variable) in light_reads]
     made = {id(variable) for eqn in jaxpr.eqns for variable in eqn.outvars}
     results = [v for v in jaxpr.outvars if id(v) in made and id(v) not in heavy_writes]
     light = Costs(0.0, sum(map(atom_bytes, arguments)), sum(map(atom_bytes, results)), float(bool(results)))
@@ -181,10 +182,6 @@ def is_heavy(eqn: core.JaxprEqn) -> bool:
 
 def _heavy(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
     return [eqn for eqn in jaxpr.eqns if is_heavy(eqn) or inner_jaxprs(eqn)]
-
-
-def _is_read(jaxpr: core.Jaxpr, variable: core.Var) -> bool:
-    return any(atom is variable for eqn in jaxpr.eqns for atom in eqn.invars)
 
 
 def atom_bytes(atom: Any) -> int:

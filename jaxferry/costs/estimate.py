@@ -16,9 +16,8 @@ from typing import Any
 
 from jaxferry.costs.counts import HostRead
 from jaxferry.costs.layer_records import LayerProfile
-from jaxferry.costs.machines import Machine
+from jaxferry.costs.machines import Devices, Links, Machine
 from jaxferry.costs.profile_records import Contention, Profile
-from jaxferry.costs.sharing import Devices, Links
 from jaxferry.errors import InputError
 from jaxferry.native import SCRATCH_BYTES
 
@@ -110,7 +109,7 @@ def estimate_profile(
     Several devices, of all processes together, share a batch: each has its part of the work, of the activations, of
     each load and of each gradient. A load includes gathering the others' shares, an offload adding up their gradients.
     All links of a process together move no more than host memory does. Several processes run on a machine each, and
-    update their own shares; see `sharing`. `layers` are the costs of the whole batch, in forward order, but their
+    update their own shares; see `Devices`. `layers` are the costs of the whole batch, in forward order, but their
     `activation_bytes` those of one device. Raises `InputError` if there is no layer, or two share a name.
     """
     about = {"estimated": True, **machine.to_json(), **(facts or {})}
@@ -120,15 +119,12 @@ def estimate_profile(
         contention = Contention.of_bandwidth(link, link, machine.host_bytes_per_s)
         return Profile(about, tuple(_estimate_layer(layer, machine) for layer in layers), contention=contention)
     devices = Devices(Links.of_machine(machine, num_devices, num_processes), num_devices, num_processes)
-    shares = tuple(_estimate_share(layer, machine, devices) for layer in layers)
+    shares = []
+    for layer in layers:
+        own, sizes = _estimate_layer(_share_of_work(layer, num_devices), machine), (layer.param_bytes, layer.grad_bytes)
+        shares.append(devices.exchanging(own, sizes, layer.temporary_bytes, layer.is_whole))
     contention = devices.contention(machine)
-    return Profile(about, shares, num_devices=num_devices, num_processes=num_processes, contention=contention)
-
-
-def _estimate_share(layer: LayerCosts, machine: Machine, devices: Devices) -> LayerProfile:
-    """The profile of a layer on each of several devices."""
-    own = _estimate_layer(_share_of_work(layer, devices.num_devices), machine)
-    return devices.exchanging(own, (layer.param_bytes, layer.grad_bytes), layer.temporary_bytes, layer.is_whole)
+    return Profile(about, tuple(shares), num_devices=num_devices, num_processes=num_processes, contention=contention)
 
 
 def _share_of_work(layer: LayerCosts, num_devices: int) -> LayerCosts:
@@ -286,15 +282,12 @@ def _detour_s(
     for product in products:
         product_s = _roofline_s(machine, layer, product.flops, 0.0, 0.0)
         moved_bytes = scale * product.num_bytes
-        num_panels = -(-moved_bytes // _panel_bytes(moved_bytes))
+        panel_bytes = min(max(moved_bytes / MOST_PANELS, LEAST_PANEL_BYTES), SCRATCH_BYTES / 2)
+        num_panels = -(-moved_bytes // panel_bytes)
         moved_s = num_panels * machine.launch_s + machine.direct_s(moved_bytes)
         both_s = max(product_s + moved_s / num_panels, moved_s + product_s / num_panels)
         longer_s += (both_s - product_s) * product.times
     return max(longer_s, least_s)
-
-
-def _panel_bytes(num_bytes: float) -> float:
-    return min(max(num_bytes / MOST_PANELS, LEAST_PANEL_BYTES), SCRATCH_BYTES / 2)
 
 
 def _inter_s(machine: Machine, layer: LayerCosts, flops: float, num_bytes: float) -> float:

@@ -32,6 +32,7 @@ SECONDS = (
 LINK_SHARES = ("forward_read_s", "backward_read_s", "backward_write_s")
 _UPDATES_ON_DEVICE = ("update_gpu_s", "update_streamed_s", "state_up_s", "state_down_s")
 _RECOMPUTATION = ("recompute_s", "recompute_activation_bytes")
+NO_RECOMPUTATION = dict.fromkeys(_RECOMPUTATION)
 _OF_GRADIENT = {
     **dict.fromkeys(("grad_bytes", "row_gradient_bytes", "sum_bytes", "state_bytes"), 0),
     **dict.fromkeys(("offload_s", "update_s", "backward_write_s"), 0.0),
@@ -267,10 +268,6 @@ class LayerProfile:
         """Likewise for the backward, without its gradient."""
         variant = backward_variant(by_dha, grad_on_host, recomputes)
         return self.backward_workspace_bytes + self.temporary_bytes.get(variant, 0)
-
-    def without_recomputation(self) -> Self:
-        """The layer without the option to recompute it."""
-        return dataclasses.replace(self, recompute_s=None, recompute_activation_bytes=None)
 
     def backward_for(self, by_dha: bool, grad_on_host: bool, recomputes: bool = False) -> float:
         """Seconds of the backward: parameters read by DHA or not, gradient written to the host or not.

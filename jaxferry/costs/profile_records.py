@@ -25,15 +25,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from jaxferry.costs.layer_records import LINK_SHARES, SECONDS, LayerProfile
+from jaxferry.costs.layer_records import LINK_SHARES, NO_RECOMPUTATION, SECONDS, LayerProfile
 from jaxferry.errors import InputError
 from jaxferry.records import (
     check_format,
@@ -108,10 +107,8 @@ class Contention:
     @classmethod
     def of_matrix(cls, matrix: np.ndarray) -> Self:
         """That with these shares, see `matrix`."""
-        shares: dict[str, dict[str, float]] = {lane: {} for lane in SHARING}
-        for row, column in itertools.permutations(range(len(SHARING)), 2):
-            shares[SHARING[row]][SHARING[column]] = float(matrix[row, column])
-        return cls(shares)
+        rows = {lane: zip(SHARING, map(float, row), strict=True) for lane, row in zip(SHARING, matrix, strict=True)}
+        return cls({lane: {other: share for other, share in row if other != lane} for lane, row in rows.items()})
 
     @classmethod
     def of_bandwidth(cls, up_bytes_per_s: float, down_bytes_per_s: float, host_bytes_per_s: float) -> Self:
@@ -299,20 +296,19 @@ class Profile:
     def _made(self) -> dict[Any, Any]:
         return {}
 
+    def with_layers(self, changes: Iterable[Mapping[str, Any]]) -> Self:
+        """The profile with changed fields of each layer."""
+        pairs = zip(self.layers, changes, strict=True)
+        return dataclasses.replace(self, layers=tuple(dataclasses.replace(layer, **own) for layer, own in pairs))
+
     def only_recomputing(self, allowed: Sequence[bool]) -> Self:
         """The profile for plans that may recompute only these layers, (layers,) flags."""
-        layers = zip(self.layers, allowed, strict=True)
-        return dataclasses.replace(
-            self, layers=tuple(layer if can else layer.without_recomputation() for layer, can in layers)
-        )
+        return self.with_layers({} if can else NO_RECOMPUTATION for can in allowed)
 
     def without_streaming(self) -> Self:
         """The profile for policies that may not stream updates through the GPU."""
-        layers = (
-            dataclasses.replace(layer, update_streamed_s=None, state_up_s=None, state_down_s=None)
-            for layer in self.layers
-        )
-        return dataclasses.replace(self, layers=tuple(layers))
+        none = dict.fromkeys(("update_streamed_s", "state_up_s", "state_down_s"))
+        return self.with_layers(none for _ in self.layers)
 
     @classmethod
     def from_json(cls, document: Any) -> Self:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ from jaxferry.costs.counts import (
 )
 from jaxferry.costs.estimate import LayerCosts, Recomputation
 from jaxferry.costs.layer_records import backward_variant, forward_variant
-from jaxferry.partition import AUTO, Derivative, Graph, Partition, Segment, differentiate, once_for_graph
+from jaxferry.partition import AUTO, Graph, Partition, Segment, differentiate, once_for_graph
 
 _READ_FROM_MEMORY = ATTENTION | {
     "conv_general_dilated",
@@ -146,17 +146,15 @@ class _Memory:
         for number, value in enumerate(self._values):
             if number in results:
                 continue
-            in_place = next((each for each in value.sources - taken if self._ends_for(each, value)), None)
+            # A value may take the memory of one that it is computed from.
+            ended = (value.written, value.num_bytes)
+            free = (n for n in value.sources - taken if (self._values[n].read, self._values[n].num_bytes) == ended)
+            in_place = next(free, None)
             taken |= {in_place} if in_place is not None else set()
             changes[value.written + (in_place is not None)] += value.num_bytes
             changes[value.read + 1] -= value.num_bytes
         held = itertools.accumulate(changes)
         return max(num_bytes + self._inner_bytes.get(time, 0) for time, num_bytes in enumerate(held))
-
-    def _ends_for(self, source: int, value: _Value) -> bool:
-        """Whether a value may take the memory of one that it is computed from."""
-        other = self._values[source]
-        return other.read == value.written and other.num_bytes == value.num_bytes
 
     def _store_all(self, atoms: Sequence[Any], operands: Sequence[_Operand]) -> None:
         """Writes the values that are not in memory yet."""
@@ -239,11 +237,11 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
         held |= own
         kept_bytes = graph.device_bytes(*program.derivative.saved) + graph.held_bytes(*own - before)
         is_last = number == len(partition.segments) - 1
-        costs = program.of(partition, segment, kept_bytes)
+        of_first: dict[str, Any] = {"activation_bytes": kept_bytes}
+        whole = _whole_bytes(graph, segment)
         if temporaries:
-            of_program = program.temporary_bytes(is_last)
-            more = _by_variant(of_program, _whole_bytes(graph, segment))
-            costs = dataclasses.replace(costs, activation_bytes=0 if is_last else kept_bytes, temporary_bytes=more)
+            sizes = _by_variant(program.temporary_bytes(is_last), whole)
+            of_first = {"activation_bytes": 0 if is_last else kept_bytes, "temporary_bytes": sizes}
         if (segment.remat if remat is None else remat) == AUTO and not is_last:
             again = program_costs(segment, "full", "again")
             # Later segments may recompute too; they then need this segment's outputs, which it keeps for them.
@@ -251,12 +249,10 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
             kept = again.kept_values(segment) | (own & shared)
             again_bytes = graph.device_bytes(*again.derivative.saved) + graph.held_bytes(*kept - before)
             if again_bytes < kept_bytes:
-                costs = dataclasses.replace(costs, recomputation=program.recomputation(again, again_bytes))
+                of_first["recomputation"] = program.recomputation(again, again_bytes)
                 if temporaries:
-                    of_program = again.temporary_bytes(is_last)
-                    more = _by_variant(of_program, _whole_bytes(graph, segment), recomputes=True)
-                    costs = dataclasses.replace(costs, temporary_bytes={**costs.temporary_bytes, **more})
-        result += program.split(costs, partition, segment, partition.uses_of[number])
+                    of_first["temporary_bytes"] |= _by_variant(again.temporary_bytes(is_last), whole, recomputes=True)
+        result += program.split(partition, segment, partition.uses_of[number], of_first)
     return tuple(result)
 
 
@@ -266,8 +262,12 @@ class _ProgramCosts:
     def __init__(self, graph: Graph, segment: Segment, remat: Any):
         self.derivative = derivative = differentiate(graph, segment, remat)
         self._temporary_bytes: tuple[int, int] | None = None
-        forward, backward = _forward_jaxpr(graph, derivative), _backward_jaxpr(graph, derivative)
-        self._graph, self._jaxprs = graph, (forward, backward)
+        read = (segment.weights, segment.inputs, segment.nondiff_inputs)
+        avals = [[graph.avals[value] for value in values] for values in read]
+        self._arguments = [[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in each] for each in avals]
+        forward = jax.make_jaxpr(derivative.forward)(*self._arguments)
+        backward = jax.make_jaxpr(derivative.backward)(*derivative.backward_arguments(graph))
+        self._jaxprs = forward, backward
         weights = segment.by_group(range(len(segment.weights)))
         self.forward: Costs = jaxpr_costs(forward)
         self.backward: Costs = jaxpr_costs(backward)
@@ -281,8 +281,11 @@ class _ProgramCosts:
         """Returns the temporaries of forward and backward; those of the last segment's one program for both."""
         if self._temporary_bytes is None:
             forward, backward = self._jaxprs
-            whole = [_loss_jaxpr(self._graph, self.derivative)] * 2 if is_last else [forward, backward]
-            self._temporary_bytes = temporary_bytes(whole[0]), temporary_bytes(whole[1])
+            if is_last:  # one program: the forward and, for cotangents of 1, the backward
+                ones = functools.partial(jax.tree.map, jnp.ones_like)
+                both = functools.partial(self.derivative.both, ones)
+                forward = backward = jax.make_jaxpr(both)(*self._arguments)
+            self._temporary_bytes = temporary_bytes(forward), temporary_bytes(backward)
         return self._temporary_bytes
 
     def kept_values(self, segment: Segment) -> set[int]:
@@ -290,54 +293,39 @@ class _ProgramCosts:
         read = {segment.inputs[index] for index in self.derivative.inputs_read}
         return read | {segment.outputs[index] for index in self.derivative.outputs_read}
 
-    def of(self, partition: Partition, segment: Segment, activation_bytes: int) -> LayerCosts:
-        layer = partition.layers[segment.groups[0]]
-        leaves = [leaf for group in segment.groups for leaf in partition.layers[group].leaves]
-        return LayerCosts(
-            name=segment.name,
-            parameters=layer.name,
-            num_parameters=layer.trained.num_parameters,
-            param_bytes=layer.num_bytes,
-            grad_bytes=layer.trained.num_bytes,
-            activation_bytes=activation_bytes,
-            forward_flops=self.forward.flops,
-            forward_bytes=self.forward.bytes,
-            backward_flops=self.backward.flops,
-            backward_bytes=self.backward.bytes,
-            dha_bytes_forward=sum(self.touched_forward),
-            dha_bytes_backward=sum(self.touched_backward),
-            forward_kernels=self.forward.kernels,
-            backward_kernels=self.backward.kernels,
-            itemsize=max(np.dtype(leaf.dtype).itemsize for leaf in leaves),
-            is_whole=layer.is_whole,
-        )
-
-    def split(self, whole: LayerCosts, partition: Partition, segment: Segment, uses: Sequence[int]) -> list[LayerCosts]:
-        """Splits the costs of the segment among its uses."""
+    def split(
+        self, partition: Partition, segment: Segment, uses: Sequence[int], of_first: Mapping[str, Any]
+    ) -> list[LayerCosts]:
+        """Splits the costs of the segment among its uses; the first one's also have `of_first`."""
         total = sum(self.touched_forward)
         shares = [size / total if total else 1 / len(uses) for size in self.touched_forward]
-        work = [f"{way}_{what}" for way in ("forward", "backward") for what in ("flops", "bytes", "kernels")]
+        leaves = [leaf for group in segment.groups for leaf in partition.layers[group].leaves]
         made = []
         for place, (use, share) in enumerate(zip((partition.uses[number] for number in uses), shares, strict=True)):
-            layer, is_first = partition.layers[use.group], place == 0
-            costs = dataclasses.replace(
-                whole,
+            layer = partition.layers[use.group]
+            scale = share if len(uses) > 1 else 1
+            costs = LayerCosts(
                 name=use.name,
                 parameters=layer.name,
                 block=layer.block,
                 num_parameters=layer.trained.num_parameters,
                 param_bytes=layer.num_bytes,
                 grad_bytes=layer.trained.num_bytes,
+                forward_flops=self.forward.flops * scale,
+                forward_bytes=self.forward.bytes * scale,
+                backward_flops=self.backward.flops * scale,
+                backward_bytes=self.backward.bytes * scale,
+                forward_kernels=self.forward.kernels * scale,
+                backward_kernels=self.backward.kernels * scale,
                 dha_bytes_forward=self.touched_forward[place],
                 dha_bytes_backward=self.touched_backward[place],
                 dha_products_forward=_products(self.reads_forward[place]),
                 dha_products_backward=_products(self.reads_backward[place]),
+                itemsize=max(np.dtype(leaf.dtype).itemsize for leaf in leaves),
                 is_whole=layer.is_whole,
-                shares_program=not is_first,
-                **({key: getattr(whole, key) * share for key in work} if len(uses) > 1 else {}),
+                shares_program=place > 0,
+                **(of_first if place == 0 else {}),
             )
-            if not is_first:
-                costs = dataclasses.replace(costs, activation_bytes=0, recomputation=None, temporary_bytes={})
             made.append(costs)
         return made
 
@@ -363,23 +351,6 @@ def _reads_before_loops(closed_jaxpr: core.ClosedJaxpr, arguments: Sequence[int]
     return (HostRead(sum(sizes)),) if sizes else ()
 
 
-def _forward_jaxpr(graph: Graph, derivative: Derivative) -> Any:
-    segment = derivative.segment
-    shapes = [_shapes(graph, values) for values in (segment.weights, segment.inputs, segment.nondiff_inputs)]
-    return jax.make_jaxpr(derivative.forward)(*shapes)
-
-
-def _backward_jaxpr(graph: Graph, derivative: Derivative) -> Any:
-    return jax.make_jaxpr(derivative.backward)(*derivative.backward_arguments(graph))
-
-
-def _loss_jaxpr(graph: Graph, derivative: Derivative) -> Any:
-    """The program of the last segment: its forward and, for cotangents of 1, its backward."""
-    segment, ones = derivative.segment, functools.partial(jax.tree.map, jnp.ones_like)
-    shapes = [_shapes(graph, values) for values in (segment.weights, segment.inputs, segment.nondiff_inputs)]
-    return jax.make_jaxpr(functools.partial(derivative.both, ones))(*shapes)
-
-
 def _whole_bytes(graph: Graph, segment: Segment) -> tuple[int, int]:
     """The bytes of weights, and of gradients, that are on the device whole though a program reads, or writes, the host.
 
@@ -400,7 +371,3 @@ def _by_variant(num_bytes: tuple[int, int], whole: tuple[int, int], recomputes: 
         backward_variant(dha, host, recomputes): backward_bytes + dha * whole[0] + host * whole[1]
         for dha, host in flags
     }
-
-
-def _shapes(graph: Graph, values: Any) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(graph.avals[value].shape, graph.avals[value].dtype) for value in values]

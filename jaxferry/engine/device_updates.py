@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxferry.engine.program_functions import has_rows, squared_norm
@@ -42,6 +41,12 @@ from jaxferry.transport import Placement, Transport, added, compile_shared, spli
 class DeviceUpdates:
     """The compiled updates of one step program, by the layers of their units.
 
+    An update maps `(masters, state, copies, gradients, norm, scale, loss, *extra)` to masters, state and copies, in the
+    memory of the former ones, which are donated. For each of the unit's layers, `copies` has the trained parameters in
+    the compute dtype, and `gradients` its uses, none if no segment reads it. Gradients are divided by `scale`; `norm`
+    is their global norm afterwards, read only if the optimizer clips. Nothing changes unless `loss`, a scalar on the
+    device, is finite. `extra`: see `HostOptimizer.extra`.
+
     `folds` adds up the gradients of a group, with an earlier sum or not; `norms` has the squared norm of their sum.
     `device_bytes` counts masters, optimizer state, sums of micro-batches, and what one update needs besides.
     """
@@ -52,27 +57,6 @@ class DeviceUpdates:
     streamed: StreamedUpdates
     device_bytes: int
     in_turn: Callable[[Any], Any]
-
-    def update(
-        self,
-        unit: UpdateGroup,
-        copies: Sequence[Sequence[jax.Array]],
-        gradients: Sequence[Uses],
-        norm: np.floating,
-        scale: np.floating,
-        loss: jax.Array,
-        extra: Sequence[Any],
-    ) -> tuple[list[jax.Array], list[jax.Array], list[list[jax.Array]]]:
-        """Updates a unit, which is donated; returns its masters, state and copies, in the memory of the former ones.
-
-        For each of the unit's layers, `copies` has the trained parameters in the compute dtype, donated, and
-        `gradients` its uses, none if no segment reads it. Gradients are divided by `scale`; `norm` is their global norm
-        afterwards, read only if the optimizer clips. Nothing changes unless `loss`, a scalar on the device, is finite.
-        `extra`: see `HostOptimizer.extra`.
-        """
-        update = self.updates[unit.layers]
-        made: Any = update(unit.masters, unit.state, copies, gradients, norm, scale, loss, *extra)
-        return made
 
     def fold(self, group: int, earlier: Sequence[list[jax.Array]], uses: Uses) -> list[jax.Array]:
         """Adds the uses of a group to an earlier sum, which is donated: a dense fp32 gradient, joined."""
@@ -136,13 +120,11 @@ class DeviceUpdateCompiler:
         updates = self._all({unit.layers: self._update(unit, gradients[unit.layers], loss) for unit in units})
         streamed, slots_bytes = self._streamed(program, read, loss)
         on_each = (num_bytes_on_each(self._on_devices[unit.layers], self._placement) for unit in units)
-        held = slots_bytes + sum(on_each) + sum(map(self._sum_bytes, sums))
+        num = self._placement.num_devices
+        held = slots_bytes + sum(on_each) + sum(-(-4 * self._layers[group].num_parameters // num) for group in sums)
         made = [*folds.values(), *norms.values(), *updates.values(), *streamed.updates.values()]
         held += max(map(_more_bytes, made), default=0)
         return DeviceUpdates(updates, folds, norms, streamed, held, self._placement.in_turn)
-
-    def _sum_bytes(self, group: int) -> int:
-        return -(-4 * self._layers[group].num_parameters // self._placement.num_devices)
 
     def alone(self, unit: UpdateGroup, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Returns the update of a unit of one layer that stays on the device, lowered, and its arguments' shapes.

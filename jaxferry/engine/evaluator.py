@@ -10,7 +10,7 @@ pinned host vectors --load--> device --segment--> values ... --last segment--> t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jaxferry.engine.state import TrainState
 from jaxferry.errors import BudgetError
 from jaxferry.partition import ForwardPartition
 from jaxferry.step import ProgramKey, ProgramKind, Source, Target
-from jaxferry.transport import Allocator, Buffer, DeviceLayer, Placement, Transport, deferred_interrupts, unsplit_bytes
+from jaxferry.transport import Buffer, DeviceLayer, Placement, Transport, deferred_interrupts, unsplit_bytes
 from jaxferry.units import format_bytes
 
 
@@ -50,144 +50,11 @@ class Stream:
         return tuple(dict.fromkeys(layers))
 
 
-def fit_stream(
-    partition: ForwardPartition,
-    budget_bytes: int | None,
-    temporary_bytes_of: Callable[[Iterable[ProgramKey]], Mapping[ProgramKey, int]],
-    other_bytes: int = 0,
-    allocator: Allocator | None = None,
-) -> tuple[Stream, Peak]:
-    """Returns the stream that waits least among those that fit, and its peak device memory.
-
-    `temporary_bytes_of` compiles programs. `other_bytes` are always in use. Raises `BudgetError` if none fits; it
-    states the smallest possible budget.
-    """
-
-    def fit(limit_bytes: int | None) -> tuple[Stream, Peak]:
-        stream, needs = _fit_counted(partition, limit_bytes, temporary_bytes_of, other_bytes)
-        parameters, buffers, counted = (
-            max(getattr(n, what) for n in needs) for what in ("parameters", "array_bytes", "counted")
-        )
-        unsplit = 0
-        if allocator is not None:
-            unsplit = _unsplit_bytes(partition, stream, temporary_bytes_of(stream.keys(partition)), allocator)
-        return stream, Peak(parameters, buffers, counted, lambda: unsplit)
-
-    found = fit(budget_bytes)
-    if budget_bytes is None or found[1].fits(budget_bytes):
-        return found
-    # How much is left unsplit depends on the sizes of buffers: of a stream with less on the device it may be more.
-    # These limits do not depend on the budget, so that the smallest budget that an error states is one that fits.
-    most = fit(None)[1].counted if allocator is not None else 0
-    tried = []
-    for limit_bytes in sorted({most * eighths // 8 for eighths in range(8)}, reverse=True):
-        tried.append(fit(limit_bytes))
-        if tried[-1][1].fits(budget_bytes):
-            return tried[-1]
-    stream, peak = min(tried, key=lambda one: one[1].total)
-    needs = held_bytes(partition, stream, temporary_bytes_of(stream.keys(partition)), other_bytes)
-    number = max(range(len(needs)), key=lambda number: needs[number].counted)
-    raise BudgetError(
-        f"memory_budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small for this forward: the "
-        f"smallest possible is {format_bytes(peak.total)} ({peak.total} bytes), in segment "
-        f"{partition.segments[number].name!r}, of which parameters take {format_bytes(needs[number].parameters)}; a "
-        "smaller batch needs less",
-        peak.total,
-    )
-
-
-def _fit_counted(
-    partition: ForwardPartition,
-    budget_bytes: int | None,
-    temporary_bytes_of: Callable[[Iterable[ProgramKey]], Mapping[ProgramKey, int]],
-    other_bytes: int,
-) -> tuple[Stream, list[Peak]]:
-    """Returns the stream that waits least among those that need no more than a budget, and the need of each segment."""
-    num_segments = len(partition.segments)
-    stream = Stream((Source.DEVICE,) * num_segments, (True,) * num_segments)
-
-    def measured(stream: Stream) -> list[Peak]:
-        return held_bytes(partition, stream, temporary_bytes_of(stream.keys(partition)), other_bytes)
-
-    def above_budget(needs: list[Peak], budget_bytes: int) -> set[int]:
-        return {number for number, need in enumerate(needs) if need.counted > budget_bytes}
-
-    needs = measured(stream)
-    if budget_bytes is not None:
-        above = above_budget(needs, budget_bytes)
-        stream = dataclasses.replace(stream, ahead=tuple(number - 1 not in above for number in range(num_segments)))
-        needs = measured(stream)
-        above = above_budget(needs, budget_bytes)
-        in_place = dataclasses.replace(
-            stream, reads=tuple(Source.HOST if number in above else Source.DEVICE for number in range(num_segments))
-        )
-        others = measured(in_place)
-        # Some programs that read host memory need more temporary bytes than the parameters would take.
-        is_better = [other.counted < need.counted for need, other in zip(needs, others, strict=True)]
-        reads = [source if better else Source.DEVICE for source, better in zip(in_place.reads, is_better, strict=True)]
-        stream = dataclasses.replace(stream, reads=tuple(reads))
-        needs = measured(stream)
-    return stream, needs
-
-
-def _unsplit_bytes(
-    partition: ForwardPartition, stream: Stream, temporary_bytes: Mapping[ProgramKey, int], allocator: Allocator
-) -> int:
-    """Returns what the allocator hands out beyond a run's buffers; a run takes three times for each segment."""
-    graph, last_reader, num = partition.graph, last_readers(partition), len(partition.segments)
-    buffers, loaded = [], dict[int, int]()
-
-    def add(num_bytes: int, start: int, end: int) -> None:
-        buffers.append(Buffer(num_bytes, (start, start), (end, end)))
-
-    for value in (*graph.batch, *partition.prelude_outputs):
-        add(graph.held_bytes(value), 0, 3 * num)
-    for number, (segment, key) in enumerate(zip(partition.segments, stream.keys(partition), strict=True)):
-        layers = stream.layers_at(partition, number)
-        for layer in [layer for layer in loaded if layer not in layers]:
-            start = loaded.pop(layer)
-            for leaf in partition.layers[layer].leaves:
-                add(leaf.size * leaf.dtype.itemsize, start, 3 * number)
-        loaded |= {layer: 3 * number for layer in layers if layer not in loaded}
-        for value in (*segment.outputs, *segment.nondiff_outputs):
-            add(graph.held_bytes(value), 3 * number + 1, 3 * last_reader.get(value, num - 1) + 2)
-        add(temporary_bytes[key], 3 * number + 1, 3 * number + 2)
-    for layer, start in loaded.items():
-        for leaf in partition.layers[layer].leaves:
-            add(leaf.size * leaf.dtype.itemsize, start, 3 * num)
-    return unsplit_bytes(buffers, 3 * num, allocator)
-
-
-def held_bytes(
-    partition: ForwardPartition, stream: Stream, temporary_bytes: Mapping[ProgramKey, int], other_bytes: int = 0
-) -> list[Peak]:
-    """Returns the device memory in use while each segment runs."""
-    graph, last_reader = partition.graph, last_readers(partition)
-    inputs = {*graph.batch, *graph.constants, *partition.prelude_outputs}
-    always = other_bytes + graph.held_bytes(*inputs)
-    crossing: dict[int, int] = {}
-    needs = []
-    for number, (segment, key) in enumerate(zip(partition.segments, stream.keys(partition), strict=True)):
-        crossing |= {v: graph.held_bytes(v) for v in (*segment.outputs, *segment.nondiff_outputs)}
-        parameters = sum(partition.layers[layer].num_bytes for layer in stream.layers_at(partition, number))
-        buffers = parameters + always + sum(crossing.values())
-        needs.append(Peak(parameters, buffers, buffers + temporary_bytes[key]))
-        crossing = {v: size for v, size in crossing.items() if last_reader.get(v) != number}
-    return needs
-
-
-def last_readers(partition: ForwardPartition) -> dict[int, int]:
-    """Returns the last segment that reads each value, except for values that are returned to the caller."""
-    returned = {atom for atom in partition.graph.outputs if isinstance(atom, int)}
-    readers = {v: number for number, s in enumerate(partition.segments) for v in (*s.inputs, *s.nondiff_inputs)}
-    return {value: number for value, number in readers.items() if value not in returned}
-
-
 class Evaluator:
     """Evaluates the function of one partition without derivatives; raises `BudgetError` if the budget is too small.
 
-    `stream` says how segments receive their parameters; `peak` is the peak device memory of a run, without what the
-    state keeps there.
+    `stream` says how segments receive their parameters: of those that fit, it waits least. `peak` is the peak device
+    memory of a run, without what the state keeps there.
     """
 
     def __init__(
@@ -201,13 +68,104 @@ class Evaluator:
         self.partition, self.transport = partition, transport
         self._placement, self._budget_bytes = placement, budget_bytes
         self._programs = Programs(partition, {}, placement, native)
-        temporary_bytes_of, staging_bytes = self._programs.temporary_bytes_of, transport.staging_bytes
-        self.stream, self.peak = fit_stream(
-            partition, budget_bytes, temporary_bytes_of, staging_bytes, placement.allocator
-        )
+        # The last segment that reads each value, except for values that are returned to the caller.
+        returned = {atom for atom in partition.graph.outputs if isinstance(atom, int)}
+        readers = {v: n for n, s in enumerate(partition.segments) for v in (*s.inputs, *s.nondiff_inputs)}
+        self._last_reader = {value: number for value, number in readers.items() if value not in returned}
+        self.stream, self.peak = self._fitted(budget_bytes)
         self._keys = self.stream.keys(partition)
         self._programs.keep(self._keys)
-        self._last_reader = last_readers(partition)
+
+    def _fitted(self, budget_bytes: int | None) -> tuple[Stream, Peak]:
+        found = self._within(budget_bytes)
+        if budget_bytes is None or found[1].fits(budget_bytes):
+            return found
+        # How much is left unsplit depends on the sizes of buffers: of a stream with less on the device it may be more.
+        # These limits do not depend on the budget, so that the smallest budget that an error states is one that fits.
+        most = self._within(None)[1].counted if self._placement.allocator is not None else 0
+        tried = []
+        for limit_bytes in sorted({most * eighths // 8 for eighths in range(8)}, reverse=True):
+            tried.append(self._within(limit_bytes))
+            if tried[-1][1].fits(budget_bytes):
+                return tried[-1]
+        stream, peak = min(tried, key=lambda one: one[1].total)
+        needs = self._held_bytes(stream)
+        number = max(range(len(needs)), key=lambda number: needs[number].counted)
+        raise BudgetError(
+            f"memory_budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small for this forward: the "
+            f"smallest possible is {format_bytes(peak.total)} ({peak.total} bytes), in segment "
+            f"{self.partition.segments[number].name!r}, of which parameters take "
+            f"{format_bytes(needs[number].parameters)}; a smaller batch needs less",
+            peak.total,
+        )
+
+    def _within(self, budget_bytes: int | None) -> tuple[Stream, Peak]:
+        """Returns the stream that waits least among those whose buffers need no more than a budget, and its peak."""
+        num = len(self.partition.segments)
+        stream = Stream((Source.DEVICE,) * num, (True,) * num)
+        needs = self._held_bytes(stream)
+        if budget_bytes is not None:
+            fits = [True, *(need.counted <= budget_bytes for need in needs)]
+            stream = dataclasses.replace(stream, ahead=tuple(fits[:num]))
+            needs = self._held_bytes(stream)
+            reads = [Source.DEVICE if need.counted <= budget_bytes else Source.HOST for need in needs]
+            others = self._held_bytes(dataclasses.replace(stream, reads=tuple(reads)))
+            # Some programs that read host memory need more temporary bytes than the parameters would take.
+            is_better = [other.counted < need.counted for need, other in zip(needs, others, strict=True)]
+            reads = [source if better else Source.DEVICE for source, better in zip(reads, is_better, strict=True)]
+            stream = dataclasses.replace(stream, reads=tuple(reads))
+            needs = self._held_bytes(stream)
+        parameters, buffers, counted = (
+            max(getattr(need, what) for need in needs) for what in ("parameters", "array_bytes", "counted")
+        )
+        unsplit = self._unsplit_bytes(stream)
+        return stream, Peak(parameters, buffers, counted, lambda: unsplit)
+
+    def _unsplit_bytes(self, stream: Stream) -> int:
+        """Returns what the allocator hands out beyond a run's buffers; a run takes three times for each segment."""
+        if self._placement.allocator is None:
+            return 0
+        partition, graph, num = self.partition, self.partition.graph, len(self.partition.segments)
+        temporary_bytes = self._programs.temporary_bytes_of(stream.keys(partition))
+        buffers, loaded = [], dict[int, int]()
+
+        def add(num_bytes: int, start: int, end: int) -> None:
+            buffers.append(Buffer(num_bytes, (start, start), (end, end)))
+
+        def drop(layer: int, end: int) -> None:
+            start = loaded.pop(layer)
+            for leaf in partition.layers[layer].leaves:
+                add(leaf.size * leaf.dtype.itemsize, start, end)
+
+        for value in (*graph.batch, *partition.prelude_outputs):
+            add(graph.held_bytes(value), 0, 3 * num)
+        for number, (segment, key) in enumerate(zip(partition.segments, stream.keys(partition), strict=True)):
+            layers = stream.layers_at(partition, number)
+            for layer in [layer for layer in loaded if layer not in layers]:
+                drop(layer, 3 * number)
+            loaded |= {layer: 3 * number for layer in layers if layer not in loaded}
+            for value in (*segment.outputs, *segment.nondiff_outputs):
+                add(graph.held_bytes(value), 3 * number + 1, 3 * self._last_reader.get(value, num - 1) + 2)
+            add(temporary_bytes[key], 3 * number + 1, 3 * number + 2)
+        for layer in list(loaded):
+            drop(layer, 3 * num)
+        return unsplit_bytes(buffers, 3 * num, self._placement.allocator)
+
+    def _held_bytes(self, stream: Stream) -> list[Peak]:
+        """Returns the device memory in use while each segment runs; compiles the programs."""
+        partition, graph, keys = self.partition, self.partition.graph, stream.keys(self.partition)
+        temporary_bytes = self._programs.temporary_bytes_of(keys)
+        inputs = {*graph.batch, *graph.constants, *partition.prelude_outputs}
+        always = self.transport.staging_bytes + graph.held_bytes(*inputs)
+        crossing: dict[int, int] = {}
+        needs = []
+        for number, (segment, key) in enumerate(zip(partition.segments, keys, strict=True)):
+            crossing |= {v: graph.held_bytes(v) for v in (*segment.outputs, *segment.nondiff_outputs)}
+            parameters = sum(partition.layers[layer].num_bytes for layer in stream.layers_at(partition, number))
+            buffers = parameters + always + sum(crossing.values())
+            needs.append(Peak(parameters, buffers, buffers + temporary_bytes[key]))
+            crossing = {v: size for v, size in crossing.items() if self._last_reader.get(v) != number}
+        return needs
 
     def run(self, state: TrainState, batch: Sequence[Any], other_bytes: int = 0) -> Any:
         """Runs the function on the leaves of a batch; returns its results as a tree of arrays on the device.
@@ -246,22 +204,19 @@ class Evaluator:
         self.transport.loaded_bytes.reset_peak()
         if self._budget_bytes is None:
             return
-        sums = [array for arrays in state.accumulated.on_device.values() for array in arrays]
-        needed = self.peak.total + other_bytes + sum(array.nbytes for array in sums)
-        if needed + state.host.device_bytes > self._budget_bytes:
+        sums = sum(array.nbytes for arrays in state.accumulated.on_device.values() for array in arrays)
+        needed, budget = self.peak.total + other_bytes + sums, self._budget_bytes
+        if needed + state.host.device_bytes > budget:
             # The next training step moves it there again.
             state.host.bring_home()
-        if (
-            needed + state.host.device_bytes + sum(copy.num_bytes for copy in state.resident.values())
-            > self._budget_bytes
-        ):
+        if needed + state.host.device_bytes + sum(copy.num_bytes for copy in state.resident.values()) > budget:
             # The next training step loads them again.
             while state.resident:
                 self.transport.drop(state.resident.popitem()[1])
             self.transport.release()
-        if needed > self._budget_bytes:
+        if needed > budget:
             raise BudgetError(
-                f"memory_budget {format_bytes(self._budget_bytes)} ({self._budget_bytes} bytes) is too small for this "
+                f"memory_budget {format_bytes(budget)} ({budget} bytes) is too small for this "
                 f"forward beside what training keeps on the device: together {format_bytes(needed)} ({needed} bytes); "
                 "an update frees sums of gradients, a smaller batch needs less",
                 needed,

@@ -32,8 +32,9 @@ _add = jax.jit(jnp.add)
 def execute(step: StepContext, index: int) -> Wait | None:
     """Executes one instruction; see `lanes.Action`. JAX's profiler shows it by its task's name."""
     call = step.instructions[index]
-    if call.offloads_awaited:
-        step.make_room(call)
+    # Offloads whose memory this program reuses count as ended once issued, so the device waits for them.
+    for offload in call.offloads_awaited:
+        step.gradients.in_flight.hold(offload)
     operation = OPERATIONS[call.operation]
     if not TraceAnnotation.is_enabled():
         return operation(step, call)
@@ -156,10 +157,7 @@ def update_on_device(step: StepContext, call: Instruction) -> Wait | None:
             if wait is not None:
                 wait()
 
-    if not step.does_what_it_issues:
-        return judged
-    judged()
-    return None
+    return _ended(step, judged)
 
 
 def load_state(step: StepContext, call: Instruction) -> None:
@@ -174,20 +172,13 @@ def store_state(step: StepContext, call: Instruction) -> Wait | None:
         return None
     place = _subgroup(call)
     step.streaming.store(place, step.mark(call.index))
-    if not step.does_what_it_issues:
-        return lambda: step.streaming.wait(place)
-    step.streaming.wait(place)
-    return None
+    return _ended(step, lambda: step.streaming.wait(place))
 
 
 def save(step: StepContext, call: Instruction) -> Wait | None:
     """Moves values to pinned host memory. Programs that need their memory wait for the end of this task."""
     arrays = _move(step, call, step.values, step.offloaded, "pinned_host")
-    copy = PutCopy([step.values.pop(value) for value in call.values], arrays)
-    if not step.does_what_it_issues:
-        return copy.wait
-    copy.wait()
-    return None
+    return _ended(step, PutCopy([step.values.pop(value) for value in call.values], arrays).wait)
 
 
 def fetch(step: StepContext, call: Instruction) -> None:
@@ -216,6 +207,14 @@ OPERATIONS: dict[Operation, Callable[[StepContext, Instruction], Wait | None]] =
     Operation.FETCH: fetch,
     Operation.NOTHING: nothing,
 }
+
+
+def _ended(step: StepContext, wait: Wait) -> Wait | None:
+    """Waits for the end of a task if its lane's thread does the work itself; else returns that wait."""
+    if not step.does_what_it_issues:
+        return wait
+    wait()
+    return None
 
 
 def _run(
@@ -289,9 +288,9 @@ def _mark_end(step: StepContext, call: Instruction, ended: Any) -> None:
 
 
 def _end_offloads(step: StepContext) -> None:
-    """Makes the device wait for all offloads once all programs have been issued."""
+    """Makes the device wait for all offloads once all programs have been issued: the next step needs their memory."""
     if step.num_programs == len(step.program.programs):
-        step.gradients.in_flight.hold_all()
+        step.gradients.in_flight.hold()
 
 
 def _move(
@@ -333,7 +332,8 @@ def _update_on_device(step: StepContext, call: Instruction, norm: np.floating) -
     arrays = [copy.parameters() for copy in resident]
     copies = [[own[i] for i in chosen] for own, chosen in zip(arrays, trained, strict=True)]
     gradients = step.gradients.take_kept(unit)
-    made = step.runnable.device_updates.update(unit, copies, gradients, norm, step.scale, loss, step.extra(True))
+    program = step.runnable.device_updates.updates[unit.layers]
+    made = program(unit.masters, unit.state, copies, gradients, norm, step.scale, loss, *step.extra(True))
     unit.masters, unit.state, new = step.ran(made)
     for copy, own, chosen, updated in zip(resident, arrays, trained, new, strict=True):
         changed = dict(zip(chosen, updated, strict=True))
@@ -364,10 +364,7 @@ def _update_unread(step: StepContext) -> Wait | None:
             for unit in units:
                 _update_unit(step, unit, step.gradients.gathered(unit), norm)
 
-    if not step.does_what_it_issues:
-        return wait
-    wait()
-    return None
+    return _ended(step, wait)
 
 
 def _update_unit(step: StepContext, unit: UpdateGroup, gradients: Sequence[Vectors], norm: jax.Array | None) -> None:

@@ -28,7 +28,7 @@ from jaxferry.engine.program_functions import squared_norm
 from jaxferry.optimizer import UpdateGroup
 from jaxferry.partition import Layer, wide_dtype
 from jaxferry.settings import ThreadPool
-from jaxferry.step import Instruction, ProgramKey, ProgramUse, StepProgram, Target, variant_of
+from jaxferry.step import Instruction, ProgramKey, StepProgram, Target, variant_of
 from jaxferry.transport import CopyInFlight, Ferry, HostGradient, Placement, Transport, Vectors, added
 
 SquaredNorm = Future[jax.Array] | jax.Array  # a scalar in host memory that a thread computes, or one on the device
@@ -147,16 +147,13 @@ class OffloadsInFlight:
         """Adds the offload with this index."""
         self._copies.append((index, copy))
 
-    def hold_for(self, offload: int) -> None:
-        """Makes the device wait for an offload and those before it, and frees their gradients; raises `LateFailure`."""
-        position = next((position for position, (index, _) in enumerate(self._copies) if index == offload), -1)
-        self._hold_first(position + 1)
+    def hold(self, last: int | None = None) -> None:
+        """Makes the device wait for the offloads up to this one, or for all, and frees their gradients.
 
-    def hold_all(self) -> None:
-        """Likewise for all offloads: the next step's programs may need their memory."""
-        self._hold_first(len(self._copies))
-
-    def _hold_first(self, num: int) -> None:
+        Raises `LateFailure`.
+        """
+        indices = [index for index, _ in self._copies]
+        num = len(indices) if last is None else indices.index(last) + 1 if last in indices else 0
         held = [self._copies.popleft() for _ in range(num)]
         try:
             self._transport.hold([copy for _, copy in held])
@@ -239,39 +236,27 @@ class StepGradients:
     ) -> None:
         """Stores the gradients that a program has returned; with `call.stores`, vectors and what goes there."""
         for use, own, norm in zip(call.uses, gradients, norms, strict=True):
-            if use.is_trained:
-                self._receive(call, use, key.writes[use.place], own, norm, commit)
-
-    def _receive(
-        self,
-        call: Instruction,
-        use: ProgramUse,
-        target: Target,
-        gradients: Any,
-        norm: jax.Array | None,
-        commit: Callable[[], bool],
-    ) -> None:
-        group = use.group
-        self.norms.note(group, norm)
-        if call.stores:
-            assert isinstance(self._transport, Ferry), "no other transport joins stores to programs"
-            stored = self.on_host[group] = self._transport.queued(*gradients)
-            self._note_offload(self._program.queued[call.segment], group, stored)
-            return
-        if use.is_updated_on_device:
-            self.kept.setdefault(group, []).append(gradients)
-            self._note_kept(group, commit)
-            return
-        if use.writes_host:
-            stored, known = self._transport.written(gradients), self.on_host.get(group)
-            if target is not Target.HOST_SUM and (known is not None or group in self._program.widened):
-                stored = self._transport.add_on_host(group, known, stored)
-            self.on_host[group] = stored
-            return
-        if group in self.sums and self._may_add(group, commit):
-            gradients = _add_onto(self.sums.pop(group), gradients)
-            self._are_sums.add(group)
-        self._pending[use.number] = gradients
+            if not use.is_trained:
+                continue
+            group, target = use.group, key.writes[use.place]
+            self.norms.note(group, norm)
+            if call.stores:
+                assert isinstance(self._transport, Ferry), "no other transport joins stores to programs"
+                stored = self.on_host[group] = self._transport.queued(*own)
+                self._note_offload(self._program.queued[call.segment], group, stored)
+            elif use.is_updated_on_device:
+                self.kept.setdefault(group, []).append(own)
+                self._note_kept(group, commit)
+            elif use.writes_host:
+                stored, known = self._transport.written(own), self.on_host.get(group)
+                if target is not Target.HOST_SUM and (known is not None or group in self._program.widened):
+                    stored = self._transport.add_on_host(group, known, stored)
+                self.on_host[group] = stored
+            else:
+                if group in self.sums and self._may_add(group, commit):
+                    own = _add_onto(self.sums.pop(group), own)
+                    self._are_sums.add(group)
+                self._pending[use.number] = own
 
     def _note_offload(self, index: int, group: int, stored: HostGradient) -> None:
         if stored.latest is not None:

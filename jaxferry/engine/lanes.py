@@ -161,7 +161,7 @@ class StepRun:
         """Prepares a run that has begun ahead for `submit`; this action does the tasks that have not started yet."""
         with self._monitor.lock:
             self._action, self._arrival, self._is_open = action, arrival, True
-            self._ready.end_prefetch()
+            self._ready.ahead.clear()  # the other loads are left to `take`
             self._monitor.wake_all()
             self.begin_s = min([time.perf_counter(), *(start_s for start_s in self.starts_s if start_s)])
 
@@ -250,7 +250,7 @@ class StepRun:
         """
         while not (self.is_stopped or self.failure is not None):
             later = self._successor
-            if later is not None and later._ready.has_prefetch and (ahead := self._take_of(later, lanes)) is not None:
+            if later is not None and later._ready.ahead and (ahead := self._take_of(later, lanes)) is not None:
                 return later, ahead
             if self._previous is not None:
                 found = self._next_of_two(self._previous, lanes)
@@ -286,7 +286,7 @@ class StepRun:
 
     def _next_ahead(self) -> tuple[StepRun, int] | None:
         """The next of the loads that run before this run is submitted; None if none is left."""
-        while self._ready.has_prefetch and not self.has_broken_off:
+        while self._ready.ahead and not self.has_broken_off:
             if (index := self._ready.take_prefetch()) is not None:
                 return self, index
             self._monitor.sleep(Lane.H2D)
@@ -367,7 +367,7 @@ class Lanes:
         with self._monitor.lock:
             run = StepRun(tasks, action, previous, self._monitor, self._run_late)
             run._is_open = False
-            run._ready.prefetch(loads)
+            run._ready.ahead.extend(loads)
             self._monitor.wake([Lane.H2D])
             run._num_threads += 1
         number = next(i for i, lanes in enumerate(self._lanes) if Lane.H2D in lanes)

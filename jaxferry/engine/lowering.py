@@ -32,7 +32,6 @@ from jaxferry.step import (
     ProgramKey,
     ProgramKind,
     ProgramUse,
-    Schedule,
     Source,
     StepProgram,
     Target,
@@ -74,27 +73,17 @@ def lower(
     With `offload_activations`, values wait in host memory for their backward. `joins` is the work of the transport
     that is part of other programs.
     """
+    program = StepProgram(partition, derivatives, plan, schedule_step(profile, plan), ())
     offloaded = offloaded_values(partition, derivatives) if offload_activations else {}
-    schedule = schedule_step(profile, plan)
-    instructions = _Lowering(partition, derivatives, plan, schedule, offloaded, joins).instructions()
-    return StepProgram(partition, derivatives, plan, schedule, instructions)
+    return dataclasses.replace(program, instructions=_Lowering(program, offloaded, joins).instructions())
 
 
 class _Lowering:
-    def __init__(
-        self,
-        partition: Partition,
-        derivatives: Mapping[int, Derivative],
-        plan: Plan,
-        schedule: Schedule,
-        offloaded: Mapping[int, tuple[int, int]],
-        joins: Joins,
-    ) -> None:
-        self._partition, self._tasks = partition, schedule.tasks
-        self._plan, self._derivatives, self._joins = plan, derivatives, joins
-        self._keys = program_keys(partition, derivatives, plan)
-        self._frees = last_readers(partition, derivatives)
-        self._offloaded = offloaded
+    def __init__(self, program: StepProgram, offloaded: Mapping[int, tuple[int, int]], joins: Joins) -> None:
+        self._partition, self._derivatives, self._plan = program.partition, program.derivatives, program.plan
+        self._tasks, self._offloaded, self._joins = program.schedule.tasks, offloaded, joins
+        self._keys = program_keys(self._partition, self._derivatives, self._plan)
+        self._frees = last_readers(self._partition, self._derivatives)
         self._places = self._places_of_tasks()
         self._drops = self._drops_of_tasks()
         self._vacates = self._vacated_at()

@@ -123,11 +123,6 @@ class LossScale:
     is_dynamic: bool = True
     num_finite: int = 0
 
-    @property
-    def is_least(self) -> bool:
-        """Whether the factor is at its minimum."""
-        return self.value <= 1
-
     def after(self, is_finite: bool) -> LossScale:
         """Returns the factor for the next update."""
         if not self.is_dynamic:
@@ -310,11 +305,6 @@ class Prefetch:
 
     work: StepRun
     copies: DeviceCopies
-
-    @property
-    def is_good(self) -> bool:
-        """Whether the step can continue from here."""
-        return not self.work.is_stopped and self.work.failure is None
 
     def discard(self) -> None:
         """Waits for loads in flight, and frees all copies."""

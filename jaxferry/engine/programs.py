@@ -235,11 +235,25 @@ def with_program_facts(
     that transfers need besides the moved bytes.
     """
     fields = [_flags(partition, derivatives, number) for number in range(len(partition.uses))]
-    if offload_activations:
-        _add_moves(fields, partition, derivatives)
-    _add_workspace(fields, profile, partition, derivatives, staging_bytes)
-    pairs = zip(profile.layers, fields, strict=True)
-    return dataclasses.replace(profile, layers=tuple(dataclasses.replace(layer, **own) for layer, own in pairs))
+    order, first = places(partition), [uses[0] for uses in partition.uses_of]
+    # Values that wait in host memory.
+    moved = offloaded_values(partition, derivatives) if offload_activations else {}
+    for value, (last_forward, backward) in moved.items():
+        fields[first[order[last_forward][1]]]["save_bytes"] += partition.graph.held_bytes(value)
+        fields[first[order[backward][1]]]["fetch_bytes"] += partition.graph.held_bytes(value)
+    # The memory in use while each program runs, besides parameters, gradients, kept activations and temporaries.
+    kept = [0]
+    for number in first:
+        kept.append(kept[-1] + profile.layers[number].activation_bytes)
+    values, frees = LiveValues(partition, derivatives), last_readers(partition, derivatives)
+    for place, (kind, number) in enumerate(order):
+        workspace = max(values.enter(kind, number) + staging_bytes - kept[number + 1], 0)
+        if kind is not ProgramKind.BACKWARD:
+            fields[first[number]]["forward_workspace_bytes"] = workspace
+        if kind is not ProgramKind.FORWARD:
+            fields[first[number]]["backward_workspace_bytes"] = workspace
+        values.leave(kind, number, frees.get(place, []))
+    return profile.with_layers(fields)
 
 
 def with_sum_bytes(profile: Profile, partition: Partition, groups: Collection[int]) -> Profile:
@@ -250,28 +264,23 @@ def with_sum_bytes(profile: Profile, partition: Partition, groups: Collection[in
     layers = []
     for layer, use in zip(profile.layers, partition.uses, strict=True):
         trained = partition.layers[use.group].trained
-        is_wider = use.group in groups and trained.wide is not trained
+        is_wider = use.group in groups and trained.wide is not trained and layer.has_gradient
         sum_bytes = -(-trained.wide.num_bytes // partition.graph.num_shares(trained.is_whole)) if is_wider else 0
-        sums = dataclasses.replace(layer, sum_bytes=sum_bytes)
-        if sums.sum_bytes != layer.sum_bytes:
-            sums = dataclasses.replace(
-                sums, offload_s=layer.offload_s * sums.offload_bytes / max(layer.offload_bytes, 1)
-            )
-        layers.append(sums)
-    return dataclasses.replace(profile, layers=tuple(layers))
+        offload_s = layer.offload_s * (sum_bytes or layer.grad_bytes) / max(layer.offload_bytes, 1)
+        layers.append({} if sum_bytes == layer.sum_bytes else {"sum_bytes": sum_bytes, "offload_s": offload_s})
+    return profile.with_layers(layers)
 
 
 def without_times(partition: Partition) -> Profile:
     """A profile of sizes only; all times are 0."""
     fields: dict[str, Any] = {f.name: 0.0 for f in dataclasses.fields(LayerProfile) if f.name.endswith("_s")}
-    fields["recompute_activation_bytes"] = 0
-    layers = []
+    layers, again = [], {"recompute_s": 0.0, "recompute_activation_bytes": 0}
     for use in partition.uses:
         layer = partition.layers[use.group]
         grad_bytes = -(-layer.trained.num_bytes // partition.graph.num_shares(layer.is_whole))
         fields |= {"param_bytes": layer.num_bytes, "grad_bytes": grad_bytes, "block": layer.block}
-        made = LayerProfile(name=use.name, parameters=layer.name, shares_program=use.place > 0, **fields)
-        layers.append(made if use.place == 0 else made.without_recomputation())
+        fields |= again if use.place == 0 else dict.fromkeys(again)
+        layers.append(LayerProfile(name=use.name, parameters=layer.name, shares_program=use.place > 0, **fields))
     graph = partition.graph
     return Profile({}, tuple(layers), num_devices=graph.num_devices, num_processes=graph.num_processes)
 
@@ -292,35 +301,6 @@ def _flags(partition: Partition, derivatives: Mapping[int, Derivative], number: 
         "fetch_bytes": 0,
         "tiles": segment.num_tiles,
     }
-
-
-def _add_moves(fields: list[dict[str, Any]], partition: Partition, derivatives: Mapping[int, Derivative]) -> None:
-    """Adds the bytes of the values that wait in host memory."""
-    order, first = places(partition), [uses[0] for uses in partition.uses_of]
-    for value, (last_forward, backward) in offloaded_values(partition, derivatives).items():
-        fields[first[order[last_forward][1]]]["save_bytes"] += partition.graph.held_bytes(value)
-        fields[first[order[backward][1]]]["fetch_bytes"] += partition.graph.held_bytes(value)
-
-
-def _add_workspace(
-    fields: list[dict[str, Any]],
-    profile: Profile,
-    partition: Partition,
-    derivatives: Mapping[int, Derivative],
-    staging_bytes: int,
-) -> None:
-    """Adds the memory in use while each program runs, besides parameters, gradients, kept activations, temporaries."""
-    kept, first = [0], [uses[0] for uses in partition.uses_of]
-    for number in first:
-        kept.append(kept[-1] + profile.layers[number].activation_bytes)
-    values, frees = LiveValues(partition, derivatives), last_readers(partition, derivatives)
-    for place, (kind, number) in enumerate(places(partition)):
-        workspace = max(values.enter(kind, number) + staging_bytes - kept[number + 1], 0)
-        if kind is not ProgramKind.BACKWARD:
-            fields[first[number]]["forward_workspace_bytes"] = workspace
-        if kind is not ProgramKind.FORWARD:
-            fields[first[number]]["backward_workspace_bytes"] = workspace
-        values.leave(kind, number, frees.get(place, []))
 
 
 class RematVariants:

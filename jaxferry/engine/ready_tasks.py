@@ -80,7 +80,7 @@ class TaskList:
 
 
 class ReadyTasks:
-    """The progress of one run of a task list; `starts_s` and `ends_s` are by task.
+    """The progress of one run of a task list; `starts_s` and `ends_s` are by task, `ahead` the loads before the others.
 
     `begin_arrival` calls `arrive` for a task of the host's lane, all of whose dependencies have ended, once what the
     task reads is there. `num_over` rises when the last task of a lane ends, and with each one that outlasts its step
@@ -99,7 +99,7 @@ class ReadyTasks:
         self._num_all = count
         self._next, self._next_late = dict.fromkeys(Lane, 0), dict.fromkeys(Lane, 0)
         self._updates: list[tuple[tuple[int, int], int]] = []
-        self._ahead: collections.deque[int] = collections.deque()
+        self.ahead: collections.deque[int] = collections.deque()
         self.starts_s, self.ends_s = [0.0] * count, [0.0] * count
         if previous is not None:
             previous._successor = self
@@ -194,25 +194,12 @@ class ReadyTasks:
         """Whether late tasks of these lanes have not been taken."""
         return any(self._next_late[lane] < len(self._list.late[lane]) for lane in lanes)
 
-    def prefetch(self, loads: Sequence[int]) -> None:
-        """Reserves the first loads for `take_prefetch`."""
-        self._ahead.extend(loads)
-
     def take_prefetch(self) -> int | None:
-        """The next of these loads that may start now; None if there is none."""
-        if not self._ahead or self._missing[self._ahead[0]]:
+        """The next of the loads `ahead` that may start now; None if there is none."""
+        if not self.ahead or self._missing[self.ahead[0]]:
             return None
         self._next[Lane.H2D] += 1
-        return self._ahead.popleft()
-
-    def end_prefetch(self) -> None:
-        """Leaves the other loads to `take`."""
-        self._ahead.clear()
-
-    @property
-    def has_prefetch(self) -> bool:
-        """Whether `take_prefetch` has loads left."""
-        return bool(self._ahead)
+        return self.ahead.popleft()
 
     def has_started(self, lane: Lane) -> bool:
         """Whether every task of a lane has been taken, but for late ones."""

@@ -164,7 +164,7 @@ class StepRunner:
         self._resources.prefetch.take(prefetch)
         if prefetch is None:
             return None, None
-        if prefetch.is_good and state.resident.keys() == runnable.program.resident:
+        if not prefetch.work.has_broken_off and state.resident.keys() == runnable.program.resident:
             if prefetch.work.list is runnable.tasks:
                 state.prefetch = None
                 return prefetch, prefetch.copies
@@ -267,9 +267,11 @@ def collect_results(step: StepContext) -> StepResult:
     if step.weight == -math.inf:
         state.forget_accumulated()
     # A deliberately skipped step counts too, since its batch is consumed.
-    elif is_finite or rules.skip_nonfinite or (scale.is_dynamic and not scale.is_least):
+    elif is_finite or rules.skip_nonfinite or (scale.is_dynamic and scale.value > 1):
         state.step += 1
-        state.accumulated = _accumulated(step, is_finite)
+        gradients, num = step.gradients, state.accumulated.num_batches + 1
+        sums = () if step.is_last else (num, step.weight, step.loss, gradients.on_host, gradients.sums, is_finite)
+        state.accumulated = Accumulated(*sums)
     else:
         state.forget_accumulated()
     aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
@@ -291,11 +293,3 @@ def _nonfinite_gradient(step: StepContext, norm: jax.Array | None) -> str | None
     # The sum of finite squares may overflow.
     layers = step.program.partition.layers
     return ", ".join(layer.name for layer in layers) if group is None else layers[group].name
-
-
-def _accumulated(step: StepContext, is_finite: bool) -> Accumulated:
-    if step.is_last:
-        return Accumulated()
-    gradients = step.gradients
-    num_batches = step.state.accumulated.num_batches + 1
-    return Accumulated(num_batches, step.weight, step.loss, gradients.on_host, gradients.sums, is_finite)

@@ -30,7 +30,7 @@ from jaxferry.engine.recorder import Recorder
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.streamed_updates import StreamingStep
 from jaxferry.optimizer import HostOptimizer
-from jaxferry.step import Instruction, Operation, StepProgram
+from jaxferry.step import Operation, StepProgram
 from jaxferry.transport import Placement, TaskMark, Transport
 
 
@@ -219,11 +219,6 @@ class StepContext:
         aval = self.program.partition.graph.avals[value]
         placement, graph = self.runnable.resources.placement, self.program.partition.graph
         return jnp.zeros(aval.shape, aval.dtype, device=placement.of(graph, aval))
-
-    def make_room(self, call: Instruction) -> None:
-        """Makes the device wait for the offloads whose memory this program reuses: they count as ended once issued."""
-        for offload in call.offloads_awaited:
-            self.gradients.in_flight.hold_for(offload)
 
     @functools.cached_property
     def weight(self) -> float:

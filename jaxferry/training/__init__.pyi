@@ -18,7 +18,6 @@ from .microbenchmarks import load_subject as load_subject
 from .microbenchmarks import offload_subject as offload_subject
 from .microbenchmarks import program_variants as program_variants
 from .microbenchmarks import streamed_update_subject as streamed_update_subject
-from .microbenchmarks import update_subject as update_subject
 from .model import Model as Model
 from .model import accelerator_dtype as accelerator_dtype
 from .model import host_bytes as host_bytes

@@ -128,10 +128,10 @@ def with_updates_on_device(profile: Profile, parts: Partition, conditions: Condi
             seconds = None
         if is_together or profile.num_devices > 1 or seconds is None:
             up_s = down_s = None
-        own = dataclasses.replace(layer, state_bytes=size, update_gpu_s=seconds, state_up_s=up_s, state_down_s=down_s)
-        own = own if up_s is not None else dataclasses.replace(own, update_streamed_s=None)
-        layers.append(own)
-    return dataclasses.replace(profile, layers=tuple(layers))
+        streamed_s = None if up_s is None else layer.update_streamed_s
+        times = {"update_gpu_s": seconds, "update_streamed_s": streamed_s, "state_up_s": up_s, "state_down_s": down_s}
+        layers.append({"state_bytes": size, **times})
+    return profile.with_layers(layers)
 
 
 def choose_plan(variants: RematVariants, planning: Planning, profile: Profile) -> Plan:

@@ -75,13 +75,9 @@ class Shared:
     def __init__(self, placement: Placement, record_steps: int) -> None:
         self.placement, self.prefetch, self.owner = placement, PrefetchSlot(), Owner()
         self.recorder = Recorder(record_steps) if record_steps else None
-        self._lanes = make_lanes(placement.is_cpu)
+        self.lanes = make_lanes(placement.is_cpu)
         self.memory = ThreadPool(1, "jaxferry memory")
         self._has_warned = False
-
-    def resources(self, transport: Transport, model: Model) -> Resources:
-        """The resources of the steps of one structure."""
-        return Resources(self.placement, transport, self._lanes, model.optimizer, self.prefetch, self.recorder)
 
     def warn_once(self, parts: Partition) -> None:
         """Warns of a partition's peculiarities, once."""
@@ -218,7 +214,10 @@ class Compiler:
         profile = self._profiler.planned(
             variants, programs, self._share(variants.base, tiles, args, kwargs), transport.staging_bytes
         )
-        resources = self._shared.resources(transport, self.model)
+        shared = self._shared
+        resources = Resources(
+            shared.placement, transport, shared.lanes, self.model.optimizer, shared.prefetch, shared.recorder
+        )
         begin = self._begin_memory(state, transport, variants.base.layers)
         try:
             compiler = StepCompiler(
@@ -226,8 +225,7 @@ class Compiler:
                 programs,
                 profile,
                 resources,
-                self._options.planning,
-                self._options.numerics,
+                self._options,
                 begin,
                 trains=state is not None,
             )

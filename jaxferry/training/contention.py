@@ -181,9 +181,12 @@ def measure_contention(
     The update of a layer of about `TRANSFER_BYTES` is taken for all; there is no contention where every layer has less
     than `LEAST_BYTES`. `devices` share a batch and all transfer at the same time; None for that of `placement`.
     """
-    update = _some_update(optimizer, placement, layers)
-    if update is None:
+    arrivals = [Arrival.OWN] * len(layers)
+    updates = [HostUpdate(optimizer, placement, unit, layers, arrivals) for unit in optimizer.units_of(layers)]
+    updates = [update for update in updates if update.num_bytes >= LEAST_BYTES]
+    if not updates:
         return NO_CONTENTION
+    update = min(updates, key=lambda update: abs(math.log(update.num_bytes / TRANSFER_BYTES)))
     devices = devices or placement
     about = f"{devices.num_devices} devices of {devices.num_processes} processes"
     names = {
@@ -270,10 +273,3 @@ def in_turn(update: HostUpdate) -> Callable[[], Any]:
     num = max(1, min(-(-2 * host_cache_bytes() // update.num_bytes), MOST_BYTES // update.num_bytes))
     held = itertools.cycle([update.arguments() for _ in range(num)])
     return lambda: update(next(held))
-
-
-def _some_update(optimizer: HostOptimizer, placement: Placement, layers: Sequence[Layer]) -> HostUpdate | None:
-    arrivals = [Arrival.OWN] * len(layers)
-    updates = [HostUpdate(optimizer, placement, unit, layers, arrivals) for unit in optimizer.units_of(layers)]
-    large = [update for update in updates if update.num_bytes >= LEAST_BYTES]
-    return min(large, key=lambda update: abs(math.log(update.num_bytes / TRANSFER_BYTES)), default=None)

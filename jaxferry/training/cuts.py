@@ -189,19 +189,8 @@ class Cutter:
         if key not in cuts:
             merge = merge_rule(names, machine) if granularity == BLOCK else None
             with for_platform(self._placement.platform):
-                parts = partition(
-                    loss,
-                    model.params,
-                    args,
-                    arrays,
-                    compute_dtype=dtype,
-                    layers=known,
-                    frozen=frozen,
-                    merge=merge,
-                    granularity=granularity,
-                    num_devices=num,
-                    num_processes=num_processes,
-                )
+                settings = self._settings()
+                parts = partition(loss, model.params, args, arrays, merge=merge, granularity=granularity, **settings)
             cuts[key] = Cut(dataclasses.replace(parts, layers=held_whole(parts.layers, whole)), jaxpr, key)
         if known is None:
             self.known_layers = cuts[key].parts.layers
@@ -221,18 +210,18 @@ class Cutter:
         arrays, flags = split_flags(kwargs)
         model = self._model
         with for_platform(self._placement.platform):
-            parts = partition_forward(
-                with_flags(function, flags),
-                model.params,
-                args,
-                arrays,
-                compute_dtype=model.compute_dtype,
-                layers=self.known_layers,
-                frozen=model.optimizer.frozen,
-                num_devices=self._placement.num_devices,
-                num_processes=self._placement.num_processes,
-            )
+            parts = partition_forward(with_flags(function, flags), model.params, args, arrays, **self._settings())
         return dataclasses.replace(parts, layers=held_whole(parts.layers, model.optimizer.whole))
+
+    def _settings(self) -> dict[str, Any]:
+        """The settings that all partitions share."""
+        return {
+            "compute_dtype": self._model.compute_dtype,
+            "layers": self.known_layers,
+            "frozen": self._model.optimizer.frozen,
+            "num_devices": self._placement.num_devices,
+            "num_processes": self._placement.num_processes,
+        }
 
     def _merging(self) -> tuple[tuple[str, ...], Machine | None]:
         """What decides the merges of small layers: the names of a given plan or profile, or the machine."""

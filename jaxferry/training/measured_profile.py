@@ -26,6 +26,7 @@ from jaxferry.step import (
 )
 from jaxferry.training.contention import measure_contention
 from jaxferry.training.microbenchmarks import (
+    HostUpdate,
     Subject,
     adds_there,
     device_update_subject,
@@ -35,11 +36,9 @@ from jaxferry.training.microbenchmarks import (
     keys_of,
     load_subject,
     offload_subject,
-    plain_keys,
     program_subject,
     program_variants,
     streamed_update_subject,
-    update_subject,
 )
 from jaxferry.training.profile_cache import MeasurementCache, cache_directory, surroundings
 from jaxferry.training.timers import Effort, cold_caches, device_timer
@@ -127,16 +126,14 @@ def with_link_work(profile: Profile, costs: Sequence[LayerCosts]) -> Profile:
     a load, or an offload, of as many bytes, at the mean speed of those that were measured.
     """
     load_s_a_byte, offload_s_a_byte = fetch_seconds_a_byte(profile), save_seconds_a_byte(profile)
-    layers = tuple(
-        dataclasses.replace(
-            layer,
-            forward_read_s=min(counted.dha_bytes_forward * load_s_a_byte, layer.forward_dha_s),
-            backward_read_s=min(counted.dha_bytes_backward * load_s_a_byte, layer.backward_dha_s),
-            backward_write_s=layer.grad_bytes * offload_s_a_byte,
-        )
+    return profile.with_layers(
+        {
+            "forward_read_s": min(counted.dha_bytes_forward * load_s_a_byte, layer.forward_dha_s),
+            "backward_read_s": min(counted.dha_bytes_backward * load_s_a_byte, layer.backward_dha_s),
+            "backward_write_s": layer.grad_bytes * offload_s_a_byte,
+        }
         for layer, counted in zip(profile.layers, costs, strict=True)
     )
-    return dataclasses.replace(profile, layers=layers)
 
 
 def default_cache(placement: Placement) -> MeasurementCache:
@@ -216,7 +213,9 @@ class MeasuredLayers:
             derivative = work.programs.derivatives[segment.program]
             is_sum = adds_there(work.partition, number, self._widened)
             keys = keys_of(segment.program, derivative, number == last, is_sum)
-            self.keys.append(plain_keys(keys) if transport is None else keys)
+            if transport is None:  # programs that touch no host memory in place of those that do
+                keys = {name: keys[f"{name.split('_')[0]}_s"] for name in keys}
+            self.keys.append(keys)
             again = work.recomputing.segments[number].program
             if again != segment.program:
                 self._recomputations[number] = ProgramKey(ProgramKind.BACKWARD, again)
@@ -240,14 +239,14 @@ class MeasuredLayers:
 
     def profiles(self, cache: MeasurementCache, report: Report, budget_s: float | None) -> tuple[LayerProfile, ...]:
         """Measures what is not in the cache; returns the profiles of all uses. Args as for `measure_profile`."""
-        temporaries = temporary_bytes_of(self.compiled, self._work.programs, cache, report)
+        self._temporaries = temporary_bytes_of(self.compiled, self._work.programs, cache, report)
         end_s = time.monotonic() + (BUDGET_S if budget_s is None else budget_s)
-        seconds = _seconds(self.subjects, self._work.programs, cache, report, end_s)
+        self._seconds = _seconds(self.subjects, self._work.programs, cache, report, end_s)
         counted = partition_costs(self._partition)
         return tuple(
             layer
             for number, uses in enumerate(self._partition.uses_of)
-            for layer in self._layers(number, [counted[use] for use in uses], seconds, temporaries)
+            for layer in self._layers(number, [counted[use] for use in uses])
         )
 
     def _add_transfers(self, transport: str, number: int, gradients: Sequence[Any], is_sum: Sequence[bool]) -> None:
@@ -283,7 +282,7 @@ class MeasuredLayers:
             if used.isdisjoint(unit.layers):
                 continue
             key = ("update", optimizer.updates.key(unit, layers, arrivals))
-            self._measure(key, update_subject, optimizer, placement, unit, layers, arrivals)
+            self._measure(key, lambda *of: HostUpdate(*of).subject(), optimizer, placement, unit, layers, arrivals)
             all_bytes = sum(layers[group].trained.num_bytes for group in used.intersection(unit.layers))
             for group in unit.layers:
                 share = layers[group].trained.num_bytes / all_bytes if len(unit.layers) > 1 and all_bytes else 1.0
@@ -296,39 +295,31 @@ class MeasuredLayers:
                 streamed = ("streamed update", count, *content)
                 self._streamed[group] = self._measure(streamed, streamed_update_subject, *arguments, count)
 
-    def _layers(
-        self,
-        number: int,
-        costs: Sequence[LayerCosts],
-        seconds: Mapping[Any, float],
-        num_bytes: Mapping[ProgramKey, int],
-    ) -> list[LayerProfile]:
+    def _layers(self, number: int, costs: Sequence[LayerCosts]) -> list[LayerProfile]:
         """Makes the profiles of a segment's uses from the seconds of its subjects and the temporaries of its programs.
 
         Times are split among the uses as their operations are counted, the extra time of programs that read or write
         host memory by the bytes that each reads or writes there.
         """
         times: dict[str, Any] = dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s"), 0.0)
-        times |= {name: seconds[key] for name, key in self.keys[number].items()}
+        times |= {name: self._seconds[key] for name, key in self.keys[number].items()}
         if number == len(self._partition.segments) - 1:
             times = _halves(times)
         again: dict[str, Any] = {}
         if number in self._recomputations and costs[0].recomputation is not None:
-            again_s = seconds[self._recomputations[number]]
+            again_s = self._seconds[self._recomputations[number]]
             again["recompute_s"] = max(again_s - times["backward_s"], 0.0)
             again["recompute_activation_bytes"] = costs[0].recomputation.activation_bytes
         if self._variants:
-            again["temporary_bytes"] = {name: num_bytes[key] for name, key in self._variants[number].items()}
+            again["temporary_bytes"] = {name: self._temporaries[key] for name, key in self._variants[number].items()}
         uses, split = self._partition.uses_of[number], _split(times, costs)
         return [
-            self._layer(use, own, seconds, own_times | (again if use == uses[0] else {}))
+            self._layer(use, own, own_times | (again if use == uses[0] else {}))
             for use, own, own_times in zip(uses, costs, split, strict=True)
         ]
 
-    def _layer(
-        self, number: int, costs: LayerCosts, seconds: Mapping[Any, float], times: Mapping[str, Any]
-    ) -> LayerProfile:
-        use = self._partition.uses[number]
+    def _layer(self, number: int, costs: LayerCosts, times: Mapping[str, Any]) -> LayerProfile:
+        use, seconds = self._partition.uses[number], self._seconds
         is_last, is_alone = use.segment == len(self._partition.segments) - 1, self._transport is not None
         update_s, streamed = 0.0, self._streamed.get(use.group) if use.is_trained else None
         if use.is_trained:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxferry.engine import DeviceUpdateCompiler, Programs, joined, widened_groups
 from jaxferry.optimizer import HostOptimizer, UpdateGroup, vectors_arriving
-from jaxferry.partition import Derivative, Layer, Leaf, Partition, RowGradient
+from jaxferry.partition import Derivative, Layer, Partition, RowGradient
 from jaxferry.step import Arrival, ProgramKey, ProgramKind, Source, Target
 from jaxferry.training.samples import ProgramArguments, sample, sample_gradient, sample_vectors
 from jaxferry.training.timers import MOST_REPETITIONS, Copy, Effort, cold_caches, device_timer, median_s, timed_call
@@ -56,13 +56,8 @@ def _program_s(run: Callable[..., Any], prepare: Callable[[], Any], placement: P
 
 def _copy_s(copy: Copy, placement: Placement, effort: Effort) -> float:
     """The seconds of a copy on its link; on a CPU until it has arrived."""
-    if placement.is_cpu:
-        return median_s(_whole_copy(copy, placement), effort)
-    return median_s(device_timer(placement).copy(copy), effort.at_most(MOST_REPETITIONS))
-
-
-def _whole_copy(copy: Copy, placement: Placement) -> Callable[[], float]:
-    """Times a copy from its call until it has arrived."""
+    if not placement.is_cpu:
+        return median_s(device_timer(placement).copy(copy), effort.at_most(MOST_REPETITIONS))
     begun: list[Any] = []
 
     def run(source: Any) -> Any:
@@ -76,7 +71,7 @@ def _whole_copy(copy: Copy, placement: Placement) -> Callable[[], float]:
         copy.end(begun.pop())
         return seconds
 
-    return once
+    return median_s(once, effort)
 
 
 def load_subject(kind: str, placement: Placement, layer: Layer) -> Subject:
@@ -225,31 +220,22 @@ class HostUpdate:
         update.begin_step(held[0], self._scalar, _SCALE)
         return held
 
+    def subject(self) -> Subject:
+        """Measures the update."""
 
-def update_subject(
-    optimizer: HostOptimizer,
-    placement: Placement,
-    unit: UpdateGroup,
-    layers: Sequence[Layer],
-    arrivals: Sequence[Arrival],
-) -> Subject:
-    """Measures a unit's host update; arguments as for `HostUpdate`."""
-    update = HostUpdate(optimizer, placement, unit, layers, arrivals)
+        def time(effort: Effort) -> float:
+            held = self.arguments()
+            cold = cold_caches(self._placement.host_compute)
+            return median_s(timed_call(self, lambda: (self.begin_step(held),), empty_caches=cold), effort)
 
-    def time(effort: Effort) -> float:
-        held = update.arguments()
-        cold = cold_caches(placement.host_compute)
-        return median_s(timed_call(update, lambda: (update.begin_step(held),), empty_caches=cold), effort)
-
-    return Subject(f"update {layers[unit.layers[0]].name}", f"update\n{update.text}", time)
+        return Subject(f"update {self._layers[self._unit.layers[0]].name}", f"update\n{self.text}", time)
 
 
 def device_update_subject(
     optimizer: HostOptimizer, updates: DeviceUpdateCompiler, placement: Placement, unit: UpdateGroup, layer: Layer
 ) -> Subject:
     """Measures the update of a unit of one layer whose masters and state are on the device."""
-    gradients = jax.eval_shape(layer.trained.join_small, [sized(leaf) for leaf in layer.trained.leaves])
-    lowered, arguments = updates.alone(unit, gradients)
+    lowered, arguments = updates.alone(unit, _joined_shapes(layer))
 
     def time(effort: Effort) -> float:
         masters, _, copies, *others = jax.tree.map(lambda aval: sample(aval, placement.device), arguments)
@@ -270,8 +256,7 @@ def streamed_update_subject(
     updates: DeviceUpdateCompiler, placement: Placement, unit: UpdateGroup, layer: Layer, count: int
 ) -> Subject:
     """Measures the update of one of `count` subgroups of a unit of one layer that streams through the device."""
-    gradients = jax.eval_shape(layer.trained.join_small, [sized(leaf) for leaf in layer.trained.leaves])
-    lowered, arguments = updates.alone_streamed(unit, gradients, count)
+    lowered, arguments = updates.alone_streamed(unit, _joined_shapes(layer), count)
 
     def time(effort: Effort) -> float:
         donated, others = arguments[:3], jax.tree.map(lambda aval: sample(aval, placement.device), arguments[3:])
@@ -286,9 +271,10 @@ def streamed_update_subject(
     return Subject(label, f"streamed update\n{lowered.as_text()}", time)
 
 
-def sized(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """Shape and compute dtype of a parameter, which are those of its gradient."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+def _joined_shapes(layer: Layer) -> Any:
+    """The shapes of a layer's gradients as programs return them, in the parameters' compute dtype."""
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer.trained.leaves]
+    return jax.eval_shape(layer.trained.join_small, shapes)
 
 
 def keys_of(program: int, derivative: Derivative, is_last: bool, is_sum: Sequence[bool]) -> dict[str, ProgramKey]:
@@ -317,11 +303,6 @@ def keys_of(program: int, derivative: Derivative, is_last: bool, is_sum: Sequenc
         "backward_dha_s": ProgramKey(kind, program, reads_back, stays),
         "backward_go_s": ProgramKey(kind, program, loaded, written),
     }
-
-
-def plain_keys(keys: Mapping[str, ProgramKey]) -> dict[str, ProgramKey]:
-    """The programs of `keys_of`, with those that touch no host memory in place of those that do."""
-    return {name: keys[f"{name.split('_')[0]}_s"] for name in keys}
 
 
 def adds_there(partition: Partition, number: int, widened: Collection[int]) -> list[bool]:

@@ -95,8 +95,11 @@ class ProgramArguments:
 
     def __init__(self, programs: Programs, key: ProgramKey, placement: Placement) -> None:
         arguments = programs.lowered(key).args_info[0]
-        leaves, self._tree = jax.tree.flatten(arguments)
-        self._leaves, where = leaves, _memory_of_arguments(key, placement)
+        self._leaves, self._tree = jax.tree.flatten(arguments)
+        # Vectors in host memory, by argument and group: what it writes, and what it reads there.
+        num_written = sum(target is not Target.DEVICE for target in key.writes)
+        read = [(int(key.writes_host), place) for place, source in enumerate(key.reads) if source is Source.HOST]
+        where = dict.fromkeys([*((0, place) for place in range(num_written)), *read], placement.pinned)
         self._where = [
             where.get((number, place), placement.device)
             for number, argument in enumerate(arguments)
@@ -104,7 +107,7 @@ class ProgramArguments:
             for _ in jax.tree.leaves(part)
         ]
         self._kept = [
-            None if leaf.donated else sample(leaf, where) for leaf, where in zip(leaves, self._where, strict=True)
+            None if leaf.donated else sample(leaf, at) for leaf, at in zip(self._leaves, self._where, strict=True)
         ]
 
     def __call__(self) -> tuple[Any, ...]:
@@ -115,11 +118,3 @@ class ProgramArguments:
         ]
         made: tuple[Any, ...] = jax.tree.unflatten(self._tree, arrays)
         return made
-
-
-def _memory_of_arguments(key: ProgramKey, placement: Placement) -> dict[tuple[int, int], Any]:
-    """Where a program's arguments are that are vectors in host memory, by argument and group."""
-    num_written = sum(target is not Target.DEVICE for target in key.writes)
-    read = [place for place, source in enumerate(key.reads) if source is Source.HOST]
-    found = [*((0, place) for place in range(num_written)), *((int(key.writes_host), place) for place in read)]
-    return dict.fromkeys(found, placement.pinned)

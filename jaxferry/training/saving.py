@@ -26,11 +26,24 @@ from jaxferry.transport import deferred_interrupts
 
 
 def content(
-    masters: Any, optimizer: Any, state: TrainState, params: Any, extra: Mapping[str, Any], metric: float | None
-) -> checkpoint.Checkpoint:
-    """Returns the content of a checkpoint of these arrays of a state; `params` is the model's tree of shapes."""
+    state: TrainState, params: Any, extra: Mapping[str, Any], metric: float | None, copied: bool
+) -> tuple[checkpoint.Checkpoint, bool]:
+    """Returns the content of a checkpoint of a state, and whether it is a copy, which a thread may write.
+
+    `params` is the model's tree of shapes. A copy is made if it is wanted (`copied`) and host memory can hold it;
+    otherwise a warning says so.
+    """
+    try:
+        masters, optimizer = state.stored(copied=copied)
+        extra = {name: np.array(array) for name, array in extra.items()} if copied else extra
+    except MemoryError as error:
+        if not copied:
+            raise
+        what = str(error) or "host memory is full"
+        warnings.warn(f"save(wait=False) waits until the state is written: {what}", stacklevel=3)
+        return content(state, params, extra, metric, copied=False)
     scale = state.loss_scale
-    return checkpoint.Checkpoint(
+    made = checkpoint.Checkpoint(
         step=state.updated_step,
         params=dict(zip(path_names(params), masters, strict=True)),
         dtypes=[str(leaf.dtype) for leaf in jax.tree.leaves(params)],
@@ -40,20 +53,7 @@ def content(
         extra=extra,
         metric=metric,
     )
-
-
-def copied_content(
-    state: TrainState, params: Any, extra: Mapping[str, Any], metric: float | None
-) -> checkpoint.Checkpoint | None:
-    """Copies a state for a save in the background; returns None, with a warning, if host memory cannot hold it."""
-    try:
-        masters, optimizer = state.stored(copied=True)
-        own = {name: np.array(array) for name, array in extra.items()}
-    except MemoryError as error:
-        what = str(error) or "host memory is full"
-        warnings.warn(f"save(wait=False) waits until the state is written: {what}", stacklevel=3)
-        return None
-    return content(masters, optimizer, state, params, own, metric)
+    return made, copied
 
 
 def restored(saved: checkpoint.Checkpoint, model: Model, layers: Sequence[Layer], owner: Owner) -> TrainState:

@@ -52,7 +52,7 @@ from jaxferry.step import (
     variants_of,
 )
 from jaxferry.training.choice import choose_plan, leanest_plan, planner_within
-from jaxferry.training.options import Numerics, Planning
+from jaxferry.training.options import Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,24 +118,23 @@ class StepCompiler:
         programs: Programs,
         profile: Profile,
         resources: Resources,
-        planning: Planning,
-        numerics: Numerics,
+        options: Options,
         begin: Callable[[StepProgram], None] | None,
         trains: bool,
     ) -> None:
         self._variants, self._programs, self._given = variants, programs, profile
         self._profile = _recomputable(profile)
-        self._resources, self._planning, self._numerics = resources, planning, numerics
+        self._resources, self._planning, self._numerics = resources, options.planning, options.numerics
         self._begin, self._trains = begin or (lambda program: None), trains
         # A recorder marks each copy beside the program that queues it.
         self._joins = resources.transport.joins if resources.recorder is None else NO_JOINS
-        self._widened = widened_groups(variants.base, variants.derivatives, numerics.accumulate)
+        self._widened = widened_groups(variants.base, variants.derivatives, options.numerics.accumulate)
         self._device_updates = DeviceUpdateCompiler(
             resources.optimizer,
             variants.base.layers,
             resources.placement,
             resources.transport,
-            numerics.accumulate > 1,
+            options.numerics.accumulate > 1,
         )
 
     def compile_best(self, earlier: Sequence[Plan] = ()) -> Prepared:
@@ -212,7 +211,10 @@ class StepCompiler:
             ordered = with_update_order(self._profile_of(program.plan, program.summed), program.plan)
             program = self._lower(ordered, program.summed)
         if self._profile.has_times or program.plan != plan:
-            program = self._predicted(program)
+            # The times of a plan that the budget has changed are another's.
+            profile = self._profile_of(program.plan, program.summed)
+            predicted = simulate_schedule(profile, program.schedule).predicted if profile.has_times else None
+            program = dataclasses.replace(program, plan=dataclasses.replace(program.plan, predicted=predicted))
         program = self._with_kept_copies(program)
         keys = self._keys(program)
         if self._resources.placement.num_processes > 1:
@@ -248,12 +250,6 @@ class StepCompiler:
         kept = groups_to_keep(program, *self._counted(program), None if budget is None else budget - unsplit_bytes)
         keeping = dataclasses.replace(program, kept=kept)
         return keeping if self._peak(keeping).fits(budget) else program
-
-    def _predicted(self, program: StepProgram) -> StepProgram:
-        """The program whose plan predicts its own times; those of a plan that the budget has changed are another's."""
-        profile = self._profile_of(program.plan, program.summed)
-        predicted = simulate_schedule(profile, program.schedule).predicted if profile.has_times else None
-        return dataclasses.replace(program, plan=dataclasses.replace(program.plan, predicted=predicted))
 
     def _first(self, runnable: RunnableStep) -> RunnableStep:
         """The step that runs first: its updates start after all gradients have arrived.
@@ -368,13 +364,12 @@ class StepCompiler:
 
 def _recomputable(profile: Profile) -> Profile:
     """The profile with estimated recomputation costs for the programs that state none."""
-    layers = tuple(
-        layer
+    return profile.with_layers(
+        {}
         if layer.can_recompute or layer.shares_program
-        else dataclasses.replace(layer, recompute_s=layer.forward_s, recompute_activation_bytes=layer.activation_bytes)
+        else {"recompute_s": layer.forward_s, "recompute_activation_bytes": layer.activation_bytes}
         for layer in profile.layers
     )
-    return dataclasses.replace(profile, layers=layers)
 
 
 def _all_on_host(plan: Plan) -> bool:

@@ -24,7 +24,7 @@ from jaxferry.training.compiler import Compiler, Shared
 from jaxferry.training.cuts import split_flags, weighted
 from jaxferry.training.model import Model, abstract
 from jaxferry.training.options import Options, metrics_of
-from jaxferry.training.saving import BackgroundSaves, content, copied_content, restored
+from jaxferry.training.saving import BackgroundSaves, content, restored
 from jaxferry.training.step import Prepared
 from jaxferry.transport import Placement, choose_transport
 
@@ -361,15 +361,13 @@ class TrainStep:
             messages = messages_of("save", self._placement.process, self._placement.num_processes)
             if not wait and messages is None:
                 checkpoint.check_target(target, state.updated_step, keep)
-            params = self.compiler.model.params
-            copied = None if wait else copied_content(state, params, own, metric)
-            saved = content(*state.stored(), state, params, own, metric) if copied is None else copied
+            saved, is_copied = content(state, self.compiler.model.params, own, metric, copied=not wait)
 
             def write() -> None:
                 checkpoint.save(saved, target, keep, messages)
                 state.checkpoint = os.fspath(path)
 
-            if copied is None or not self._saves.start(write):
+            if not is_copied or not self._saves.start(write):
                 write()
 
     def wait_for_saves(self) -> None:

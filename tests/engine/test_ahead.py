@@ -142,7 +142,7 @@ def test_a_load_that_fails_ahead_is_tried_again_when_its_step_is_called(monkeypa
         state, _ = step(state, BATCH)
         if number == 0:
             state.block_until_ready()
-            assert not state.prefetch.is_good
+            assert state.prefetch.work.has_broken_off
     assert_same_bits(state.params, expected.params)
     state.block_until_ready()
     assert transport.loaded_bytes.now == LOADED_BYTES
