@@ -22,20 +22,20 @@ import functools
 import gc
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxferry.costs import Profile
-from jaxferry.modes import GradientPlace, Mode, Remat, Subgroups, UpdatePlace
-from jaxferry.planner.base import Objective, check_budget
-from jaxferry.planner.columns import Column, Columns, streamable_groups
-from jaxferry.planner.judge import Judge, Judged
+from jaxferry.modes import Mode, Remat, Subgroups, UpdatePlace
+from jaxferry.planner.base import check_budget
+from jaxferry.planner.columns import Column, streamable_groups
+from jaxferry.planner.judge import Judged
 from jaxferry.planner.moves import Kinds, Ranking, Rows
 from jaxferry.planner.place_bound import Solution, solve
 from jaxferry.planner.preference import longest_equal_s, preferred
+from jaxferry.planner.problem import MOST_CHECKED, UNLIMITED_BYTES, Problem
 from jaxferry.planner.starts import of_two_columns, rounded
-from jaxferry.step import Plan, UpdateOrder, slots_bytes
+from jaxferry.step import UpdateOrder, slots_bytes
 
 MOST_EFFORT = 130_000
 """The tasks of the plans that a search for one budget lowers or simulates."""
@@ -46,9 +46,6 @@ _EFFORT_A_LAYER = 350
 _LONG = 96
 """With more layers that takes as long as half of the effort."""
 
-UNLIMITED_BYTES = 2**53
-"""What plans may need without a budget."""
-
 MOST_ENUMERATED = 729
 """The most plans that are all simulated."""
 
@@ -57,7 +54,6 @@ _PLANS_A_LAYER = 18
 _PROVEN = 1 + 1e-4
 _GAIN = 1e-6
 
-_CHECKED = 40
 _FAMILIES = 200
 _SHARE_OF_FAMILIES = 0.4
 _LIKELY_FAMILY = 1.04
@@ -90,53 +86,13 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-class Search:
-    """The search for one profile, any number of budgets. All plans are remembered.
-
-    Args:
-      columns: what the plans consist of.
-      policy: the name that the plans carry.
-      objective: what is to be least.
-      allows: whether a plan with these columns, (layers,), may be taken.
-      reserve_factor_of: the reserve factor of a plan with these columns.
-      starts: plans of other policies.
-      report: called with a short description as each part of a long search starts.
-      memory_bytes: `memory_bytes` of plans without a budget.
-    """
-
-    def __init__(
-        self,
-        columns: Columns,
-        policy: str,
-        objective: Objective,
-        allows: Callable[[np.ndarray], bool],
-        reserve_factor_of: Callable[[np.ndarray], float],
-        starts: Callable[[], Sequence[Plan]],
-        report: Callable[[str], None],
-        memory_bytes: int | None = UNLIMITED_BYTES,
-    ):
-        self.columns, self.policy, self.objective = columns, policy, objective
-        self.allows, self.report, self.memory_bytes = allows, report, memory_bytes
-        self.judge = Judge(columns, policy, objective, reserve_factor_of)
-        self._of_policies = starts
-        self._searched: dict[tuple[int | None, float], _BudgetSearch] = {}
-
-    @property
-    def profile(self) -> Profile:
-        """The layers."""
-        return self.columns.profile
+class Search(Problem):
+    """The search for one profile, any number of budgets. All plans are remembered; arguments as for `Problem`."""
 
     @functools.cached_property
-    def starts(self) -> Sequence[Plan]:
-        """Plans of other policies."""
-        self.report("plans of all policies")
-        return self._of_policies()
-
-    @functools.cached_property
-    def rows(self) -> Rows:
-        """The estimates."""
-        self.report("costs of all choices")
-        return Rows(self.judge)
+    def searched(self) -> dict[tuple[int | None, float], _BudgetSearch]:
+        """The searches so far, by budget and share of the work."""
+        return {}
 
     def within(self, budget_bytes: int | None, share: float = 1.0) -> _BudgetSearch:
         """The search within a budget, or without one.
@@ -149,34 +105,15 @@ class Search:
           BudgetError: if no plan fits.
         """
         key = budget_bytes, share
-        if key not in self._searched:
+        if key not in self.searched:
             if budget_bytes is not None:
                 least, codes = self.judge.needed_bytes(self.leanest), self.leanest
                 again = sum(self.columns.all[code].remat is Remat.FULL for code in codes)
                 check_budget(self.policy, budget_bytes, least, again)
-            self._searched[key] = _BudgetSearch(self, budget_bytes, share)
+            self.searched[key] = _BudgetSearch(self, budget_bytes, share)
             with _without_collector():
-                self._searched[key].run()
-        return self._searched[key]
-
-    @functools.cached_property
-    def leanest(self) -> np.ndarray:
-        """The plan with the least memory: a uniform one by DHA, then moves that save memory, one after another."""
-        self.report("the plan with the least memory")
-        choices = itertools.product((Mode.DHA, Mode.RELOAD), (GradientPlace.HOST, GradientPlace.DEVICE), Remat)
-        starts = [self.columns.uniform(Column(*choice)) for choice in choices]
-        best = min(filter(self.allows, starts), key=self.judge.needed_bytes)
-        late = np.array([column.mode is Mode.DFGB for column in self.columns.all])
-        for _ in range(len(best)):
-            least, moves = self.judge.needed_bytes(best), self.rows.moves(best)
-            leaner = np.argsort(moves.num_bytes.max(axis=0), kind="stable")[:_CHECKED]
-            tried = (moves.taken(self.columns, best, move) for move in leaner)
-            better = [each for each in tried if each is not None and self.allows(each) and not late[each].any()]
-            found = min(better, key=self.judge.needed_bytes, default=best)
-            if self.judge.needed_bytes(found) >= least:
-                break
-            best = found
-        return best
+                self.searched[key].run()
+        return self.searched[key]
 
 
 class _BudgetSearch:
@@ -323,7 +260,7 @@ class _BudgetSearch:
         self._try_families()
 
     def _starts(self) -> Iterator[np.ndarray]:
-        for searched in self.search._searched.values():
+        for searched in self.search.searched.values():
             if searched._best is not None and searched.best.needed_bytes <= self.limit:
                 yield searched.best.codes
         if self.budget_bytes is not None:
@@ -359,7 +296,7 @@ class _BudgetSearch:
             saved = now_bytes.max() - (now_bytes[:, None] + moves.num_bytes).max(axis=0)
             enough = saved >= needed - self.limit
             ranks = np.where(enough, seconds, np.inf) if enough.any() else -saved
-            made = (moves.taken(self.columns, codes, move) for move in np.argsort(ranks, kind="stable")[:_CHECKED])
+            made = (moves.taken(self.columns, codes, move) for move in np.argsort(ranks, kind="stable")[:MOST_CHECKED])
             better = next((each for each in made if each is not None and self.search.allows(each)), None)
             if better is None or (self.judge.needed_bytes(better, self._subgroups) >= needed and not enough.any()):
                 return None
@@ -397,7 +334,7 @@ class _BudgetSearch:
         Moves like others that failed are not tried again.
         """
         self._learn_from(current)
-        num_left, too_large = _CHECKED, set[Kinds]()
+        num_left, too_large = MOST_CHECKED, set[Kinds]()
         tried = collections.Counter(tuple(kind[1:] for kind in kinds) for kinds in failed)
         for kinds, made in self._ranking.of(current.codes, current.needs, current.objective_s):
             is_known = any((kind,) in failed for kind in kinds)
@@ -462,7 +399,7 @@ class _BudgetSearch:
             if less < (0, 0, 0):
                 ranked.append((less, seconds[move], move))
         failed = 0
-        for _, _, move in sorted(ranked, key=lambda each: each[:2])[:_CHECKED]:
+        for _, _, move in sorted(ranked, key=lambda each: each[:2])[:MOST_CHECKED]:
             made = moves.taken(self.columns, codes, move)
             if made is None or made.tobytes() in self._tried or not self._fits(made):
                 continue
