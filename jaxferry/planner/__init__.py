@@ -1,9 +1,10 @@
 """Chooses plans: policies, searches, bounds.
 
 registry, base         policies by name            auto, exact            the searches
-memferry, baselines    the papers' policies        bounds, place_bound    what no plan can undercut
+memferry, baselines    the papers' policies        options, place_bound   what no plan can undercut
 preference             which of two plans wins     planning               one plan, a comparison, a sweep
-granularity, merging   how fine layers are         neighbours, search     local changes, pools of plans
+granularity, merging   how fine layers are         problem, search        plans of columns, judged by the simulator
+columns, moves         choices, and their costs    budget                 the plan that fits as the engine counts
 """
 
 import lazy_loader

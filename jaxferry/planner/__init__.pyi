@@ -11,6 +11,10 @@ from .base import gradients_to_host as gradients_to_host
 from .base import read_objective as read_objective
 from .base import with_update_order as with_update_order
 from .baselines import L2L as L2L
+from .budget import Peak as Peak
+from .budget import fastest_that_fits as fastest_that_fits
+from .budget import first_that_fits as first_that_fits
+from .budget import fit as fit
 from .columns import Column as Column
 from .columns import Columns as Columns
 from .exact import Exact as Exact
@@ -40,7 +44,6 @@ from .planning import SweepPoint as SweepPoint
 from .planning import as_run as as_run
 from .planning import check_updates as check_updates
 from .planning import copies_bytes as copies_bytes
-from .planning import fastest_that_fits as fastest_that_fits
 from .planning import knee as knee
 from .planning import make_plan as make_plan
 from .planning import pareto_front as pareto_front

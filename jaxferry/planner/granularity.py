@@ -175,6 +175,14 @@ class FinestPlanner:
         self._candidates = _candidates(profile, wanted)
         self._planners = {name: planner_of(each, policy, request) for name, each in self._candidates.items()}
 
+    def nearest(self, budget_bytes: int | None) -> tuple[Profile, Plan]:
+        """Likewise, with the gap; within the smallest feasible budget if that is larger."""
+        try:
+            chosen, plan = self.plan(budget_bytes)
+        except BudgetError as error:
+            chosen, plan = self.plan(budget_bytes := error.smallest_bytes)
+        return chosen, with_gap(chosen, plan, budget_bytes)
+
     def plan(self, budget_bytes: int | None) -> tuple[Profile, Plan]:
         """The profile that was planned for, and the plan within a budget."""
         found, errors = dict[str, tuple[Profile, Plan]](), list[BudgetError]()

@@ -12,7 +12,6 @@ import pytest
 
 import models
 from jaxferry.engine import (
-    Peak,
     ReadyTasks,
     TaskList,
     derivatives_of,
@@ -25,6 +24,7 @@ from jaxferry.engine import (
 )
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
+from jaxferry.planner import Peak
 from jaxferry.step import NO_JOINS, Joins, Kind, Lane, LayerPlan, Operation, Plan, ProgramKind, Source, Target, Updates
 
 PROGRAMS = (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD)
