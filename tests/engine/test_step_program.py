@@ -265,7 +265,7 @@ def test_as_many_loads_run_ahead_as_the_budget_has_room_for(parts, derivatives):
 
 def test_sums_on_the_device_change_nothing_but_which_groups_are_summed(parts, derivatives):
     program = program_of(parts, derivatives, [Mode.GFGB])
-    summed = program.with_sums_of(frozenset({1, 2}))
+    summed = dataclasses.replace(program, summed=frozenset({1, 2}))
     assert dataclasses.replace(summed, summed=frozenset()).instructions == program.instructions
     assert summed.summed == {1, 2}
 
