@@ -13,7 +13,7 @@ from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.planner.base import Objective
 from jaxferry.planner.columns import Column, Columns
 from jaxferry.planner.judge import Judge
-from jaxferry.planner.moves import Rows
+from jaxferry.planner.moves import Estimates
 from jaxferry.step import Plan
 
 UNLIMITED_BYTES = 2**53
@@ -65,10 +65,10 @@ class Problem:
         return self._of_policies()
 
     @functools.cached_property
-    def rows(self) -> Rows:
+    def estimates(self) -> Estimates:
         """The estimates."""
         self.report("costs of all choices")
-        return Rows(self.judge)
+        return Estimates(self.judge)
 
     @functools.cached_property
     def leanest(self) -> np.ndarray:
@@ -79,7 +79,7 @@ class Problem:
         best = min(filter(self.allows, starts), key=self.judge.needed_bytes)
         late = np.array([column.mode is Mode.DFGB for column in self.columns.all])
         for _ in range(len(best)):
-            least, moves = self.judge.needed_bytes(best), self.rows.moves(best)
+            least, moves = self.judge.needed_bytes(best), self.estimates.moves(best)
             leaner = np.argsort(moves.num_bytes.max(axis=0), kind="stable")[:MOST_CHECKED]
             tried = (moves.taken(self.columns, best, move) for move in leaner)
             better = [each for each in tried if each is not None and self.allows(each) and not late[each].any()]

@@ -30,7 +30,7 @@ from jaxferry.modes import Mode, Remat, Subgroups, UpdatePlace
 from jaxferry.planner.base import check_budget
 from jaxferry.planner.columns import Column, streamable_groups
 from jaxferry.planner.judge import Judged
-from jaxferry.planner.moves import Kinds, Ranking, Rows
+from jaxferry.planner.moves import Estimates, Kinds, Ranking
 from jaxferry.planner.place_bound import Solution, solve
 from jaxferry.planner.preference import longest_equal_s, preferred
 from jaxferry.planner.problem import MOST_CHECKED, UNLIMITED_BYTES, Problem
@@ -147,13 +147,13 @@ class _BudgetSearch:
         self.is_complete = False
 
     @functools.cached_property
-    def rows(self) -> Rows:
+    def estimates(self) -> Estimates:
         """The estimates, with the rows of this search's plans: its rows for other budgets would mislead."""
-        return self.search.rows.copied()
+        return self.search.estimates.copied()
 
     @functools.cached_property
     def _ranking(self) -> Ranking:
-        return Ranking(self.rows, self.limit, self._slots_bytes)
+        return Ranking(self.estimates, self.limit, self._slots_bytes)
 
     @property
     def best(self) -> Judged:
@@ -206,7 +206,7 @@ class _BudgetSearch:
         needs = self.judge.needs(codes, self._subgroups)
         fits = needs.natural <= self.limit
         if not fits and not self.is_complete:
-            self.rows.add_place(needs)
+            self.estimates.add_place(needs)
         return fits
 
     def _simulate(self, codes: np.ndarray) -> Judged | None:
@@ -224,7 +224,7 @@ class _BudgetSearch:
         # With updates by need a plan is faster than the cycle of the other order says.
         in_order = judged.plan.update_order is UpdateOrder.BACKWARD
         if judged.objective_s > 0 and in_order and not self.is_complete:
-            self.rows.add(judged.critical)
+            self.estimates.add(judged.critical)
 
     def _keep(self, judged: Judged) -> None:
         key = judged.codes.tobytes()
@@ -277,7 +277,7 @@ class _BudgetSearch:
         """Simulates plans of two columns: each simulation tells which others are not as fast as they seem."""
         most = self.judge.effort + int(_SHARE_OF_FAMILIES * self._most_effort)
         limit = None if self.budget_bytes is None else self.limit * _NEAR
-        for codes, seconds in itertools.islice(of_two_columns(self.columns, self.rows, limit), _FAMILIES):
+        for codes, seconds in itertools.islice(of_two_columns(self.columns, self.estimates, limit), _FAMILIES):
             if seconds >= self.best.objective_s * _LIKELY_FAMILY or self.judge.effort > most or self._is_proven:
                 return
             if codes.tobytes() not in self._tried and self._fits(codes):
@@ -285,12 +285,12 @@ class _BudgetSearch:
 
     def _repaired(self, codes: np.ndarray) -> np.ndarray | None:
         """The plan, changed by moves that save memory until it fits; None if they do not suffice."""
-        rows = self.rows
+        estimates = self.estimates
         for _ in range(_REPAIRS):
             if self._fits(codes):
                 return codes
             needs = self.judge.needs(codes, self._subgroups)
-            now_s, now_bytes, moves = rows.seconds(codes), rows.bytes_of(needs), rows.moves(codes)
+            now_s, now_bytes, moves = estimates.seconds(codes), estimates.bytes_of(needs), estimates.moves(codes)
             needed = needs.natural
             seconds = (now_s[:, None] + moves.seconds).max(axis=0)
             saved = now_bytes.max() - (now_bytes[:, None] + moves.num_bytes).max(axis=0)
@@ -354,9 +354,9 @@ class _BudgetSearch:
             before_s = self.best.objective_s
             near = [each for each in self.known.values() if each.objective_s <= self.best.objective_s * _NEAR]
             codes = near[self._random.integers(len(near))].codes
-            rows, failed = self.rows, failed + 1
-            moves = rows.moves(codes)
-            seconds = (rows.seconds(codes)[:, None] + moves.seconds).max(axis=0)
+            estimates, failed = self.estimates, failed + 1
+            moves = estimates.moves(codes)
+            seconds = (estimates.seconds(codes)[:, None] + moves.seconds).max(axis=0)
             likely = np.flatnonzero(seconds <= self.best.objective_s * _LIKELY)
             if not len(likely):
                 return
@@ -389,9 +389,9 @@ class _BudgetSearch:
         """Plans one move away that rely less on the machine model and count as equal to the fastest."""
         if current.score == 0:
             return
-        rows, codes, reliance = self.rows, current.codes, self.columns.reliance
-        moves, ranked = rows.moves(codes), []
-        now_s = rows.seconds(codes)
+        estimates, codes, reliance = self.estimates, current.codes, self.columns.reliance
+        moves, ranked = estimates.moves(codes), []
+        now_s = estimates.seconds(codes)
         holds = now_s <= longest_s
         seconds = (now_s[holds, None] + moves.seconds[holds]).max(axis=0)
         for move in np.flatnonzero(seconds <= longest_s).tolist():
