@@ -2,7 +2,7 @@
 
 registry, base         policies by name            auto, exact            the searches
 memferry, baselines    the papers' policies        options, place_bound   what no plan can undercut
-preference             which of two plans wins     planning               one plan, a comparison, a sweep
+preference             which of two plans wins     planning, comparison   one plan, all policies, a sweep
 granularity, merging   how fine layers are         problem, search        plans of columns, judged by the simulator
 columns, moves         choices, and their costs    budget                 the plan that fits as the engine counts
 """

@@ -20,11 +20,15 @@ from jaxferry.costs import JAX_SHARE, JAX_SHARE_VARIABLE
 from jaxferry.errors import BudgetError
 from jaxferry.modes import Mode, Remat, UpdatePlace
 from jaxferry.partition import Layer
+from jaxferry.planner.baselines import L2L, NativeOverlapped
 from jaxferry.planner.preference import longest_equal_s
 from jaxferry.step import LayerPlan, Loads, Plan
 from jaxferry.units import format_bytes
 
 T = TypeVar("T")
+
+SIMPLE_POLICIES = (NativeOverlapped.name, L2L.name)
+"""Policies whose plans `auto` takes where they fit as counted and are faster than what it plans itself and fits."""
 
 _MOST_PLANS = 8
 """The most budgets that are tried."""
