@@ -47,13 +47,13 @@ from .planning import as_run as as_run
 from .planning import check_updates as check_updates
 from .planning import copies_bytes as copies_bytes
 from .planning import make_plan as make_plan
+from .planning import make_policy as make_policy
 from .planning import plan_for as plan_for
 from .planning import planner_of as planner_of
+from .planning import policies as policies
 from .planning import with_gap as with_gap
 from .preference import EQUAL_WITHIN as EQUAL_WITHIN
 from .preference import longest_equal_s as longest_equal_s
 from .preference import preferred as preferred
 from .preference import score_of as score_of
-from .registry import make_policy as make_policy
-from .registry import policies as policies
 from .twin_flow import TwinFlow as TwinFlow

@@ -9,8 +9,8 @@ from jaxferry.errors import BudgetError
 from jaxferry.planner.base import Request
 from jaxferry.planner.granularity import FinestPlanner, candidates
 from jaxferry.planner.place_bound import any_plan_lower_bound_s
+from jaxferry.planner.planning import policies
 from jaxferry.planner.preference import longest_equal_s
-from jaxferry.planner.registry import policies
 from jaxferry.step import Plan, needed_bytes, simulate
 
 _ROUNDING = 1e-12

@@ -1,4 +1,4 @@
-"""Plans of one policy, with their predictions and gaps."""
+"""All policies by name, and the plans of one of them, with their predictions and gaps."""
 
 import dataclasses
 import functools
@@ -8,11 +8,13 @@ from jaxferry.costs import Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.planner.auto import Auto, AutoSearch
-from jaxferry.planner.base import Objective, Request, read_objective
+from jaxferry.planner.base import Objective, Policy, Request, read_objective
+from jaxferry.planner.baselines import L2L, NativeOffload, NativeOverlapped, ZeroOffload
 from jaxferry.planner.columns import updatable_groups
-from jaxferry.planner.exact import gap_details
+from jaxferry.planner.exact import Exact, gap_details
+from jaxferry.planner.memferry import GOMemFerry, MemFerry
 from jaxferry.planner.place_bound import any_plan_lower_bound_s
-from jaxferry.planner.registry import make_policy
+from jaxferry.planner.twin_flow import TwinFlow
 from jaxferry.step import Plan, Updates, predict
 
 Planner = Callable[[int | None], Plan]
@@ -21,6 +23,38 @@ Planner = Callable[[int | None], Plan]
 
 FULL_LAYERS = 96
 _SECONDS_OF = {Objective.FORWARD: "forward_s", Objective.STEP: "step_s", Objective.STEADY: "steady_step_s"}
+
+
+_POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (
+        ZeroOffload,
+        NativeOffload,
+        NativeOverlapped,
+        L2L,
+        TwinFlow,
+        MemFerry,
+        GOMemFerry,
+        Exact,
+        Auto,
+    )
+}
+
+
+def policies() -> tuple[str, ...]:
+    """The names of all policies, baselines first."""
+    return tuple(_POLICIES)
+
+
+def make_policy(name: str) -> Policy:
+    """The policy with this name.
+
+    Raises:
+      InputError: if there is none; the message lists all policies.
+    """
+    if name not in _POLICIES:
+        raise InputError(f"unknown policy {name!r}; the policies are {', '.join(policies())}")
+    return _POLICIES[name]()
 
 
 def make_plan(
@@ -36,7 +70,7 @@ def make_plan(
 
     Args:
       profile: the layers' times in seconds and sizes in bytes.
-      policy: one of `jaxferry.planner.registry.policies()`.
+      policy: one of `policies()`.
       objective: what `exact` makes least.
       reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device; None for the policy's
         default.
