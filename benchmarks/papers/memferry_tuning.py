@@ -16,7 +16,8 @@ from figures import Row, arguments, new_figure, save, write
 from paper_models import known_models
 
 from jaxferry.costs import Profile, estimate_profile, find_machine
-from jaxferry.planner import AutoSearch, Request, SweepPoint, knee, make_plan, sweep
+from jaxferry.modes import MODULE
+from jaxferry.planner import AutoSearch, Request, SweepPoint, knee, make_plan, sweep_finest
 from jaxferry.step import Lane, predict, simulate
 
 MACHINE = "a100-pcie3"
@@ -154,7 +155,7 @@ def main() -> None:
     profiles = {model.name: estimate_profile(model.layers(), machine) for model in known_models()}
     shares = utilization(profiles["GPT-2-medium"])
     curves = {
-        name: [point.to_json() for point in sweep(profile, "go-memferry", FACTORS, None, Request())]
+        name: [point.to_json() for point in sweep_finest(profile, "go-memferry", FACTORS, None, Request(), MODULE)]
         for name, profile in profiles.items()
     }
     alone = {name: alone_s(profile, FACTORS) for name, profile in profiles.items()}

@@ -1,6 +1,6 @@
 """The engine: lowers a plan to a step program, and runs it.
 
-lowering, memory, budget    the step program, its memory     runner      runs steps, rolls back what fails
+lowering, memory            the step program, its memory     runner      runs steps, rolls back what fails
 programs                    compiled for the device          step        one step in progress
 executor                    one function an operation        state       what outlives a step
 lanes, ready_tasks          threads, and what may start      recorder    when each task ran

@@ -1,7 +1,3 @@
-from .budget import fit as fit
-from .budget import groups_to_keep as groups_to_keep
-from .budget import groups_to_reserve as groups_to_reserve
-from .budget import loads_ahead as loads_ahead
 from .device_updates import DeviceUpdateCompiler as DeviceUpdateCompiler
 from .evaluator import Evaluator as Evaluator
 from .executor import OPERATIONS as OPERATIONS
@@ -15,8 +11,10 @@ from .lifetimes import unsplit_by_step as unsplit_by_step
 from .lowering import lower as lower
 from .lowering import summed_groups as summed_groups
 from .lowering import widened_groups as widened_groups
-from .memory import Peak as Peak
 from .memory import footprints as footprints
+from .memory import groups_to_keep as groups_to_keep
+from .memory import groups_to_reserve as groups_to_reserve
+from .memory import loads_ahead as loads_ahead
 from .memory import peak_bytes as peak_bytes
 from .pending import UNSCALED as UNSCALED
 from .pending import DeviceCopies as DeviceCopies

@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.engine.memory import Peak
 from jaxferry.engine.pending import task_errors
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.state import TrainState
 from jaxferry.errors import BudgetError
 from jaxferry.partition import ForwardPartition
+from jaxferry.planner import Peak
 from jaxferry.step import ProgramKey, ProgramKind, Source, Target
 from jaxferry.transport import Buffer, DeviceLayer, Placement, Transport, deferred_interrupts, unsplit_bytes
 from jaxferry.units import format_bytes

@@ -3,14 +3,14 @@
     instructions --copies, gradients, values, cotangents at each place--> Footprint of each program --maximum--> Peak
 
 The count needs no thread and no device. `Footprint.total` adds the temporaries that XLA reports for each compiled
-program.
+program. What a budget leaves beside them holds the next step's loads, their buffers, and copies between micro-batches.
 """
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,38 +18,13 @@ import jax
 import numpy as np
 
 from jaxferry.partition import Derivative, Partition, Segment
-from jaxferry.step import Instruction, Lane, Operation, ProgramKey, ProgramKind, StepProgram
+from jaxferry.planner import Peak
+from jaxferry.step import Instruction, Lane, Operation, ProgramKey, ProgramKind, StepProgram, leading_loads
 
 _SCALAR_BYTES = {ProgramKind.FORWARD: 1, ProgramKind.LOSS: 5, ProgramKind.BACKWARD: 4}
 """Until the step ends, programs keep a flag for finite outputs and the norm of their gradient."""
 
 PRELUDE_BYTES = 1  # likewise the flag of what runs before the first layer
-
-
-@dataclasses.dataclass(frozen=True)
-class Peak:
-    """The most device memory that a step needs, in bytes.
-
-    Attributes:
-      parameters: parameters only.
-      array_bytes: parameters, values between segments, residuals and gradients.
-      counted: all of these and the temporaries of the running program.
-      unsplit: returns the memory to leave for what the device's allocator hands out beyond that.
-    """
-
-    parameters: int
-    array_bytes: int
-    counted: int
-    unsplit: Callable[[], int] = dataclasses.field(default=int, repr=False, compare=False)
-
-    @functools.cached_property
-    def total(self) -> int:
-        """What the device's allocator may report as in use."""
-        return self.counted + self.unsplit()
-
-    def fits(self, budget_bytes: int | None) -> bool:
-        """Whether a budget has room for it; None has room for everything."""
-        return budget_bytes is None or (self.counted <= budget_bytes and self.total <= budget_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,3 +328,75 @@ class Transfers:
                 gone = sum(size for index, size in self._gradients_at[place].items() if index <= arrived)
                 more[place] = max(more[place], copies[place] - gone)
         return copies, more
+
+
+def loads_ahead(
+    program: StepProgram, peak_of: Callable[[Sequence[int]], Peak], budget_bytes: int | None = None
+) -> tuple[int, ...]:
+    """Returns the loads that may run before their step is called: as many leading loads as fit.
+
+    They never raise the peak of parameters within one step, and keep the total within the budget. `peak_of` takes the
+    loads that run in the previous step.
+    """
+    leading = leading_loads(program.schedule)
+    return leading[: _most(len(leading), lambda count: peak_of(leading[:count]), budget_bytes)]
+
+
+def _most(num: int, peak_of: Callable[[int], Peak], budget_bytes: int | None) -> int:
+    """How many of `num` fit into the budget without a higher peak of parameters than with none."""
+    within = peak_of(0)
+
+    def takes_more(count: int) -> bool:
+        peak = peak_of(count)
+        return peak.parameters > within.parameters or not peak.fits(budget_bytes)
+
+    return bisect.bisect_right(range(1, num + 1), False, key=takes_more)
+
+
+def groups_to_reserve(
+    program: StepProgram, ahead: Sequence[int], peak_of: Callable[[StepProgram], Peak], budget_bytes: int | None = None
+) -> frozenset[int]:
+    """Returns the groups whose device buffers may stay allocated until their load for the next step.
+
+    In new memory, a load would wait for all programs issued before, which may use it. The layer's own buffers are free:
+    the load waits for the group's update on the host, the update for the gradient, and the gradient for the last
+    program that reads the copy. Groups that are loaded first are taken, as long as the peak of parameters does not rise
+    and the total is within the budget. Buffers that another load of the step takes over are left to it.
+    """
+    tasks, left = program.schedule.tasks, {d.load for i in program.programs for d in i.drops if not d.is_reused}
+    untrained = {use.group for use in program.partition.uses if not use.is_trained}
+    groups = [
+        program.instructions[load].group
+        for load in ahead
+        if load in left and any(tasks[other].lane is Lane.HOST for other in tasks[load].after_previous)
+    ]
+    groups = [g for g in groups if program.loaded[g] == 1 and g not in untrained and g not in program.kept]
+
+    def reserved(count: int) -> Peak:
+        return peak_of(dataclasses.replace(program, reserved=frozenset(groups[:count])))
+
+    return frozenset(groups[: _most(len(groups), reserved, budget_bytes)])
+
+
+def groups_to_keep(
+    program: StepProgram,
+    temporary_bytes: Mapping[ProgramKey, int],
+    other_bytes: int = 0,
+    budget_bytes: int | None = None,
+) -> frozenset[int]:
+    """Returns the groups whose loaded copies may stay on the device between micro-batches.
+
+    Each that fits beside the others is taken: first those that are loaded twice, then those that are needed first.
+    Arguments as for `footprints`.
+    """
+    groups = sorted(program.loaded, key=lambda group: -program.loaded[group])
+    if budget_bytes is None:
+        return frozenset(groups)
+    totals = np.array([found.total for found in footprints(program, temporary_bytes, other_bytes)])
+    counted, kept = Transfers(program, ()).copies_of, set()
+    for group in groups:
+        more = program.partition.layers[group].num_bytes - counted[group]
+        if (totals + more).max() <= budget_bytes:
+            totals += more
+            kept.add(group)
+    return frozenset(kept)

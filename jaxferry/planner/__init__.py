@@ -1,10 +1,11 @@
 """Chooses plans: policies, searches, bounds.
 
-registry, base         policies by name            auto, exact            the searches
-memferry, baselines    the papers' policies        bounds, place_bound    what no plan can undercut
-preference             which of two plans wins     planning               one plan, a comparison, a sweep
-granularity, merging   how fine layers are         neighbours, search     local changes, pools of plans
-tilings                in how many tiles programs run
+planning, base          policies by name, their plans    auto, exact            the searches
+memferry, baselines     the papers' policies             problem, search        plans of columns, simulated
+columns, moves          choices, and their costs         options, place_bound   what no plan can undercut
+preference              which of two plans wins          comparison             all policies, a sweep
+granularity, merging    how fine layers are              budget                 the plan that fits as the engine counts
+tilings                 in how many tiles programs run
 """
 
 import lazy_loader

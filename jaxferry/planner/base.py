@@ -49,50 +49,71 @@ from jaxferry.units import format_bytes
 _ROUNDING = 1e-12
 
 
+def steady_s(schedules: StepSchedules, memory_bytes: int | None, by_need: bool) -> float:
+    """The seconds of the steady step."""
+    return schedules.steady(memory_bytes).seconds(by_need)
+
+
 def with_update_order(profile: Profile, plan: Plan) -> Plan:
-    """The plan with the order of updates that has the shorter steady step; ties go to backward order.
+    """The plan with the order of updates that has the shorter steady step, see `best_order`.
 
     If no times are known, the order is by need unless a layer is RESIDENT.
+
+    Raises:
+      InputError: if the plan is for another profile.
+    """
+    schedules = StepSchedules(profile, plan)
+    if any(task.duration_s > 0 for task in schedules.within(plan.memory_bytes).tasks):
+        return best_order(plan, schedules)[0]
+    order = UpdateOrder.BACKWARD if Mode.RESIDENT in plan.modes else UpdateOrder.NEED
+    return dataclasses.replace(plan, update_order=order)
+
+
+def best_order(
+    plan: Plan,
+    schedules: StepSchedules,
+    seconds: Callable[[StepSchedules, int | None, bool], float] = steady_s,
+    may_gain: Callable[[float], bool] = lambda _: True,
+    is_thorough: bool = True,
+) -> tuple[Plan, float]:
+    """The plan with the order of updates that takes less time, with its seconds; ties go to backward order.
 
     More `memory_bytes` never makes the result slower. In backward order, fewer waits never slow a step. By need they
     could, since a greedy order gives no such guarantee. So by need the plan is tried without `memory_bytes`, and with
     them only if they end all waits for room.
 
-    Raises:
-      InputError: if the plan is for another profile.
+    Args:
+      plan: the plan.
+      schedules: its tasks.
+      seconds: what is to be least, from the tasks, `memory_bytes` and whether updates go by need.
+      may_gain: whether updates by need may be faster than these seconds in backward order.
+      is_thorough: whether it tries updates by need without `memory_bytes` even if these make no program wait.
     """
-    return best_order(plan, StepSchedules(profile, plan))[0]
-
-
-def best_order(plan: Plan, schedules: StepSchedules) -> tuple[Plan, float]:
-    """Likewise, with the steady step's seconds; 0 if no times are known. `schedules` are those of the plan."""
-    schedules = schedules.in_order(UpdateOrder.BACKWARD)
-    step = schedules.within(plan.memory_bytes)
-    if not any(task.duration_s > 0 for task in step.tasks):
-        order = UpdateOrder.BACKWARD if Mode.RESIDENT in plan.modes else UpdateOrder.NEED
-        return dataclasses.replace(plan, update_order=order), 0.0
+    memory_bytes, schedules = plan.memory_bytes, schedules.in_order(UpdateOrder.BACKWARD)
+    least_s = seconds(schedules, memory_bytes, False)
     best = dataclasses.replace(plan, update_order=UpdateOrder.BACKWARD)
-    least_s = schedules.steady(plan.memory_bytes).seconds(by_need=False)
-    if sum(task.lane is Lane.HOST for task in step.tasks) < 2:
-        return best, least_s  # the host has no choice
-    schedules = schedules.in_order(UpdateOrder.NEED)
-    if plan.memory_bytes is not None and schedules.needs.natural > plan.memory_bytes:
+    num_updates = sum(task.lane is Lane.HOST for task in schedules.within(memory_bytes).tasks)
+    if num_updates < 2 or not may_gain(least_s):
         return best, least_s
-    for memory_bytes in _memories_by_need(schedules, plan.memory_bytes):
-        found = schedules.steady(memory_bytes).seconds(by_need=True)
-        if found < least_s * (1 - _ROUNDING):
-            best = dataclasses.replace(plan, update_order=UpdateOrder.NEED, memory_bytes=memory_bytes)
-            least_s = found
+    by_need = schedules.in_order(UpdateOrder.NEED)
+    for tried_bytes in _memories_by_need(by_need, memory_bytes, is_thorough):
+        found_s = seconds(by_need, tried_bytes, True)
+        if found_s < least_s * (1 - _ROUNDING):
+            best = dataclasses.replace(plan, update_order=UpdateOrder.NEED, memory_bytes=tried_bytes)
+            least_s = found_s
     return best, least_s
 
 
-def _memories_by_need(schedules: StepSchedules, memory_bytes: int | None) -> list[int | None]:
+def _memories_by_need(schedules: StepSchedules, memory_bytes: int | None, is_thorough: bool) -> list[int | None]:
     """The `memory_bytes` to try by need."""
-    if memory_bytes is None or schedules.waits_for_room(memory_bytes):
+    if memory_bytes is None:
         return [None]
-    return (
-        [memory_bytes] if schedules.within(None).tasks == schedules.within(memory_bytes).tasks else [memory_bytes, None]
-    )
+    if schedules.needs.natural > memory_bytes:
+        return []
+    if schedules.waits_for_room(memory_bytes):
+        return [None]
+    is_same = not is_thorough or schedules.within(None).tasks == schedules.within(memory_bytes).tasks
+    return [memory_bytes] if is_same else [memory_bytes, None]
 
 
 MOST_STATES = 1 << 15

@@ -113,7 +113,6 @@ class Columns:
         self.number = {column: number for number, column in enumerate(self.all)}
         self.reliance = np.array([column.reliance for column in self.all])
         self.classes = self._classes()
-        self.class_of = {layer: number for number, members in enumerate(self.classes) for layer in members}
         self._plans = [
             [LayerPlan(layer.name, *dataclasses.astuple(column)) for column in self.all] for layer in profile.layers
         ]

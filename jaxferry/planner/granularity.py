@@ -20,8 +20,7 @@ from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import BLOCK, FASTER, GRANULARITIES, MODULE, Remat
 from jaxferry.planner.auto import Auto
 from jaxferry.planner.base import Request
-from jaxferry.planner.place_bound import any_plan_lower_bound_s
-from jaxferry.planner.planning import Compared, Planner, SweepPoint, as_run, compare_plans, planner_of, sweep, with_gap
+from jaxferry.planner.planning import as_run, planner_of, with_gap
 from jaxferry.planner.preference import Placed, longest_equal_s, preferred, score_of
 from jaxferry.step import Kind, LayerPlan, Plan, needed_bytes, predict, schedule_step
 
@@ -123,40 +122,7 @@ def plan_finest(profile: Profile, policy: str, request: Request, granularity: st
     return chosen, with_gap(chosen, plan, budget_bytes)
 
 
-def compare_finest(profile: Profile, request: Request, granularity: str) -> Compared:
-    """Every policy's answer to the same request, each with what `plan_finest` plans.
-
-    Raises:
-      BudgetError: as for `jaxferry.planner.planning.compare_plans`.
-    """
-    budget_bytes = request.memory_budget_bytes
-    planned = _candidates(profile, granularity).values()
-    bound_s = min(any_plan_lower_bound_s(each, budget_bytes) for each in planned)
-
-    def plan(policy: str) -> tuple[Profile, Plan]:
-        return FinestPlanner(profile, policy, request, granularity).plan(budget_bytes)
-
-    return compare_plans(plan, bound_s, request)
-
-
-def sweep_finest(
-    profile: Profile,
-    policy: str,
-    reserve_factors: list[float],
-    budgets_bytes: list[int] | None,
-    request: Request,
-    granularity: str,
-) -> list[SweepPoint]:
-    """Like `jaxferry.planner.planning.sweep`, with what `plan_finest` plans."""
-
-    def planner_at(profile: Profile, policy: str, request: Request) -> Planner:
-        found = FinestPlanner(profile, policy, request, granularity)
-        return lambda budget_bytes: found.plan(budget_bytes)[1]
-
-    return sweep(profile, policy, reserve_factors, budgets_bytes, request, planner_at)
-
-
-def _candidates(profile: Profile, granularity: str) -> dict[str, Profile]:
+def candidates(profile: Profile, granularity: str) -> dict[str, Profile]:
     """The profiles of the granularities among which a plan is chosen."""
     check_granularity(granularity)
     blocks = coarser(profile)
@@ -172,7 +138,7 @@ class FinestPlanner:
         self._profile, self._policy, self._granularity = profile, policy, granularity
         # Policy auto also takes a plan for blocks as one for layers as they are.
         wanted = FASTER if granularity == MODULE and policy == Auto.name else granularity
-        self._candidates = _candidates(profile, wanted)
+        self._candidates = candidates(profile, wanted)
         self._planners = {name: planner_of(each, policy, request) for name, each in self._candidates.items()}
 
     def plan(self, budget_bytes: int | None) -> tuple[Profile, Plan]:
@@ -199,6 +165,14 @@ class FinestPlanner:
             return found[BLOCK]
         is_worth_it = longest_equal_s(step_s(*found[MODULE])) < step_s(*found[BLOCK])
         return found[MODULE if is_worth_it else BLOCK]
+
+    def nearest(self, budget_bytes: int | None) -> tuple[Profile, Plan]:
+        """Likewise, with the gap; within the smallest feasible budget if that is larger."""
+        try:
+            chosen, plan = self.plan(budget_bytes)
+        except BudgetError as error:
+            chosen, plan = self.plan(budget_bytes := error.smallest_bytes)
+        return chosen, with_gap(chosen, plan, budget_bytes)
 
 
 def _add_finer(found: dict[str, tuple[Profile, Plan]], profile: Profile, budget_bytes: int | None) -> None:

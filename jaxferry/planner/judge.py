@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxferry.costs import Profile
 from jaxferry.modes import Mode, Subgroups
-from jaxferry.planner.base import Objective
+from jaxferry.planner.base import Objective, best_order, steady_s
 from jaxferry.planner.columns import Columns
 from jaxferry.planner.preference import score_of
 from jaxferry.step import (
@@ -31,7 +31,6 @@ from jaxferry.step import (
     step_s,
 )
 
-_ROUNDING = 1e-12
 _GAIN = 1e-4
 
 
@@ -160,7 +159,8 @@ class Judge:
         self.effort += len(schedules.within(memory_bytes).tasks)
         plan = dataclasses.replace(schedules.plan, memory_bytes=memory_bytes)
         cycle, num_steps = self._critical(schedules, memory_bytes)
-        plan, seconds = self._ordered(plan, schedules, cycle)
+        tries = functools.partial(self._tries_order, schedules, memory_bytes, cycle)
+        plan, seconds = best_order(plan, schedules, self._seconds, tries, self.is_thorough)
         counts, size = Counts(), len(codes)
         for task in cycle:
             # Of an update in several parts, each part of the cycle counts as much of the whole as it is.
@@ -177,30 +177,10 @@ class Judge:
         ends = (Kind.FORWARD, Kind.INTER_FORWARD) if self.objective is Objective.FORWARD else None
         return [one.schedule.tasks[index] for index in critical_path(one, ends)], 1
 
-    def _ordered(self, plan: Plan, schedules: StepSchedules, critical: Sequence[Task]) -> tuple[Plan, float]:
-        """The plan in the order of updates that is faster, and its objective in seconds."""
-        seconds, memory_bytes = self._seconds(schedules, plan, False), plan.memory_bytes
-        if not self._tries_order(schedules, memory_bytes, seconds, critical):
-            return plan, seconds
-        other = schedules.in_order(UpdateOrder.NEED)
-        if memory_bytes is not None and other.needs.natural > memory_bytes:
-            return plan, seconds
-        streams = memory_bytes is not None and other is schedules and any(plan.updates_streamed)
-        if streams and self._seconds(other, plan, True) >= seconds * (1 - _ROUNDING):
-            return plan, seconds  # whether these wait for room takes long to say
-        # As in `best_order`: a greedy order may be slower with more memory, so that counts only if it ends all waits.
-        by_need = plan
-        if memory_bytes is not None and other.waits_for_room(memory_bytes):
-            by_need = dataclasses.replace(plan, memory_bytes=None)
-        by_need_s = self._seconds(other, by_need, True)
-        if by_need_s < seconds * (1 - _ROUNDING):
-            return dataclasses.replace(by_need, update_order=UpdateOrder.NEED), by_need_s
-        return plan, seconds
-
     def _tries_order(
-        self, schedules: StepSchedules, memory_bytes: int | None, seconds: float, critical: Sequence[Task]
+        self, schedules: StepSchedules, memory_bytes: int | None, critical: Sequence[Task], seconds: float
     ) -> bool:
-        """Whether another order of updates may be faster: some, but not all, critical tasks are updates in a row."""
+        """Whether updates by need may be faster: some, but not all, critical tasks are updates in a row."""
         if self.objective is not Objective.STEADY or self.is_thorough:
             return self.objective is not Objective.FORWARD
         on_host = [task.lane is Lane.HOST for task in critical]
@@ -208,10 +188,10 @@ class Judge:
         may_gain = schedules.steady(memory_bytes).least_s < seconds * (1 - _GAIN)
         return in_a_row and not all(on_host) and may_gain
 
-    def _seconds(self, schedules: StepSchedules, plan: Plan, by_need: bool) -> float:
+    def _seconds(self, schedules: StepSchedules, memory_bytes: int | None, by_need: bool) -> float:
         if self.objective is Objective.STEADY:
-            return schedules.steady(plan.memory_bytes).seconds(by_need)
-        step = dataclasses.replace(schedules.within(plan.memory_bytes), updates_by_need=by_need)
+            return steady_s(schedules, memory_bytes, by_need)
+        step = dataclasses.replace(schedules.within(memory_bytes), updates_by_need=by_need)
         return (forward_s if self.objective is Objective.FORWARD else step_s)(run(step))
 
 

@@ -22,7 +22,7 @@ from jaxferry.costs import SHARING, LayerProfile, Profile
 from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
 from jaxferry.planner.columns import Column, Columns
 from jaxferry.planner.judge import Counts, Judge
-from jaxferry.step import Demand, Kind, Lane, with_shared_work
+from jaxferry.step import Demand, Kind, Lane, program_bytes, with_shared_work
 
 _MOST_ROWS = 96
 _MOST_PLACES = 24
@@ -66,7 +66,7 @@ class Moves:
         return columns.with_column(codes, self.layers(move), self.column[move])
 
 
-class Rows:
+class Estimates:
     """Estimates of steady steps and of memory by column.
 
     Args:
@@ -108,8 +108,8 @@ class Rows:
         self.places.update(dict.fromkeys(every))
         self.bytes = np.stack([self._bytes.at(*place) for place in self.places])
 
-    def copied(self) -> Rows:
-        """Rows to add others to."""
+    def copied(self) -> Estimates:
+        """The same estimates, to which rows of one budget's plans may be added."""
         found = copy.copy(self)
         found._order, found.places = self._order.copy(), self.places.copy()
         return found
@@ -193,19 +193,13 @@ class _Bytes:
         def of(held: Callable[[LayerProfile, Column], int]) -> np.ndarray:
             return np.array([[held(layer, column) for column in every] for layer in profile.layers])
 
-        def forward(layer: LayerProfile, column: Column) -> int:
-            return layer.forward_bytes(column.mode in (Mode.DHA, Mode.DFGB), column.remat is Remat.FULL)
-
-        def backward(layer: LayerProfile, column: Column) -> int:
-            is_dha, on_host = column.mode is Mode.DHA, column.gradient is GradientPlace.HOST
-            gradient_bytes = layer.device_gradient_bytes * (not on_host)
-            return layer.backward_bytes(is_dha, on_host, column.remat is Remat.FULL) + gradient_bytes
-
         def copies(layer: LayerProfile, column: Column, *modes: Mode) -> int:
             return layer.param_bytes * (column.mode in modes)
 
-        self._programs = of(forward), of(backward)
-        self._kept = of(lambda layer, column: layer.kept_bytes(column.remat is Remat.FULL))
+        own = [[program_bytes(x, c.mode, c.gradient, c.remat is Remat.FULL) for c in every] for x in profile.layers]
+        forward, backward, self._kept = np.moveaxis(np.array(own), 2, 0)
+        gradients = of(lambda layer, column: layer.device_gradient_bytes * (column.gradient is GradientPlace.DEVICE))
+        self._programs = forward, backward + gradients
         self._state = of(lambda layer, column: layer.state_bytes * (column.update is UpdatePlace.RESIDENT))
         # After its backward a copy is free, and that for the next step mostly waits for updates of layers before it.
         self._resident = of(lambda layer, column: copies(layer, column, Mode.RESIDENT))
@@ -238,13 +232,14 @@ class Ranking:
     """Moves from a plan, alone and in pairs, by what they promise.
 
     Args:
-      rows: the estimates.
+      estimates: of seconds and bytes.
       limit: bytes that plans may need.
       slots_bytes: memory of the subgroups of updates that stream.
     """
 
-    def __init__(self, rows: Rows, limit: int, slots_bytes: int):
-        self._rows, self._columns, self._limit, self._slots_bytes = rows, rows.columns, limit, slots_bytes
+    def __init__(self, estimates: Estimates, limit: int, slots_bytes: int):
+        self._estimates, self._columns = estimates, estimates.columns
+        self._limit, self._slots_bytes = limit, slots_bytes
         self._streams = np.array([column.update is UpdatePlace.GPU for column in self._columns.all])
         self._reloads = np.array([column.mode is Mode.RELOAD for column in self._columns.all])
         self._param_bytes = [layer.param_bytes for layer in self._columns.profile.layers]
@@ -257,8 +252,8 @@ class Ranking:
           needs: its memory.
           objective_s: its seconds.
         """
-        rows, moves = self._rows, self._rows.moves(codes)
-        now_s, now_bytes = rows.seconds(codes), rows.bytes_of(needs)
+        estimates, moves = self._estimates, self._estimates.moves(codes)
+        now_s, now_bytes = estimates.seconds(codes), estimates.bytes_of(needs)
         holds = now_s <= objective_s * (1 + _GAIN)  # a way through the tasks of some plans is none in others
         now_s, more_s = now_s[holds], moves.seconds[holds]
         most_bytes, scale_s = self._limit * _ABOUT, float(now_s.max())
@@ -312,7 +307,7 @@ class Ranking:
         for number, part in enumerate(moves.parts):
             changed[part, number] = 1
         # While a backward runs, the copies of the layers that follow it are free.
-        reach = [place if is_back else size - 1 for is_back, place in self._rows.places]
+        reach = [place if is_back else size - 1 for is_back, place in self._estimates.places]
         now, more = np.cumsum(reload)[reach, None], np.cumsum(changed, axis=0)[reach]
         largest = np.array([max(self._param_bytes[layer] for layer in part) for part in moves.parts])
         added, freed = np.minimum(now + more, 2) - np.minimum(now, 2), np.minimum(now - more, 2) - np.minimum(now, 2)

@@ -1,38 +1,60 @@
-"""Plans and predictions: one policy's plan, all policies side by side, sweeps, budgets that the engine counts.
-
-Plans for a budget of which somebody else counts the bytes, more than the planner's model does.
-
-The engine knows what a device's allocator takes beyond buffers, and what programs of updates need once they are
-compiled. A plan that turns out to need too much is planned again for a budget that is smaller by the excess. What a
-plan needs beyond its model differs from plan to plan, so that step may be too long: between a budget whose plan fits
-and one whose plan does not, further budgets are tried as long as that may be worth it.
-"""
+"""All policies by name, and the plans of one of them, with their predictions and gaps."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from jaxferry.costs import Profile
-from jaxferry.errors import BudgetError, InputError
+from jaxferry.errors import InputError
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.planner.auto import Auto, AutoSearch
-from jaxferry.planner.base import Objective, Request, read_objective
-from jaxferry.planner.baselines import L2L, NativeOverlapped
+from jaxferry.planner.base import Objective, Policy, Request, read_objective
+from jaxferry.planner.baselines import L2L, NativeOffload, NativeOverlapped, ZeroOffload
 from jaxferry.planner.columns import updatable_groups
-from jaxferry.planner.exact import gap_details
+from jaxferry.planner.exact import Exact, gap_details
+from jaxferry.planner.memferry import GOMemFerry, MemFerry
 from jaxferry.planner.place_bound import any_plan_lower_bound_s
-from jaxferry.planner.preference import longest_equal_s
-from jaxferry.planner.registry import make_policy, policies
-from jaxferry.step import Plan, Updates, needed_bytes, predict, simulate
+from jaxferry.planner.twin_flow import TwinFlow
+from jaxferry.step import Plan, Updates, predict
 
 Planner = Callable[[int | None], Plan]
 """The plan for a memory budget in bytes, or for none."""
 
 
-_ROUNDING = 1e-12
 FULL_LAYERS = 96
 _SECONDS_OF = {Objective.FORWARD: "forward_s", Objective.STEP: "step_s", Objective.STEADY: "steady_step_s"}
+
+
+_POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (
+        ZeroOffload,
+        NativeOffload,
+        NativeOverlapped,
+        L2L,
+        TwinFlow,
+        MemFerry,
+        GOMemFerry,
+        Exact,
+        Auto,
+    )
+}
+
+
+def policies() -> tuple[str, ...]:
+    """The names of all policies, baselines first."""
+    return tuple(_POLICIES)
+
+
+def make_policy(name: str) -> Policy:
+    """The policy with this name.
+
+    Raises:
+      InputError: if there is none; the message lists all policies.
+    """
+    if name not in _POLICIES:
+        raise InputError(f"unknown policy {name!r}; the policies are {', '.join(policies())}")
+    return _POLICIES[name]()
 
 
 def make_plan(
@@ -48,7 +70,7 @@ def make_plan(
 
     Args:
       profile: the layers' times in seconds and sizes in bytes.
-      policy: one of `jaxferry.planner.registry.policies()`.
+      policy: one of `policies()`.
       objective: what `exact` makes least.
       reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device; None for the policy's
         default.
@@ -122,268 +144,3 @@ def copies_bytes(profile: Profile, plan: Plan) -> int:
     layers = zip(profile.layers, plan.modes, strict=True)
     read = {layer.parameters: layer.param_bytes for layer, mode in layers if mode in (Mode.DHA, Mode.DFGB)}
     return sum(read.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """One policy's row in a comparison.
-
-    Attributes:
-      policy: its name.
-      plan: its plan, or None if none fits the budget.
-      link_bytes: bytes over the host link in one step.
-      gap: steady time divided by `Compared.lower_bound_s`, minus 1.
-      smallest_bytes: the smallest budget that accepts the plan; if no plan fits, the smallest feasible one.
-      problem: the error's message, if no plan fits.
-    """
-
-    policy: str
-    plan: Plan | None
-    link_bytes: int = 0
-    gap: float = 0.0
-    smallest_bytes: int = 0
-    problem: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """The row as JSON values."""
-        if self.plan is None:
-            return {"policy": self.policy, "fits": False, "smallest_budget_bytes": self.smallest_bytes}
-        predicted = self.plan.predicted.to_json() if self.plan.predicted else {}
-        budget = {"smallest_budget_bytes": self.smallest_bytes}
-        return {
-            "policy": self.policy,
-            "fits": True,
-            **predicted,
-            "link_bytes": self.link_bytes,
-            "gap": self.gap,
-            **budget,
-        }
-
-
-@dataclasses.dataclass(frozen=True)
-class Compared:
-    """All policies side by side.
-
-    Attributes:
-      rows: one per policy.
-      lower_bound_s: no plan with any modes and any gradients has a smaller steady step. It is the same for all rows, so
-        their gaps are comparable. For plans of GFGB, DHA and DFGB `exact` proves more, and states its own gap.
-    """
-
-    rows: tuple[Comparison, ...]
-    lower_bound_s: float
-
-    def plan_of(self, policy: str) -> Plan:
-        """The plan of a policy.
-
-        Raises:
-          BudgetError: if none of its plans fits.
-        """
-        row = next(row for row in self.rows if row.policy == policy)
-        if row.plan is None:
-            raise BudgetError(row.problem, row.smallest_bytes)
-        return row.plan
-
-    def to_json(self) -> dict[str, Any]:
-        """The comparison as JSON values."""
-        return {"lower_bound_s": self.lower_bound_s, "policies": [row.to_json() for row in self.rows]}
-
-
-def compare_plans(plan: Callable[[str], tuple[Profile, Plan]], bound_s: float, request: Request) -> Compared:
-    """Every policy's answer to the same request.
-
-    Args:
-      plan: plans by the policy of this name; returns the profile that the plan is for too.
-      bound_s: no plan has a smaller steady step.
-      request: its progress is told of each policy.
-
-    Raises:
-      BudgetError: if no policy has a plan that fits; it names the smallest feasible budget of all.
-    """
-    rows = tuple(_compared(plan, request, name, bound_s) for name in policies())
-    if all(row.plan is None for row in rows):
-        leanest = min(rows, key=lambda row: row.smallest_bytes)
-        raise BudgetError(leanest.problem, leanest.smallest_bytes)
-    return Compared(rows, bound_s)
-
-
-def _compared(plan: Callable[[str], tuple[Profile, Plan]], request: Request, name: str, bound_s: float) -> Comparison:
-    request.report(name)
-    try:
-        profile, made = plan(name)
-    except BudgetError as error:
-        return Comparison(name, None, smallest_bytes=error.smallest_bytes, problem=str(error))
-    simulation = simulate(profile, made)
-    gap = simulation.steady_step_s / bound_s - 1 if bound_s > 0 else 0.0
-    gap = 0.0 if abs(gap) < _ROUNDING else gap
-    predicted = dataclasses.replace(made, predicted=simulation.predicted)
-    return Comparison(name, predicted, simulation.link_bytes, gap, needed_bytes(profile, made))
-
-
-@dataclasses.dataclass(frozen=True)
-class SweepPoint:
-    """One setting of a sweep with its plan and `predicted`, or with the error's message if no plan fits."""
-
-    reserve_factor: float
-    memory_budget_bytes: int | None
-    plan: Plan | None
-    smallest_bytes: int = 0
-    problem: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """The point as JSON values."""
-        setting = {"reserve_factor": self.reserve_factor, "memory_budget_bytes": self.memory_budget_bytes}
-        if self.plan is None or self.plan.predicted is None:
-            return {**setting, "fits": False, "smallest_budget_bytes": self.smallest_bytes}
-        return {**setting, "fits": True, **self.plan.predicted.to_json()}
-
-
-def sweep(
-    profile: Profile,
-    policy: str,
-    reserve_factors: list[float],
-    budgets_bytes: list[int] | None,
-    request: Request,
-    planner_of: Callable[[Profile, str, Request], Planner] = planner_of,
-) -> list[SweepPoint]:
-    """A policy's plan for each reserve factor and each budget; without budgets, one for each reserve factor.
-
-    A plan whose gradients satisfy a smaller factor also satisfies a larger one below 1, so a smaller factor's plan
-    stands for a larger one's that is slower and not equal (`planner/preference.py`). With 1 no gradient is GO.
-
-    Args:
-      profile: the profile.
-      policy: name of the policy.
-      reserve_factors: the factors.
-      budgets_bytes: the budgets.
-      request: the other requirements.
-      planner_of: makes the function that plans for any budget.
-
-    Raises:
-      BudgetError: if no plan fits at any setting; it names the smallest feasible budget.
-    """
-    points: list[SweepPoint] = []
-    for factor in reserve_factors:
-        asked = dataclasses.replace(request, reserve_factor=factor, memory_budget_bytes=None)
-        asked.report(f"reserve factor {factor:g}")
-        planner = planner_of(profile, policy, asked)
-        for budget in budgets_bytes if budgets_bytes is not None else [None]:
-            found = _sweep_point(planner, factor, budget)
-            other = min(_allowed(points, factor, budget), key=_steady_s, default=found)
-            points.append(other if longest_equal_s(_steady_s(other)) < _steady_s(found) else found)
-    if all(point.plan is None for point in points):
-        leanest = min(points, key=lambda point: (point.smallest_bytes, -(point.memory_budget_bytes or 0)))
-        raise BudgetError(f"at reserve factor {leanest.reserve_factor:g}, {leanest.problem}", leanest.smallest_bytes)
-    return points
-
-
-def _allowed(points: Sequence[SweepPoint], factor: float, budget: int | None) -> list[SweepPoint]:
-    """The plans for smaller factors and the same budget, as points of this factor; none for 1."""
-    return [
-        dataclasses.replace(point, reserve_factor=factor, plan=dataclasses.replace(point.plan, reserve_factor=factor))
-        for point in points
-        if point.plan is not None and point.reserve_factor <= factor < 1 and point.memory_budget_bytes == budget
-    ]
-
-
-def _steady_s(point: SweepPoint) -> float:
-    has_plan = point.plan is not None and point.plan.predicted is not None
-    return _memory_and_time(point)[1] if has_plan else float("inf")
-
-
-def _sweep_point(planner: Planner, factor: float, budget: int | None) -> SweepPoint:
-    try:
-        return SweepPoint(factor, budget, planner(budget))
-    except BudgetError as error:
-        return SweepPoint(factor, budget, None, error.smallest_bytes, str(error))
-
-
-def pareto_front(points: Sequence[SweepPoint]) -> list[SweepPoint]:
-    """The points that no other point beats in both memory and steady time, by ascending memory; one of equal points."""
-    known = []
-    for point in points:
-        if point.plan is not None and point.plan.predicted is not None:
-            known.append((*_memory_and_time(point), point))
-    known.sort(key=lambda row: row[:2])
-    front: list[tuple[int, float, SweepPoint]] = []
-    for row in known:
-        if not front or row[1] < front[-1][1]:
-            front.append(row)
-    return [point for _, _, point in front]
-
-
-def knee(points: list[SweepPoint]) -> SweepPoint | None:
-    """The point beyond which more memory stops paying.
-
-    Candidates are the points of the Pareto front. The knee is the candidate farthest below the line from the leanest to
-    the fastest one, with both axes scaled to their range. With two candidates or fewer, or with none below the line, it
-    is the fastest one.
-    """
-    front = [(*_memory_and_time(point), point) for point in pareto_front(points)]
-    if len(front) < 3:
-        return front[-1][2] if front else None
-    (low, slow, _), (high, fast, _) = front[0], front[-1]
-    return max(front[::-1], key=lambda row: (high - row[0]) / (high - low) + (slow - row[1]) / (slow - fast))[2]
-
-
-def _memory_and_time(point: SweepPoint) -> tuple[int, float]:
-    assert point.plan is not None and point.plan.predicted is not None
-    return point.plan.predicted.peak_device_bytes, point.plan.predicted.steady_step_s
-
-
-SIMPLE_POLICIES = (NativeOverlapped.name, L2L.name)
-"""Policies whose plans `auto` takes where they fit as counted and are faster than what it plans itself and fits."""
-
-_MOST_PLANS = 8
-"""The most budgets that are tried."""
-_FINEST = 1 / 512
-"""Of the budget: nearer budgets are not told apart."""
-
-
-def fastest_that_fits(
-    plan_of: Callable[[int], Plan],
-    excess_of: Callable[[Plan], int],
-    budget_bytes: int,
-    least_bytes: int = 1,
-    others: Callable[[], Iterable[Plan]] = tuple,
-) -> Plan | None:
-    """Returns the fastest plan found that needs no more than a budget, as counted; None if none does.
-
-    Args:
-      plan_of: plans for a budget in bytes.
-      excess_of: counts the bytes that a plan needs beyond the budget; 0 or less if it fits.
-      budget_bytes: the budget.
-      least_bytes: the smallest budget to plan for.
-      others: makes plans to take in place of the fastest one where they fit and are faster; called if a plan of these
-        does not fit and another one does.
-    """
-    left, best, low, failed = budget_bytes, None, None, None
-    for _ in range(_MOST_PLANS):
-        plan = plan_of(left)
-        excess_bytes = excess_of(plan)
-        if excess_bytes <= 0:
-            low = left
-            if best is None or _step_s(plan) < _step_s(best):
-                best = plan
-        else:
-            failed = left, plan
-        if failed is None or (low is None and failed[0] <= least_bytes):
-            break
-        high, too_large = failed
-        if low is None:
-            left = max(left - excess_bytes, least_bytes)
-            continue
-        assert best is not None
-        if high - low <= budget_bytes * _FINEST or _step_s(best) <= longest_equal_s(_step_s(too_large)):
-            break
-        left = (low + high) // 2
-    if failed is None or best is None:
-        return best
-    for other in others():
-        if longest_equal_s(_step_s(other)) < _step_s(best) and excess_of(other) <= 0:
-            best = dataclasses.replace(other, policy=failed[1].policy, details=failed[1].details)
-    return best
-
-
-def _step_s(plan: Plan) -> float:
-    return 0.0 if plan.predicted is None else plan.predicted.steady_step_s

@@ -22,20 +22,20 @@ import functools
 import gc
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxferry.costs import Profile
-from jaxferry.modes import GradientPlace, Mode, Remat, Subgroups, UpdatePlace
-from jaxferry.planner.base import Objective, check_budget
-from jaxferry.planner.columns import Column, Columns, streamable_groups
-from jaxferry.planner.judge import Judge, Judged
-from jaxferry.planner.moves import Kinds, Ranking, Rows
+from jaxferry.modes import Mode, Remat, Subgroups, UpdatePlace
+from jaxferry.planner.base import check_budget
+from jaxferry.planner.columns import Column, streamable_groups
+from jaxferry.planner.judge import Judged
+from jaxferry.planner.moves import Estimates, Kinds, Ranking
 from jaxferry.planner.place_bound import Solution, solve
 from jaxferry.planner.preference import longest_equal_s, preferred
+from jaxferry.planner.problem import MOST_CHECKED, UNLIMITED_BYTES, Problem
 from jaxferry.planner.starts import of_two_columns, rounded
-from jaxferry.step import Plan, UpdateOrder, slots_bytes
+from jaxferry.step import UpdateOrder, slots_bytes
 
 MOST_EFFORT = 130_000
 """The tasks of the plans that a search for one budget lowers or simulates."""
@@ -46,9 +46,6 @@ _EFFORT_A_LAYER = 350
 _LONG = 96
 """With more layers that takes as long as half of the effort."""
 
-UNLIMITED_BYTES = 2**53
-"""What plans may need without a budget."""
-
 MOST_ENUMERATED = 729
 """The most plans that are all simulated."""
 
@@ -57,7 +54,6 @@ _PLANS_A_LAYER = 18
 _PROVEN = 1 + 1e-4
 _GAIN = 1e-6
 
-_CHECKED = 40
 _FAMILIES = 200
 _SHARE_OF_FAMILIES = 0.4
 _LIKELY_FAMILY = 1.04
@@ -90,53 +86,13 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-class Search:
-    """The search for one profile, any number of budgets. All plans are remembered.
-
-    Args:
-      columns: what the plans consist of.
-      policy: the name that the plans carry.
-      objective: what is to be least.
-      allows: whether a plan with these columns, (layers,), may be taken.
-      reserve_factor_of: the reserve factor of a plan with these columns.
-      starts: plans of other policies.
-      report: called with a short description as each part of a long search starts.
-      memory_bytes: `memory_bytes` of plans without a budget.
-    """
-
-    def __init__(
-        self,
-        columns: Columns,
-        policy: str,
-        objective: Objective,
-        allows: Callable[[np.ndarray], bool],
-        reserve_factor_of: Callable[[np.ndarray], float],
-        starts: Callable[[], Sequence[Plan]],
-        report: Callable[[str], None],
-        memory_bytes: int | None = UNLIMITED_BYTES,
-    ):
-        self.columns, self.policy, self.objective = columns, policy, objective
-        self.allows, self.report, self.memory_bytes = allows, report, memory_bytes
-        self.judge = Judge(columns, policy, objective, reserve_factor_of)
-        self._of_policies = starts
-        self._searched: dict[tuple[int | None, float], _BudgetSearch] = {}
-
-    @property
-    def profile(self) -> Profile:
-        """The layers."""
-        return self.columns.profile
+class Search(Problem):
+    """The search for one profile, any number of budgets. All plans are remembered; arguments as for `Problem`."""
 
     @functools.cached_property
-    def starts(self) -> Sequence[Plan]:
-        """Plans of other policies."""
-        self.report("plans of all policies")
-        return self._of_policies()
-
-    @functools.cached_property
-    def rows(self) -> Rows:
-        """The estimates."""
-        self.report("costs of all choices")
-        return Rows(self.judge)
+    def searched(self) -> dict[tuple[int | None, float], _BudgetSearch]:
+        """The searches so far, by budget and share of the work."""
+        return {}
 
     def within(self, budget_bytes: int | None, share: float = 1.0) -> _BudgetSearch:
         """The search within a budget, or without one.
@@ -149,34 +105,15 @@ class Search:
           BudgetError: if no plan fits.
         """
         key = budget_bytes, share
-        if key not in self._searched:
+        if key not in self.searched:
             if budget_bytes is not None:
                 least, codes = self.judge.needed_bytes(self.leanest), self.leanest
                 again = sum(self.columns.all[code].remat is Remat.FULL for code in codes)
                 check_budget(self.policy, budget_bytes, least, again)
-            self._searched[key] = _BudgetSearch(self, budget_bytes, share)
+            self.searched[key] = _BudgetSearch(self, budget_bytes, share)
             with _without_collector():
-                self._searched[key].run()
-        return self._searched[key]
-
-    @functools.cached_property
-    def leanest(self) -> np.ndarray:
-        """The plan with the least memory: a uniform one by DHA, then moves that save memory, one after another."""
-        self.report("the plan with the least memory")
-        choices = itertools.product((Mode.DHA, Mode.RELOAD), (GradientPlace.HOST, GradientPlace.DEVICE), Remat)
-        starts = [self.columns.uniform(Column(*choice)) for choice in choices]
-        best = min(filter(self.allows, starts), key=self.judge.needed_bytes)
-        late = np.array([column.mode is Mode.DFGB for column in self.columns.all])
-        for _ in range(len(best)):
-            least, moves = self.judge.needed_bytes(best), self.rows.moves(best)
-            leaner = np.argsort(moves.num_bytes.max(axis=0), kind="stable")[:_CHECKED]
-            tried = (moves.taken(self.columns, best, move) for move in leaner)
-            better = [each for each in tried if each is not None and self.allows(each) and not late[each].any()]
-            found = min(better, key=self.judge.needed_bytes, default=best)
-            if self.judge.needed_bytes(found) >= least:
-                break
-            best = found
-        return best
+                self.searched[key].run()
+        return self.searched[key]
 
 
 class _BudgetSearch:
@@ -210,13 +147,13 @@ class _BudgetSearch:
         self.is_complete = False
 
     @functools.cached_property
-    def rows(self) -> Rows:
+    def estimates(self) -> Estimates:
         """The estimates, with the rows of this search's plans: its rows for other budgets would mislead."""
-        return self.search.rows.copied()
+        return self.search.estimates.copied()
 
     @functools.cached_property
     def _ranking(self) -> Ranking:
-        return Ranking(self.rows, self.limit, self._slots_bytes)
+        return Ranking(self.estimates, self.limit, self._slots_bytes)
 
     @property
     def best(self) -> Judged:
@@ -269,7 +206,7 @@ class _BudgetSearch:
         needs = self.judge.needs(codes, self._subgroups)
         fits = needs.natural <= self.limit
         if not fits and not self.is_complete:
-            self.rows.add_place(needs)
+            self.estimates.add_place(needs)
         return fits
 
     def _simulate(self, codes: np.ndarray) -> Judged | None:
@@ -287,7 +224,7 @@ class _BudgetSearch:
         # With updates by need a plan is faster than the cycle of the other order says.
         in_order = judged.plan.update_order is UpdateOrder.BACKWARD
         if judged.objective_s > 0 and in_order and not self.is_complete:
-            self.rows.add(judged.critical)
+            self.estimates.add(judged.critical)
 
     def _keep(self, judged: Judged) -> None:
         key = judged.codes.tobytes()
@@ -323,7 +260,7 @@ class _BudgetSearch:
         self._try_families()
 
     def _starts(self) -> Iterator[np.ndarray]:
-        for searched in self.search._searched.values():
+        for searched in self.search.searched.values():
             if searched._best is not None and searched.best.needed_bytes <= self.limit:
                 yield searched.best.codes
         if self.budget_bytes is not None:
@@ -340,7 +277,7 @@ class _BudgetSearch:
         """Simulates plans of two columns: each simulation tells which others are not as fast as they seem."""
         most = self.judge.effort + int(_SHARE_OF_FAMILIES * self._most_effort)
         limit = None if self.budget_bytes is None else self.limit * _NEAR
-        for codes, seconds in itertools.islice(of_two_columns(self.columns, self.rows, limit), _FAMILIES):
+        for codes, seconds in itertools.islice(of_two_columns(self.columns, self.estimates, limit), _FAMILIES):
             if seconds >= self.best.objective_s * _LIKELY_FAMILY or self.judge.effort > most or self._is_proven:
                 return
             if codes.tobytes() not in self._tried and self._fits(codes):
@@ -348,18 +285,18 @@ class _BudgetSearch:
 
     def _repaired(self, codes: np.ndarray) -> np.ndarray | None:
         """The plan, changed by moves that save memory until it fits; None if they do not suffice."""
-        rows = self.rows
+        estimates = self.estimates
         for _ in range(_REPAIRS):
             if self._fits(codes):
                 return codes
             needs = self.judge.needs(codes, self._subgroups)
-            now_s, now_bytes, moves = rows.seconds(codes), rows.bytes_of(needs), rows.moves(codes)
+            now_s, now_bytes, moves = estimates.seconds(codes), estimates.bytes_of(needs), estimates.moves(codes)
             needed = needs.natural
             seconds = (now_s[:, None] + moves.seconds).max(axis=0)
             saved = now_bytes.max() - (now_bytes[:, None] + moves.num_bytes).max(axis=0)
             enough = saved >= needed - self.limit
             ranks = np.where(enough, seconds, np.inf) if enough.any() else -saved
-            made = (moves.taken(self.columns, codes, move) for move in np.argsort(ranks, kind="stable")[:_CHECKED])
+            made = (moves.taken(self.columns, codes, move) for move in np.argsort(ranks, kind="stable")[:MOST_CHECKED])
             better = next((each for each in made if each is not None and self.search.allows(each)), None)
             if better is None or (self.judge.needed_bytes(better, self._subgroups) >= needed and not enough.any()):
                 return None
@@ -397,7 +334,7 @@ class _BudgetSearch:
         Moves like others that failed are not tried again.
         """
         self._learn_from(current)
-        num_left, too_large = _CHECKED, set[Kinds]()
+        num_left, too_large = MOST_CHECKED, set[Kinds]()
         tried = collections.Counter(tuple(kind[1:] for kind in kinds) for kinds in failed)
         for kinds, made in self._ranking.of(current.codes, current.needs, current.objective_s):
             is_known = any((kind,) in failed for kind in kinds)
@@ -417,9 +354,9 @@ class _BudgetSearch:
             before_s = self.best.objective_s
             near = [each for each in self.known.values() if each.objective_s <= self.best.objective_s * _NEAR]
             codes = near[self._random.integers(len(near))].codes
-            rows, failed = self.rows, failed + 1
-            moves = rows.moves(codes)
-            seconds = (rows.seconds(codes)[:, None] + moves.seconds).max(axis=0)
+            estimates, failed = self.estimates, failed + 1
+            moves = estimates.moves(codes)
+            seconds = (estimates.seconds(codes)[:, None] + moves.seconds).max(axis=0)
             likely = np.flatnonzero(seconds <= self.best.objective_s * _LIKELY)
             if not len(likely):
                 return
@@ -452,9 +389,9 @@ class _BudgetSearch:
         """Plans one move away that rely less on the machine model and count as equal to the fastest."""
         if current.score == 0:
             return
-        rows, codes, reliance = self.rows, current.codes, self.columns.reliance
-        moves, ranked = rows.moves(codes), []
-        now_s = rows.seconds(codes)
+        estimates, codes, reliance = self.estimates, current.codes, self.columns.reliance
+        moves, ranked = estimates.moves(codes), []
+        now_s = estimates.seconds(codes)
         holds = now_s <= longest_s
         seconds = (now_s[holds, None] + moves.seconds[holds]).max(axis=0)
         for move in np.flatnonzero(seconds <= longest_s).tolist():
@@ -462,7 +399,7 @@ class _BudgetSearch:
             if less < (0, 0, 0):
                 ranked.append((less, seconds[move], move))
         failed = 0
-        for _, _, move in sorted(ranked, key=lambda each: each[:2])[:_CHECKED]:
+        for _, _, move in sorted(ranked, key=lambda each: each[:2])[:MOST_CHECKED]:
             made = moves.taken(self.columns, codes, move)
             if made is None or made.tobytes() in self._tried or not self._fits(made):
                 continue

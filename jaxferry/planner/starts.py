@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
 from jaxferry.planner.columns import Column, Columns
-from jaxferry.planner.moves import Rows
+from jaxferry.planner.moves import Estimates
 from jaxferry.planner.place_bound import Solution
 
 _LEAST_SHARE = 1e-6
@@ -58,7 +58,9 @@ def rounded(columns: Columns, solution: Solution) -> Iterator[np.ndarray]:
         yield columns.agreed(codes)
 
 
-def of_two_columns(columns: Columns, rows: Rows, most_bytes: float | None) -> Iterator[tuple[np.ndarray, float]]:
+def of_two_columns(
+    columns: Columns, estimates: Estimates, most_bytes: float | None
+) -> Iterator[tuple[np.ndarray, float]]:
     """Plans with one column for the first layers and another one for the rest, with the seconds that the rows say.
 
     Always the one that is the fastest by all rows so far: rows may be added meanwhile.
@@ -76,9 +78,9 @@ def of_two_columns(columns: Columns, rows: Rows, most_bytes: float | None) -> It
         found: np.ndarray = (head[:, :, None] + rest[:, None]).max(axis=0)
         return found
 
-    seconds, seen = largest(rows.rows), len(rows.rows)
+    seconds, seen = largest(estimates.rows), len(estimates.rows)
     if most_bytes is not None:
-        seconds[largest(rows.bytes) > most_bytes] = np.inf
+        seconds[largest(estimates.bytes) > most_bytes] = np.inf
     while True:
         index = int(np.argmin(seconds))
         least_s = float(seconds.flat[index])
@@ -87,6 +89,6 @@ def of_two_columns(columns: Columns, rows: Rows, most_bytes: float | None) -> It
         seconds.flat[index] = np.inf
         first, second, cut = np.unravel_index(index, seconds.shape)
         yield columns.agreed(np.where(np.arange(size) < cuts[cut], uniform[first], uniform[second])), least_s
-        if len(rows.rows) > seen:
-            seconds = np.maximum(seconds, largest(rows.rows[seen:]))
-        seen = len(rows.rows)
+        if len(estimates.rows) > seen:
+            seconds = np.maximum(seconds, largest(estimates.rows[seen:]))
+        seen = len(estimates.rows)

@@ -8,10 +8,10 @@ import numpy as np
 from jaxferry.costs import Profile, backward_variant
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.step.copies import Copies, Copy
+from jaxferry.step.effective_plan import EffectivePlan, load_order
 from jaxferry.step.gradient_room import CROSSING_SLOTS, NO_WAIT
-from jaxferry.step.holdings import load_order, of_program, staying, streamed, updated_on_device
-from jaxferry.step.plans import Loads, Plan, UpdateOrder, Updates
-from jaxferry.step.streaming import Forwards, LateUpdates, StateStreams, kept_gradients
+from jaxferry.step.plans import UpdateOrder
+from jaxferry.step.streaming import Forwards, LateUpdates, StateStreams
 from jaxferry.step.tasks import Kind, Lane, Schedule, StepTasks
 
 
@@ -32,31 +32,31 @@ def fetch_seconds_a_byte(profile: Profile) -> float:
 
 
 class StepBuilder:
-    """Emits the tasks of one step in dispatch order, from an effective plan.
+    """Emits the tasks of one step in dispatch order.
 
     Args:
-      profile: the layers.
-      plan: the plan.
+      effective: the plan.
       room: for each layer, the layer whose offload its backward waits for, or `NO_WAIT`.
       left_bytes: by layer, what its forward leaves of device memory.
     """
 
-    def __init__(self, profile: Profile, plan: Plan, room: Sequence[int], left_bytes: np.ndarray):
-        self.profile, self.plan = profile, plan
+    def __init__(self, effective: EffectivePlan, room: Sequence[int], left_bytes: np.ndarray):
+        self.effective, self.profile, plan = effective, effective.profile, effective.plan
+        profile = self.profile
         self.layers, self.modes, self.gradients = profile.layers, plan.modes, plan.gradients
-        self.recomputes = of_program(profile, plan.recomputes)
-        self.on_device, self.through_gpu = updated_on_device(profile, plan), streamed(profile, plan)
+        self.recomputes, self.after_all = effective.recomputes, effective.after_all
+        self.on_device, self.through_gpu = effective.on_device, effective.through_gpu
         self.room, self.left_bytes = room, left_bytes
         self.save_s_a_byte = profile.once(save_seconds_a_byte)
         self.fetch_s_a_byte = profile.once(fetch_seconds_a_byte)
         self.list = StepTasks(profile)
-        self.copies = Copies(profile, plan, self.recomputes, self.list)
+        self.copies = Copies(effective, self.list)
         self.saves_of_programs: list[tuple[int, ...]] = []
         self.fetched: dict[int, int] = {}
         self.last_program = -1
         self.forwards: dict[int, int] = {}
         speeds = self.fetch_s_a_byte, self.save_s_a_byte
-        self.streams = StateStreams(profile, self.list, *speeds, staying(profile, plan), plan.subgroups)
+        self.streams = StateStreams(profile, self.list, *speeds, effective.staying, plan.subgroups)
         self.arrivals: dict[int, int] = {}
         self.offloads: dict[int, int] = {}
         self.host_gradients: dict[int, int] = {}
@@ -68,7 +68,7 @@ class StepBuilder:
     def build(self) -> Schedule:
         """Emits all tasks."""
         order = range(len(self.layers))
-        if self.plan.loads is Loads.BULK:
+        if self.effective.bulk:
             self.bulk_forwards()
         else:
             for members in self.profile.programs:
@@ -78,7 +78,7 @@ class StepBuilder:
         num_forward_tasks = len(self.list.tasks)
         for members in reversed(self.profile.programs):
             self.backward(members[::-1])
-        if self.plan.updates is Updates.AFTER_ALL:
+        if self.after_all:
             everything = self.last_arrivals()
             for layer in reversed(order):
                 self.update_on_device(layer, everything)
@@ -94,7 +94,7 @@ class StepBuilder:
         groups = self.profile.groups
         resident_bytes = sum(self.layers[groups[group][0]].param_bytes for group in self.copies.resident)
         resident_bytes += sum(self.layers[groups[group][0]].state_bytes for group in self.on_device)
-        by_need = self.plan.update_order is UpdateOrder.NEED
+        by_need = self.effective.plan.update_order is UpdateOrder.NEED
         return Schedule(tuple(self.list.tasks), resident_bytes, 1, by_need, self.profile.contention)
 
     def bulk_forwards(self) -> None:
@@ -187,7 +187,7 @@ class StepBuilder:
         end = self.last_program
         for layer in members:
             self.gradient(layer, tasks[layer], end)
-        if self.plan.updates is Updates.OVERLAPPED:
+        if not self.after_all:
             for layer in members:
                 self.update_on_device(layer, ())
                 self.stream(layer, (end,))
@@ -241,7 +241,7 @@ class StepBuilder:
             if grad_on_host:
                 self.list[backward].host_start_bytes += profile.grad_bytes
                 self.host_gradients[layer] = backward
-            if self.plan.updates is Updates.OVERLAPPED:
+            if not self.after_all:
                 members = self.profile.groups[group]
                 self.update(layer, tuple(self.arrivals[other] for other in members if other in self.arrivals))
 
@@ -293,10 +293,9 @@ class StepBuilder:
     def list_late_updates(self, num_forward_tasks: int) -> None:
         """Lists the updates through the GPU that run between the forwards of the next step."""
         if self.streams.left_groups:
-            kept = kept_gradients(self.profile, self.through_gpu, self.plan.updates is Updates.AFTER_ALL)
             sizes = dict.fromkeys(self.through_gpu, 0)
             for layer, profile in enumerate(self.layers):
-                if self.profile.group_of[layer] in sizes and layer not in kept:
+                if self.profile.group_of[layer] in sizes and layer not in self.effective.kept:
                     sizes[self.profile.group_of[layer]] += profile.device_gradient_bytes
             reads: dict[int, list[int]] = {}
             of_copies = (each for each in self.waits_for_refresh if each[1] in self.streams.staying)

@@ -1,11 +1,10 @@
 """The copies of parameters that the programs of one step read on the device."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-from jaxferry.costs import Profile
 from jaxferry.modes import Mode
-from jaxferry.step.plans import Plan
+from jaxferry.step.effective_plan import EffectivePlan
 from jaxferry.step.tasks import Kind, Lane, StepTasks
 
 
@@ -30,19 +29,16 @@ class Copies:
       ahead: by layer, the copy that its backward will read, where that is known already.
     """
 
-    def __init__(self, profile: Profile, plan: Plan, recomputes: Sequence[bool], tasks: StepTasks):
-        self.profile, self.modes, self.recomputes, self.tasks = profile, plan.modes, recomputes, tasks
+    def __init__(self, effective: EffectivePlan, tasks: StepTasks):
+        self.profile, self.modes, self.recomputes = effective.profile, effective.modes, effective.recomputes
+        self.tasks = tasks
         self.all: list[Copy] = []
         self.first_loads: list[tuple[int, int]] = []
         self.held: dict[int, Copy] = {}
         self.fused: dict[int, Copy] = {}
         self.reload_uses: list[int] = []
         self.ahead: dict[int, Copy | None] = {}
-        self.resident = {
-            group
-            for group, members in enumerate(profile.groups)
-            if any(self.modes[layer] is Mode.RESIDENT for layer in members)
-        }
+        self.resident = {group for group, is_resident in enumerate(effective.resident) if is_resident}
 
     def load(self, kind: Kind, layer: int, after: tuple[int, ...] = ()) -> Copy:
         """Emits a load of a layer's group, which waits for these tasks."""

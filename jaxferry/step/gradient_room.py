@@ -8,7 +8,7 @@ Names: a **place** is a program's position in the step. Layer l's forward has pl
 Layers of one program (`shares_program`) have neighbouring places: the first of them waits for all, and the last of them
 ends the program. So their copies stay, and their gradients leave, from there on.
 
-- `copy_bytes` (`jaxferry.step.holdings`): bytes of copies that may exist at each place.
+- `copy_bytes` (`jaxferry.step.effective_plan`): bytes of copies that may exist at each place.
 - `Demand.natural`: the most memory that the step needs in any case: the only outstanding gradient is the program's own.
 - limit: the larger of `natural` and the plan's `memory_bytes`.
 - A backward with demand n may run while gradients of limit - n bytes are outstanding. It waits for as many of the
@@ -34,9 +34,9 @@ from typing import Self
 
 import numpy as np
 
-from jaxferry.costs import Profile
+from jaxferry.costs import LayerProfile, Profile
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.step.holdings import Holdings, Spans, copy_bytes, staying
+from jaxferry.step.effective_plan import EffectivePlan, Spans, copy_bytes
 from jaxferry.step.streaming import slots_bytes
 
 CROSSING_SLOTS = 2
@@ -45,6 +45,15 @@ CROSSING_SLOTS = 2
 NO_WAIT = -1
 UNLIMITED = 2**62
 """A limit in bytes under which no backward waits for room."""
+
+
+def program_bytes(layer: LayerProfile, mode: Mode, gradient: GradientPlace, recomputes: bool) -> tuple[int, int, int]:
+    """What a layer's forward and its backward need of their own, and what it keeps from one to the other, in bytes."""
+    return (
+        layer.forward_bytes(mode in (Mode.DHA, Mode.DFGB), recomputes),
+        layer.backward_bytes(mode is Mode.DHA, gradient is GradientPlace.HOST, recomputes),
+        layer.kept_bytes(recomputes),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,23 +78,19 @@ class Demand:
     natural: int
 
     @classmethod
-    def of(cls, held: Holdings) -> Self:
+    def of(cls, effective: EffectivePlan) -> Self:
         """The needs of each program, see the module's docstring."""
-        profile, layers = held.profile, held.profile.layers
-        size, spans = len(layers), Spans.of(held)
-        now, free, following = copy_bytes(held, spans)
-        now += _all_the_time(held)
+        profile, layers = effective.profile, effective.profile.layers
+        size, spans = len(layers), Spans.of(effective)
+        now, free, following = copy_bytes(effective, spans)
+        now += _all_the_time(effective)
         left, fetched = profile.once(_crossing_bytes)
-        own_forward, own_backward, kept = (np.empty(size, dtype=np.int64) for _ in range(3))
-        for index, (layer, mode, again) in enumerate(zip(layers, held.modes, held.recomputes, strict=True)):
-            on_host = held.plan.layers[index].gradient is GradientPlace.HOST
-            own_forward[index] = layer.forward_bytes(mode in (Mode.DHA, Mode.DFGB), again)
-            own_backward[index] = layer.backward_bytes(mode is Mode.DHA, on_host, again)
-            kept[index] = layer.kept_bytes(again)
-        own_backward += _of_program_so_far(profile, np.array(held.until_update, dtype=np.int64))
+        chosen = zip(layers, effective.modes, effective.plan.gradients, effective.recomputes, strict=True)
+        own_forward, own_backward, kept = np.array(list(itertools.starmap(program_bytes, chosen)), dtype=np.int64).T
+        own_backward = own_backward + _of_program_so_far(profile, np.array(effective.until_update, dtype=np.int64))
         kept = np.cumsum(kept)
         kept_after = np.concatenate([[0], kept[:-1]])
-        gradient = np.array(held.gradient_bytes, dtype=np.int64) * held.offloads
+        gradient = np.array(effective.gradient_bytes, dtype=np.int64) * effective.offloads
         back = 2 * size - 1 - np.arange(size)
         early = now + following
         forward = np.maximum(early[:size] + own_forward, early[1 : size + 1] + fetched[1 : size + 1])
@@ -103,27 +108,27 @@ class Demand:
         before = np.where(runs_back, backward(now + free) + own, 0)
         after = np.where(runs_back, backward(early) + _of_program_so_far(profile, beside), 0)
         needs = cls(forward, before, after, beside_below, gradient, int(forward.max()))
-        needs = needs._with_next_forwards(held, spans, own)
+        needs = needs._with_next_forwards(effective, spans, own)
         return dataclasses.replace(
             needs, natural=int(max(forward.max(), needs.backward.max(), needs.backward_after.max()))
         )
 
-    def _with_next_forwards(self, held: Holdings, spans: Spans, own: np.ndarray) -> Self:
+    def _with_next_forwards(self, effective: EffectivePlan, spans: Spans, own: np.ndarray) -> Self:
         """Adds the next step's forwards that may run while gradients of this step are still outstanding.
 
         Args:
-          held: the layers' loads and copies.
+          effective: the plan.
           spans: when copies may exist.
           own: bytes of the gradients that leave, of each layer and later ones of its program, (layers,).
         """
-        size, profile = len(held.profile.layers), held.profile
-        if held.holds_up[0] or not any(held.holds_up):
+        size, profile = len(effective.profile.layers), effective.profile
+        if effective.holds_up[0] or not any(effective.holds_up):
             return self
-        lowest, offloads = held.holds_up.index(True), held.lowest_offloads()
+        lowest, offloads = effective.holds_up.index(True), effective.lowest_offloads()
         ended = np.minimum.accumulate([offloads[group] for group in profile.group_of])
         changes = np.zeros(2 * size + 2, dtype=np.int64)
-        for layer, num_bytes in enumerate(held.param_bytes):
-            if held.loads_forward[layer] and spans.next_waits_for[layer] < size:
+        for layer, num_bytes in enumerate(effective.param_bytes):
+            if effective.loads_forward[layer] and spans.next_waits_for[layer] < size:
                 changes[spans.first_start[layer]] += num_bytes
                 changes[spans.first_end[layer] + 1] -= num_bytes
         absent = np.cumsum(changes)
@@ -137,14 +142,14 @@ class Demand:
         return dataclasses.replace(self, backward=before, backward_after=after)
 
 
-def _all_the_time(held: Holdings) -> int:
+def _all_the_time(effective: EffectivePlan) -> int:
     """Bytes in use all the time: RESIDENT copies, with what stays beside them, and what streams through the GPU."""
-    profile = held.profile
+    profile = effective.profile
     first = [members[0] for members in profile.groups]
-    found = sum(held.param_bytes[layer] for layer in itertools.compress(first, held.resident))
-    if held.through_gpu:
-        found += slots_bytes(profile, held.through_gpu, staying(profile, held.plan), held.plan.subgroups)
-    return found + sum(held.kept.values())
+    found = sum(effective.param_bytes[layer] for layer in itertools.compress(first, effective.resident))
+    if effective.through_gpu:
+        found += slots_bytes(profile, effective.through_gpu, effective.staying, effective.plan.subgroups)
+    return found + sum(effective.kept.values())
 
 
 def _crossing_bytes(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
@@ -180,26 +185,26 @@ def _of_program_so_far(profile: Profile, sizes: np.ndarray) -> np.ndarray:
     return found
 
 
-def waits(held: Holdings, needs: Demand | None, memory_bytes: int) -> list[int]:
+def waits(effective: EffectivePlan, needs: Demand | None, memory_bytes: int) -> list[int]:
     """For each layer, the layer whose offload its backward waits for, or `NO_WAIT`.
 
     The last layer of a program, whose backward is its first part, waits for all. A backward that adds to a gradient in
     host memory also waits for the last offload of its group. No backward repeats the wait of an earlier one. The
     needs are None if memory is no limit.
     """
-    profile, size = held.profile, len(held.profile.layers)
+    profile, size = effective.profile, len(effective.profile.layers)
     least, outstanding = [0] * size, [0] * (size + 1)
     if needs is not None and memory_bytes < UNLIMITED:
-        least, outstanding = _least_to_end(held.profile, needs, memory_bytes)
+        least, outstanding = _least_to_end(effective.profile, needs, memory_bytes)
     ended, found = size, [NO_WAIT] * size
     for members in reversed(profile.programs):
         if not profile.layers[members[0]].has_backward:
             continue
         before = ended
         for layer in members:
-            if held.plan.layers[layer].gradient is GradientPlace.HOST:
+            if effective.plan.layers[layer].gradient is GradientPlace.HOST:
                 own = profile.groups[profile.group_of[layer]]
-                ended = min([ended, *(other for other in own if other > layer and held.offloads[other])])
+                ended = min([ended, *(other for other in own if other > layer and effective.offloads[other])])
         needed = max(least[layer] for layer in members)
         while outstanding[ended] < needed:
             ended -= 1

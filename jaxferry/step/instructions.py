@@ -272,10 +272,6 @@ class StepProgram:
         """Those of them whose masters and optimizer state stay on the device."""
         return self.updated_on_device - self.streamed.keys()
 
-    def with_sums_of(self, groups: frozenset[int]) -> StepProgram:
-        """The same step, with the gradients of these groups summed on the device."""
-        return dataclasses.replace(self, summed=groups)
-
 
 def arrivals_of(partition: Partition, widened: Collection[int]) -> list[Arrival]:
     """Returns the form in which the gradient of each group arrives for an update on the host.

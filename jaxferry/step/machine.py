@@ -329,10 +329,7 @@ def _ends(of: Run, kinds: tuple[Kind, ...]) -> list[float]:
 
 
 def device_bytes(of: Run) -> list[tuple[float, int]]:
-    """Device memory over time: (seconds, bytes from then on), one entry for each change.
-
-    Memory that is freed at an instant serves an allocation at the same instant.
-    """
+    """Device memory over time, see `bytes_over_time`."""
     return device_bytes_of_steps(of.schedule, [(of.starts_s, of.ends_s)])
 
 
@@ -349,12 +346,19 @@ def device_bytes_of_steps(
     back = [task.end_bytes + task.workspace_bytes for task in schedule.tasks]
     moments = np.concatenate([np.concatenate(step) for step in steps])
     changes = np.tile(np.array([*own, *(-num_bytes for num_bytes in back)], dtype=np.int64), len(steps))
+    return bytes_over_time(schedule.resident_bytes, moments, changes)
+
+
+def bytes_over_time(first: int, moments: np.ndarray, changes: np.ndarray) -> list[tuple[float, int]]:
+    """Adds changes of memory up, from the bytes at first: (seconds, bytes from then on), one entry for each moment.
+
+    Memory that is freed at an instant serves an allocation at the same instant.
+    """
     moments, changes = moments[changes != 0], changes[changes != 0]
     times, number = np.unique(moments, return_inverse=True)
     total = np.zeros(len(times), dtype=np.int64)
     np.add.at(total, number, changes)
-    held = (schedule.resident_bytes + np.cumsum(total)).tolist()
-    return [(0.0, schedule.resident_bytes), *zip(times.tolist(), held, strict=True)]
+    return [(0.0, first), *zip(times.tolist(), (first + np.cumsum(total)).tolist(), strict=True)]
 
 
 def critical_path(of: Run, kinds: tuple[Kind, ...] | None = None) -> list[int]:

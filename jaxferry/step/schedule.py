@@ -78,27 +78,11 @@ import dataclasses
 from jaxferry.costs import Profile
 from jaxferry.modes import GradientPlace
 from jaxferry.step.builder import StepBuilder
-from jaxferry.step.gradient_room import CROSSING_SLOTS, UNLIMITED, Demand, waits
-from jaxferry.step.holdings import Holdings, effective
+from jaxferry.step.effective_plan import EffectivePlan
+from jaxferry.step.gradient_room import UNLIMITED, Demand, waits
 from jaxferry.step.machine import SteadyStep
 from jaxferry.step.plans import Plan, UpdateOrder
-from jaxferry.step.tasks import Kind, Lane, Run, Schedule, Task, dispatch_order, leading_loads, repeat
-
-__all__ = [
-    "CROSSING_SLOTS",
-    "Kind",
-    "Lane",
-    "Run",
-    "Schedule",
-    "StepSchedules",
-    "Task",
-    "dispatch_order",
-    "leading_loads",
-    "repeat",
-    "schedule_chain",
-    "schedule_step",
-    "step_demand",
-]
+from jaxferry.step.tasks import Schedule, repeat
 
 
 def schedule_step(profile: Profile, plan: Plan) -> Schedule:
@@ -127,9 +111,8 @@ class StepSchedules:
 
     def __init__(self, profile: Profile, plan: Plan):
         plan.check_profile(profile)
-        self.profile, self.plan, self.effective = profile, plan, effective(profile, plan)
-        self.held = Holdings(profile, self.effective)
-        self.needs = Demand.of(self.held)
+        self.profile, self.plan = profile, plan
+        self.effective, self.needs = step_demand(profile, plan)
         self._other_order: StepSchedules | None = None
         self._known: dict[tuple[tuple[int, ...], int], Schedule] = {}
         self._steady: dict[int, SteadyStep] = {}
@@ -151,7 +134,7 @@ class StepSchedules:
         limit = max(self.needs.natural, memory_bytes or 0)
         key = room, limit if any(self.plan.updates_streamed) else 0
         if key not in self._known:
-            self._known[key] = StepBuilder(self.profile, self.effective, room, limit - self.needs.forward).build()
+            self._known[key] = StepBuilder(self.effective, room, limit - self.needs.forward).build()
         return self._known[key]
 
     def steady(self, memory_bytes: int | None) -> SteadyStep:
@@ -171,7 +154,7 @@ class StepSchedules:
 
     def _room(self, memory_bytes: int) -> tuple[int, ...]:
         """For each layer, the layer whose offload its backward waits for, or `NO_WAIT`."""
-        return tuple(waits(self.held, self.needs, memory_bytes))
+        return tuple(waits(self.effective, self.needs, memory_bytes))
 
 
 def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:
@@ -179,10 +162,10 @@ def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:
     return repeat(schedule_step(profile, plan), steps)
 
 
-def step_demand(profile: Profile, plan: Plan) -> tuple[Holdings, Demand]:
-    """The layers' copies, and each program's need on the device, see `step/gradient_room.py`."""
-    held = Holdings(profile, effective(profile, plan))
-    return held, Demand.of(held)
+def step_demand(profile: Profile, plan: Plan) -> tuple[EffectivePlan, Demand]:
+    """The plan as it runs, and each program's need on the device, see `step/gradient_room.py`."""
+    effective = EffectivePlan(profile, plan)
+    return effective, Demand.of(effective)
 
 
 def needed_bytes(profile: Profile, plan: Plan) -> int:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.step import machine
-from jaxferry.step.holdings import updated_on_device
-from jaxferry.step.machine import Chain, device_bytes
+from jaxferry.step.effective_plan import updated_on_device
+from jaxferry.step.machine import Chain, bytes_over_time, device_bytes
 from jaxferry.step.plans import Plan, Predicted
 from jaxferry.step.schedule import schedule_step
 from jaxferry.step.shared_work import with_shared_work
@@ -177,14 +178,15 @@ def device_bytes_by_kind(run: Run, profile: Profile, plan: Plan) -> dict[str, tu
     on_device = updated_on_device(profile, plan)
     state_bytes = sum(profile.layers[profile.groups[group][0]].state_bytes for group in on_device)
     held = {PARAMETERS: run.schedule.resident_bytes - state_bytes, STATE: state_bytes}
-    changes: dict[str, list[tuple[float, int]]] = collections.defaultdict(list)
+    moments, changes = collections.defaultdict[str, list[float]](list), collections.defaultdict[str, list[int]](list)
     for index, kind, at_start, at_end in _amounts(run.schedule):
-        changes[kind] += [(run.starts_s[index], at_start), (run.ends_s[index], -at_end)]
+        moments[kind] += [run.starts_s[index], run.ends_s[index]]
+        changes[kind] += [at_start, -at_end]
     kinds = (PARAMETERS, STATE, ACTIVATIONS, GRADIENTS, TEMPORARIES)
     return {
-        kind: _held(held.get(kind, 0), changes[kind])
+        kind: tuple(bytes_over_time(held.get(kind, 0), np.array(moments[kind]), np.array(changes[kind], np.int64)))
         for kind in kinds
-        if held.get(kind) or any(size for _, size in changes[kind])
+        if held.get(kind) or any(changes[kind])
     }
 
 
@@ -199,16 +201,6 @@ def _amounts(schedule: Schedule) -> Iterator[tuple[int, str, int, int]]:
         yield index, _STARTS.get(task.kind, PARAMETERS), task.start_bytes, 0
         yield index, _ENDS.get(task.kind, PARAMETERS), 0, task.end_bytes - freed[index]
         yield index, TEMPORARIES, task.workspace_bytes, task.workspace_bytes
-
-
-def _held(first: int, changes: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
-    """Adds changes up; memory that is freed at an instant serves an allocation at the same instant."""
-    found, now = [(0.0, first)], first
-    in_order = sorted(change for change in changes if change[1])
-    for time, group in itertools.groupby(in_order, key=lambda change: change[0]):
-        now += sum(num_bytes for _, num_bytes in group)
-        found.append((time, now))
-    return tuple(found)
 
 
 _MICROSECONDS = 1e6

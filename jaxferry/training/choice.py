@@ -19,11 +19,10 @@ from jaxferry.planner import (
     FinestPlanner,
     Request,
     as_run,
+    first_that_fits,
     levels_of_tiles,
-    plan_finest,
     plan_in_tiles,
     tiles_of,
-    with_gap,
     with_update_order,
 )
 from jaxferry.step import LayerPlan, Plan, UpdateOrder, fetch_seconds_a_byte, save_seconds_a_byte
@@ -184,16 +183,12 @@ def tilings(
         return [1 if planning.tiles == AUTO else planning.tiles]
     levels = levels_of_tiles({number: _may_recompute(cut(1), estimated(cut(number))) for number in NUMBERS})
 
+    names = (planning.chooser,) if planning.chooser else SIMPLE_POLICIES
+
     def plan(index: int) -> Plan:
-        names, errors = (planning.chooser,) if planning.chooser else SIMPLE_POLICIES, list[BudgetError]()
-        for name in names:
-            try:
-                return FinestPlanner(levels[index], name, Request(planning.reserve_factor), MODULE).plan(budget_bytes)[
-                    1
-                ]
-            except BudgetError as error:
-                errors.append(error)
-        raise min(errors, key=lambda error: error.smallest_bytes)
+        request = Request(planning.reserve_factor)
+        planners = (FinestPlanner(levels[index], name, request, MODULE) for name in names)
+        return first_that_fits(functools.partial(each.plan, budget_bytes) for each in planners)[1]
 
     try:
         first, _ = plan_in_tiles(levels, budget_bytes, plan)
@@ -209,22 +204,9 @@ def best_granularity(variants: RematVariants, planning: Planning, profile: Profi
         return MODULE if list(planning.given_names) == [use.name for use in variants.base.uses] else BLOCK
     if policy is None or not profile.has_times or not any(use.place for use in variants.base.uses):
         return BLOCK
-    request = Request(planning.reserve_factor, planning.memory_budget_bytes)
     profile = _may_recompute(variants, profile)
-    try:
-        chosen, _ = plan_finest(profile, policy, request, FASTER)
-    except BudgetError as error:
-        smallest = dataclasses.replace(request, memory_budget_bytes=error.smallest_bytes)
-        chosen, _ = plan_finest(profile, policy, smallest, FASTER)
-    return MODULE if chosen is profile else BLOCK
-
-
-def leanest_plan(variants: RematVariants, planning: Planning, profile: Profile) -> Plan | None:
-    """The policy's plan for its smallest feasible budget; None if no policy chooses.
-
-    A profile without temporaries may make a policy choose a plan that does not fit, where its leanest one does.
-    """
-    return planner_within(variants, planning, profile)(1) if planning.lets_policy_choose else None
+    planner = FinestPlanner(profile, policy, Request(planning.reserve_factor), FASTER)
+    return MODULE if planner.nearest(planning.memory_budget_bytes)[0] is profile else BLOCK
 
 
 def planner_within(
@@ -233,17 +215,8 @@ def planner_within(
     """Returns a function that plans within a budget, or within the smallest feasible one if that is larger."""
     policy = policy or planning.chooser
     assert policy is not None, "without a policy there is nothing to choose"
-    request = Request(planning.reserve_factor)
-    planner = FinestPlanner(_may_recompute(variants, profile), policy, request, MODULE)
-
-    @functools.cache
-    def plan(budget_bytes: int | None) -> Plan:
-        try:
-            return with_gap(*planner.plan(budget_bytes), budget_bytes)
-        except BudgetError as error:
-            return with_gap(*planner.plan(error.smallest_bytes), error.smallest_bytes)
-
-    return plan
+    planner = FinestPlanner(_may_recompute(variants, profile), policy, Request(planning.reserve_factor), MODULE)
+    return functools.cache(lambda budget_bytes: planner.nearest(budget_bytes)[1])
 
 
 def _may_recompute(variants: RematVariants, profile: Profile) -> Profile:
@@ -270,7 +243,7 @@ def _machine_of(device_kind: str) -> Machine:
     if "nvidia" in device_kind.lower():
         warnings.warn(
             f"no performance figures for {device_kind!r}: planning with those of {DEFAULT_MACHINE}; profile= overrides",
-            stacklevel=6,
+            stacklevel=8,
         )
     return MACHINES[DEFAULT_MACHINE]
 

@@ -25,9 +25,10 @@ from jaxferry.engine import (
     TrainState,
     make_lanes,
 )
-from jaxferry.errors import BudgetError, InputError
+from jaxferry.errors import InputError
 from jaxferry.modes import FASTER, MODULE, Remat
 from jaxferry.partition import AUTO, Graph, Layer, Partition, with_tiles
+from jaxferry.planner import first_that_fits
 from jaxferry.processes import check_same
 from jaxferry.settings import ThreadPool, check_may_trace
 from jaxferry.step import Plan, StepProgram
@@ -87,7 +88,7 @@ class Shared:
             unread = ", ".join(map(repr, parts.unread_leaves))
             remarks.append(f"the loss never reads {unread}: trained with a zero gradient")
         for remark in () if self._has_warned else remarks:
-            warnings.warn(remark, stacklevel=6)
+            warnings.warn(remark, stacklevel=8)
         self._has_warned = self._has_warned or bool(remarks)
 
 
@@ -123,17 +124,22 @@ class Compiler:
     def prepare(self, args: Any, kwargs: Mapping[str, Any], state: TrainState | None = None) -> Prepared:
         """The prepared step for arguments of this structure; prepares it on the first call."""
 
+        def compiled() -> tuple[Prepared, Cut]:
+            return self._compiled(self._cut(args, kwargs), args, kwargs, state)
+
+        def attempts() -> Iterator[Callable[[], tuple[Prepared, Cut]]]:
+            """Smaller layers, which the first batch may still choose, need less memory."""
+            yield compiled
+            for change in () if self._has_decided else (self._cutter.keep_small_apart, self._cutter.take_modules):
+                if change():
+                    yield compiled
+
         def make() -> tuple[Prepared, Cut]:
             check_may_trace("the loss function for a batch of new shapes")
             # Copies in flight, and threads that compile, would disturb the measurement.
             self._shared.prefetch.take(None)
             self.model.optimizer.updates.settle()
-            try:
-                return self._compiled(self._cut(args, kwargs), args, kwargs, state)
-            except BudgetError as error:
-                if self._has_decided:
-                    raise
-                return self._compiled_finer(args, kwargs, state, error)
+            return first_that_fits(attempts())
 
         with self._cutter.refused_by_jax(args, kwargs):
             self._decide_granularity(args, kwargs)
@@ -185,16 +191,12 @@ class Compiler:
     ) -> tuple[Prepared, Cut]:
         """Prepares a step in the first tiles that fit."""
         _check_shared(cut.parts.graph)
-        errors = list[BudgetError]()
-        for tiles in self._tilings(cut):
-            try:
-                prepared = self._compiled_in(tiles, cut, args, kwargs, state)
-            except BudgetError as error:
-                errors.append(error)
-            else:
-                self._num_tiles = {each.name: each.num_tiles for each in prepared.partition.segments}
-                return prepared, cut
-        raise min(errors, key=lambda error: error.smallest_bytes)
+        attempts = (
+            functools.partial(self._compiled_in, tiles, cut, args, kwargs, state) for tiles in self._tilings(cut)
+        )
+        prepared = first_that_fits(attempts)
+        self._num_tiles = {each.name: each.num_tiles for each in prepared.partition.segments}
+        return prepared, cut
 
     def _tilings(self, cut: Cut) -> list[Any]:
         """The numbers of tiles to try for the segments, the best first."""
@@ -266,18 +268,6 @@ class Compiler:
             self._shared.memory.submit(lambda: None).result()
         self.model.check_step(prepared, not self._has_decided, kept_bytes, is_begun)
         self._saved_bytes = max(self._saved_bytes, prepared.saved_bytes)
-
-    def _compiled_finer(
-        self, args: Any, kwargs: Mapping[str, Any], state: TrainState | None, error: BudgetError
-    ) -> tuple[Prepared, Cut]:
-        """What fits with smaller layers, which the first batch may still choose; raises the error of the least need."""
-        for change in (self._cutter.keep_small_apart, self._cutter.take_modules):
-            if change():
-                try:
-                    return self._compiled(self._cut(args, kwargs), args, kwargs, state)
-                except BudgetError as other:
-                    error = min((error, other), key=lambda each: each.smallest_bytes)
-        raise error
 
     def _share(self, partition: Partition, tiles: Any, args: Any, kwargs: Mapping[str, Any]) -> Callable[[], Work]:
         """Makes what one of several devices does of a step, for its measurement."""

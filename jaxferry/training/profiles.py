@@ -294,7 +294,7 @@ class Profiler:
         except NotMeasurable as error:
             if self._planning.profile == MEASURE:
                 raise
-            warnings.warn(f"planning with an estimated profile: {error}", stacklevel=8)
+            warnings.warn(f"planning with an estimated profile: {error}", stacklevel=10)
             return None
         self._measurements.add(profile, costs)
         return profile

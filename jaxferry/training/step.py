@@ -8,21 +8,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxferry.costs import Profile
 from jaxferry.engine import (
     DeviceUpdateCompiler,
     Norms,
-    Peak,
     Programs,
     RematVariants,
     Resources,
     RunnableStep,
     StepRunner,
     TaskList,
-    fit,
     groups_to_keep,
     groups_to_reserve,
     loads_ahead,
@@ -33,11 +31,21 @@ from jaxferry.engine import (
     widened_groups,
     with_sum_bytes,
 )
-from jaxferry.errors import BudgetError, InputError
+from jaxferry.errors import InputError
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.optimizer import HostOptimizer
 from jaxferry.partition import AUTO, Partition
-from jaxferry.planner import L2L, SIMPLE_POLICIES, Auto, as_run, fastest_that_fits, with_update_order
+from jaxferry.planner import (
+    L2L,
+    SIMPLE_POLICIES,
+    Auto,
+    Peak,
+    as_run,
+    fastest_that_fits,
+    first_that_fits,
+    fit,
+    with_update_order,
+)
 from jaxferry.processes import check_same
 from jaxferry.step import (
     NO_JOINS,
@@ -51,7 +59,7 @@ from jaxferry.step import (
     simulate_schedule,
     variants_of,
 )
-from jaxferry.training.choice import choose_plan, leanest_plan, planner_within
+from jaxferry.training.choice import choose_plan, planner_within
 from jaxferry.training.options import Options
 
 
@@ -138,23 +146,24 @@ class StepCompiler:
         )
 
     def compile_best(self, earlier: Sequence[Plan] = ()) -> Prepared:
-        """Prepares the chosen plan, or the leanest one if that does not fit into the memory budget.
+        """Prepares the chosen plan, or the policy's leanest one if that does not fit into the memory budget.
+
+        A profile without temporaries may make a policy choose a plan that does not fit, where its leanest one does.
 
         A policy chooses the first of the `earlier` plans of similar batches that fits as it is: the state then stays
         where it is from batch to batch, and the next step's loads need not wait until all updates have ended. Raises
         `BudgetError` if neither fits; it names the smaller of both needs.
         """
-        plan = self._kept(earlier) or self._chosen()
-        try:
-            return self.compile(plan)
-        except BudgetError as error:
-            leanest = leanest_plan(self._variants, self._planning, self._given)
-            if leanest is None or leanest == plan:
-                raise
-            try:
-                return self.compile(leanest)
-            except BudgetError as other:
-                raise min((error, other), key=lambda each: each.smallest_bytes) from None
+
+        def attempts() -> Iterator[Callable[[], Prepared]]:
+            plan = self._kept(earlier) or self._chosen()
+            yield lambda: self.compile(plan)
+            if self._planning.lets_policy_choose:
+                leanest = planner_within(self._variants, self._planning, self._given)(1)
+                if leanest != plan:
+                    yield lambda: self.compile(leanest)
+
+        return first_that_fits(attempts())
 
     def _kept(self, earlier: Sequence[Plan]) -> Plan | None:
         """The first of these plans that fits as it is; None if there is none."""

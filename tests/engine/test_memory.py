@@ -12,9 +12,9 @@ import pytest
 import jaxferry
 import models
 from accelerator import emulate
-from jaxferry.engine import Peak, fit
 from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.partition import partition
+from jaxferry.planner import Peak, fit
 from jaxferry.step import LayerPlan, Loads, Plan
 from models import chain
 from planned import assert_same_bits, plan_of, prepared, taken, train

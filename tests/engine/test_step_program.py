@@ -12,7 +12,6 @@ import pytest
 
 import models
 from jaxferry.engine import (
-    Peak,
     ReadyTasks,
     TaskList,
     derivatives_of,
@@ -25,6 +24,7 @@ from jaxferry.engine import (
 )
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
+from jaxferry.planner import Peak
 from jaxferry.step import NO_JOINS, Joins, Kind, Lane, LayerPlan, Operation, Plan, ProgramKind, Source, Target, Updates
 
 PROGRAMS = (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD)
@@ -265,7 +265,7 @@ def test_as_many_loads_run_ahead_as_the_budget_has_room_for(parts, derivatives):
 
 def test_sums_on_the_device_change_nothing_but_which_groups_are_summed(parts, derivatives):
     program = program_of(parts, derivatives, [Mode.GFGB])
-    summed = program.with_sums_of(frozenset({1, 2}))
+    summed = dataclasses.replace(program, summed=frozenset({1, 2}))
     assert dataclasses.replace(summed, summed=frozenset()).instructions == program.instructions
     assert summed.summed == {1, 2}
 

@@ -31,7 +31,7 @@ def test_the_first_rows_are_the_work_of_the_lanes(lost):
         work_s = dict.fromkeys(Lane, 0.0)
         for task in with_shared_work(search.judge.schedules(codes).within(None)).tasks:
             work_s[task.lane] += task.duration_s
-        np.testing.assert_allclose(search.rows.seconds(codes)[: len(Lane)], list(work_s.values()), rtol=1e-9)
+        np.testing.assert_allclose(search.estimates.seconds(codes)[: len(Lane)], list(work_s.values()), rtol=1e-9)
 
 
 def test_moves_add_what_they_change_to_every_row_and_every_place():
@@ -39,11 +39,13 @@ def test_moves_add_what_they_change_to_every_row_and_every_place():
     profile = with_copies(recomputing(transformer(5), seconds_of_forward=0.5, share=0.5))
     search = AutoSearch(profile, Request()).search
     codes = search.leanest
-    moves, before_s = search.rows.moves(codes), search.rows.seconds(codes)
-    held = search.rows.bytes[:, np.arange(len(codes)), codes].sum(axis=1)
+    moves, before_s = search.estimates.moves(codes), search.estimates.seconds(codes)
+    held = search.estimates.bytes[:, np.arange(len(codes)), codes].sum(axis=1)
     for move in range(0, len(moves.part), 7):
         made = moves.taken(search.columns, codes, move)
         assert made is not None and (made != codes).any()
-        np.testing.assert_allclose(search.rows.seconds(made) - before_s, moves.seconds[:, move], rtol=1e-9, atol=1e-12)
-        after = search.rows.bytes[:, np.arange(len(made)), made].sum(axis=1)
+        np.testing.assert_allclose(
+            search.estimates.seconds(made) - before_s, moves.seconds[:, move], rtol=1e-9, atol=1e-12
+        )
+        after = search.estimates.bytes[:, np.arange(len(made)), made].sum(axis=1)
         np.testing.assert_allclose(after - held, moves.num_bytes[:, move])

@@ -6,7 +6,8 @@ import itertools
 import pytest
 
 from jaxferry.costs import Profile
-from jaxferry.planner import EQUAL_WITHIN, Request, SweepPoint, knee, make_plan, sweep
+from jaxferry.modes import MODULE
+from jaxferry.planner import EQUAL_WITHIN, Request, SweepPoint, knee, make_plan, sweep_finest
 from jaxferry.step import LayerPlan, Plan, Predicted
 from profiles import transformer
 
@@ -28,7 +29,7 @@ def test_the_time_never_rises_with_a_reserve_factor_below_1(seed):
     alone = transformer(13, seed)
     layers = [dataclasses.replace(each, backward_write_s=0.9 * each.offload_s) for each in alone.layers]
     profile, factors = Profile({}, tuple(layers)), [number / 10 for number in range(10)]
-    points = sweep(profile, "go-memferry", factors, None, Request())
+    points = sweep_finest(profile, "go-memferry", factors, None, Request(), MODULE)
     times = [point.plan.predicted.steady_step_s for point in points]
     assert never_rises(times) and times[-1] < times[0]
     own = [make_plan(profile, "go-memferry", reserve_factor=factor).predicted.steady_step_s for factor in factors]

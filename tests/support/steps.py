@@ -18,7 +18,7 @@ def transport_of(step, batch):
 def with_sums_in_host_memory(prepared):
     """Makes a prepared step sum no gradients on the device."""
     runner = prepared.runner
-    program = runner.runnable.program.with_sums_of(frozenset())
+    program = dataclasses.replace(runner.runnable.program, summed=frozenset())
     runner.runnable = dataclasses.replace(runner.runnable, program=program)
     runner.first = runner.runnable
     return prepared

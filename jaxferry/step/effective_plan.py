@@ -1,4 +1,4 @@
-"""What a plan means for a profile: effective modes and gradient places, and when copies exist on the device.
+"""What a plan means for a profile: the modes and gradient places that run, and when copies are on the device.
 
 A **place** is a program's position in the step: layer l's forward has place l, its backward has place 2L - 1 - l.
 """
@@ -58,19 +58,14 @@ def updated_on_device(profile: Profile, plan: Plan) -> frozenset[int]:
     return _updated_groups(profile, plan.updates_on_device)
 
 
-def streamed(profile: Profile, plan: Plan) -> frozenset[int]:
+def _streamed(profile: Profile, plan: Plan) -> frozenset[int]:
     """The groups whose updates a plan streams through the GPU."""
     return _updated_groups(profile, plan.updates_streamed)
 
 
 def streamed_state_bytes(profile: Profile, plan: Plan) -> int:
     """The bytes of masters and optimizer state that a plan streams through the GPU, which are pinned."""
-    return sum(profile.layers[profile.groups[group][0]].state_bytes for group in streamed(profile, plan))
-
-
-def staying(profile: Profile, plan: Plan) -> frozenset[int]:
-    """Those of them whose compute copy stays on the device."""
-    return _updated_groups(profile, plan.copies_stay)
+    return sum(profile.layers[profile.groups[group][0]].state_bytes for group in _streamed(profile, plan))
 
 
 def _updated_groups(profile: Profile, chosen: Sequence[bool]) -> frozenset[int]:
@@ -78,17 +73,21 @@ def _updated_groups(profile: Profile, chosen: Sequence[bool]) -> frozenset[int]:
     return frozenset(g for g, members in groups if chosen[members[0]] and profile.layers[members[0]].has_gradient)
 
 
-class Holdings:
-    """When each layer loads a copy of its parameters, and how long the copy stays on the device.
+class EffectivePlan:
+    """A plan as it runs: when each layer loads a copy of its parameters, and how long the copy is on the device.
 
     While a group's copy is held, no layer loads another one. The first copy is the one that a layer loads for its
     forward. It loads the second copy later: as DFGB after its forward, or as RELOAD for its backward.
 
     Args:
       profile: the layers.
-      plan: an effective plan.
+      plan: any plan for it.
 
     Attributes, by layer unless said otherwise:
+      plan: the plan with the modes, gradient places and updates that run, see `effective`.
+      on_device, through_gpu, staying: the groups that are updated on the device where they stay, that stream through
+        the GPU, and of these the ones whose compute copy stays.
+      kept: bytes of gradients that stay until an update which streams, see `kept_gradients`.
       recomputes: whether the backward runs the forward again.
       param_bytes: bytes of a copy; of a group that is updated on the device, with the optimizer state beside it and the
         gradients that stay there: all if updates wait for all gradients, else all of the group's but the last one.
@@ -108,11 +107,12 @@ class Holdings:
     """
 
     def __init__(self, profile: Profile, plan: Plan):
-        self.profile, self.plan, layers = profile, plan, profile.layers
+        self.profile, self.plan, layers = profile, effective(profile, plan), profile.layers
+        plan = self.plan
         self.after_all, self.bulk = plan.updates is Updates.AFTER_ALL, plan.loads is Loads.BULK
         self.recomputes, self.modes = of_program(profile, plan.recomputes), plan.modes
-        self.through_gpu, stay = streamed(profile, plan), staying(profile, plan)
-        self.on_device = updated_on_device(profile, plan)
+        self.on_device, self.through_gpu = updated_on_device(profile, plan), _streamed(profile, plan)
+        self.staying = _updated_groups(profile, plan.copies_stay)
         self.kept = kept_gradients(profile, self.through_gpu, self.after_all)
         self.param_bytes = [layer.param_bytes for layer in layers]
         self.gradient_bytes = [layer.device_gradient_bytes for layer in layers]
@@ -123,7 +123,7 @@ class Holdings:
             self.gradient_bytes[layer] = 0
         on_host = [place is GradientPlace.HOST for place in plan.gradients]
         self.offloads = [trained and not host for trained, host in zip(self.is_trained, on_host, strict=True)]
-        stays = [group in stay for group in profile.group_of]
+        stays = [group in self.staying for group in profile.group_of]
         self.holds_up = [offloads and not there for offloads, there in zip(self.offloads, stays, strict=True)]
         self.loads_forward = [mode in (Mode.GFGB, Mode.RELOAD) for mode in self.modes]
         self.loads_between = [mode is Mode.DFGB for mode in self.modes]
@@ -137,7 +137,7 @@ class Holdings:
             for mode, layer in zip(self.modes, layers, strict=True)
         ]
         self.resident = [any(self.modes[layer] is Mode.RESIDENT for layer in members) for members in profile.groups]
-        self.refreshed = [there and group not in stay for group, there in enumerate(self.resident)]
+        self.refreshed = [there and group not in self.staying for group, there in enumerate(self.resident)]
         for group, members in enumerate(profile.groups):
             if len(members) > 1:
                 self._in_group(members, self.resident[group])
@@ -211,7 +211,7 @@ class Holdings:
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """The first and last place at which each layer's copies may exist; see `Holdings` for the two copies.
+    """The first and last place at which each layer's copies may exist; see `EffectivePlan` for the two copies.
 
     Attributes:
       first_start, first_end: of the copy for the forward, both inclusive.
@@ -229,33 +229,33 @@ class Spans:
     next_waits_for: list[int]
 
     @classmethod
-    def of(cls, held: Holdings) -> Self:
+    def of(cls, effective: EffectivePlan) -> Self:
         """The places of all copies."""
-        profile = held.profile
+        profile = effective.profile
         size, ends, group_of = len(profile.layers), profile.program_ends, profile.group_of
-        layers, order = range(size), load_order(profile, held.bulk)
-        first_wait, second_wait = _slot_waits(held)
-        first_start = _in_order([first_wait[x] if held.loads_forward[x] else 0 for x in layers], order)
+        layers, order = range(size), load_order(profile, effective.bulk)
+        first_wait, second_wait = _slot_waits(effective)
+        first_start = _in_order([first_wait[x] if effective.loads_forward[x] else 0 for x in layers], order)
         link = max(first_start)
-        between = _in_order([ends[x][1] + 1 if held.loads_between[x] else 0 for x in layers], layers, link)
-        again = [max(ends[x][1] + 1, second_wait[x]) if held.loads_backward[x] else 0 for x in layers]
+        between = _in_order([ends[x][1] + 1 if effective.loads_between[x] else 0 for x in layers], layers, link)
+        again = [max(ends[x][1] + 1, second_wait[x]) if effective.loads_backward[x] else 0 for x in layers]
         again = _in_order(again, layers[::-1], between[-1])
-        updated, lowest = held.update_places(), held.lowest_offloads()
-        link = max([again[0], *itertools.compress(updated, held.refreshed)])
+        updated, lowest = effective.update_places(), effective.lowest_offloads()
+        link = max([again[0], *itertools.compress(updated, effective.refreshed)])
         first_end = [
             2 * size - 1 - ends[last][0] if is_backward else ends[last][1]
-            for last, is_backward in zip(held.first_end, held.first_ends_by_backward, strict=True)
+            for last, is_backward in zip(effective.first_end, effective.first_ends_by_backward, strict=True)
         ]
         next_wait, waits_for = [0] * size, [0] * size
-        for layer in itertools.compress(layers, held.loads_forward):
+        for layer in itertools.compress(layers, effective.loads_forward):
             reusable = updated[group_of[layer]] or first_end[layer] + 1
             next_wait[layer] = 2 * size + first_wait[layer] if first_wait[layer] else reusable
-            waits_for[layer] = 0 if held.through_gpu else size - lowest[group_of[layer]]
+            waits_for[layer] = 0 if effective.through_gpu else size - lowest[group_of[layer]]
         return cls(
             first_start=first_start,
             first_end=first_end,
-            second_start=[between[x] if held.loads_between[x] else again[x] for x in layers],
-            second_end=[2 * size - 1 - ends[last][0] for last in held.second_end],
+            second_start=[between[x] if effective.loads_between[x] else again[x] for x in layers],
+            second_end=[2 * size - 1 - ends[last][0] for last in effective.second_end],
             next_start=_in_order(next_wait, order, link),
             next_waits_for=[size - wait for wait in _in_order(waits_for, order)],
         )
@@ -275,15 +275,15 @@ def _in_order(waits: list[int], order: Sequence[int], least: int = 0) -> list[in
     return found
 
 
-def _slot_waits(held: Holdings) -> tuple[list[int], list[int]]:
+def _slot_waits(effective: EffectivePlan) -> tuple[list[int], list[int]]:
     """The place that a RELOAD layer's loads may precede, given its slot; for forward and backward, by layer."""
-    profile, size = held.profile, len(held.profile.layers)
+    profile, size = effective.profile, len(effective.profile.layers)
     first, second = [0] * size, [0] * size
-    if Mode.RELOAD not in held.modes:
+    if Mode.RELOAD not in effective.modes:
         return first, second
     last = before = 0
     for members in profile.programs:
-        loads = [x for x in members if held.modes[x] is Mode.RELOAD and held.loads_forward[x]]
+        loads = [x for x in members if effective.modes[x] is Mode.RELOAD and effective.loads_forward[x]]
         if loads:
             for layer in loads:
                 first[layer] = before
@@ -291,9 +291,9 @@ def _slot_waits(held: Holdings) -> tuple[list[int], list[int]]:
     for members in reversed(profile.programs):
         end = 2 * size - members[0]
         is_fused = profile.layers[members[0]].fused_backward
-        if is_fused and any(held.modes[x] is Mode.RELOAD and held.loads_forward[x] for x in members):
+        if is_fused and any(effective.modes[x] is Mode.RELOAD and effective.loads_forward[x] for x in members):
             last = end
-        loads = [x for x in members if held.loads_backward[x]]
+        loads = [x for x in members if effective.loads_backward[x]]
         if loads:
             for layer in loads:
                 second[layer] = before
@@ -301,23 +301,23 @@ def _slot_waits(held: Holdings) -> tuple[list[int], list[int]]:
     return first, second
 
 
-def copy_bytes(held: Holdings, spans: Spans) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def copy_bytes(effective: EffectivePlan, spans: Spans) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Bytes of copies that may exist at each place, (2 * layers + 1,) each.
 
     The first array counts this step's copies. The second counts the next step's copies whose loads wait for no offload,
     the third all copies of the next step.
     """
-    size = len(held.profile.layers)
+    size = len(effective.profile.layers)
     changes, free, following = ([0] * (2 * size + 2) for _ in range(3))
-    for layer, num_bytes in enumerate(held.param_bytes):
-        if held.loads_forward[layer]:
+    for layer, num_bytes in enumerate(effective.param_bytes):
+        if effective.loads_forward[layer]:
             changes[spans.first_start[layer]] += num_bytes
             changes[spans.first_end[layer] + 1] -= num_bytes
             start = min(spans.next_start[layer], 2 * size + 1)
             following[start] += num_bytes
             if spans.next_waits_for[layer] == size:
                 free[start] += num_bytes
-        if held.loads_between[layer] or held.loads_backward[layer]:
+        if effective.loads_between[layer] or effective.loads_backward[layer]:
             changes[spans.second_start[layer]] += num_bytes
             changes[spans.second_end[layer] + 1] -= num_bytes
     now, free_bytes, next_bytes = (np.cumsum(each[:-1], dtype=np.int64) for each in (changes, free, following))

@@ -1,0 +1,90 @@
+"""What a search is about: the plans that may be taken, their judge, and what is the same for all budgets."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxferry.costs import Profile
+from jaxferry.modes import GradientPlace, Mode, Remat
+from jaxferry.planner.base import Objective
+from jaxferry.planner.columns import Column, Columns
+from jaxferry.planner.judge import Judge
+from jaxferry.planner.moves import Estimates
+from jaxferry.step import Plan
+
+UNLIMITED_BYTES = 2**53
+"""What plans may need without a budget."""
+
+MOST_CHECKED = 40
+"""The most moves, the likeliest first, of which a search finds out whether they fit."""
+
+
+class Problem:
+    """What a search is about, and what it knows for any budget.
+
+    Args:
+      columns: what the plans consist of.
+      policy: the name that the plans carry.
+      objective: what is to be least.
+      allows: whether a plan with these columns, (layers,), may be taken.
+      reserve_factor_of: the reserve factor of a plan with these columns.
+      starts: plans of other policies.
+      report: called with a short description as each part of a long search starts.
+      memory_bytes: `memory_bytes` of plans without a budget.
+    """
+
+    def __init__(
+        self,
+        columns: Columns,
+        policy: str,
+        objective: Objective,
+        allows: Callable[[np.ndarray], bool],
+        reserve_factor_of: Callable[[np.ndarray], float],
+        starts: Callable[[], Sequence[Plan]],
+        report: Callable[[str], None],
+        memory_bytes: int | None = UNLIMITED_BYTES,
+    ):
+        self.columns, self.policy, self.objective = columns, policy, objective
+        self.allows, self.report, self.memory_bytes = allows, report, memory_bytes
+        self.judge = Judge(columns, policy, objective, reserve_factor_of)
+        self._of_policies = starts
+
+    @property
+    def profile(self) -> Profile:
+        """The layers."""
+        return self.columns.profile
+
+    @functools.cached_property
+    def starts(self) -> Sequence[Plan]:
+        """Plans of other policies."""
+        self.report("plans of all policies")
+        return self._of_policies()
+
+    @functools.cached_property
+    def estimates(self) -> Estimates:
+        """The estimates."""
+        self.report("costs of all choices")
+        return Estimates(self.judge)
+
+    @functools.cached_property
+    def leanest(self) -> np.ndarray:
+        """The plan with the least memory: a uniform one by DHA, then moves that save memory, one after another."""
+        self.report("the plan with the least memory")
+        choices = itertools.product((Mode.DHA, Mode.RELOAD), (GradientPlace.HOST, GradientPlace.DEVICE), Remat)
+        starts = [self.columns.uniform(Column(*choice)) for choice in choices]
+        best = min(filter(self.allows, starts), key=self.judge.needed_bytes)
+        late = np.array([column.mode is Mode.DFGB for column in self.columns.all])
+        for _ in range(len(best)):
+            least, moves = self.judge.needed_bytes(best), self.estimates.moves(best)
+            leaner = np.argsort(moves.num_bytes.max(axis=0), kind="stable")[:MOST_CHECKED]
+            tried = (moves.taken(self.columns, best, move) for move in leaner)
+            better = [each for each in tried if each is not None and self.allows(each) and not late[each].any()]
+            found = min(better, key=self.judge.needed_bytes, default=best)
+            if self.judge.needed_bytes(found) >= least:
+                break
+            best = found
+        return best
