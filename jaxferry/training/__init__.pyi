@@ -1,6 +1,5 @@
 from .choice import choose_plan as choose_plan
 from .choice import planning_profile as planning_profile
-from .compiler import Recent as Recent
 from .contention import LEAST_S as LEAST_S
 from .contention import in_turn as in_turn
 from .contention import measure_contention as measure_contention

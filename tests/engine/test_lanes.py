@@ -14,7 +14,7 @@ from jaxferry.engine import lanes as lanes_of_engine
 from jaxferry.errors import StateError
 from jaxferry.modes import Mode
 from jaxferry.settings import ThreadPool
-from jaxferry.step import Kind, Lane, UpdateOrder, leading_loads, machine, repeat, schedule_step
+from jaxferry.step import Kind, Lane, leading_loads, machine, schedule_step
 from profiles import deterministic, lowered, planned, transformer, with_modes
 
 TOGETHER = [(Lane.H2D, Lane.D2H, Lane.GPU), (Lane.HOST,)]
@@ -120,18 +120,6 @@ def test_the_host_takes_the_update_that_is_needed_first():
     chain(Lanes(), schedule, 1, action)
     assert order[0] == 5  # the only one that can start
     assert order[1:] == [0, 1, 2, 3, 4]
-
-
-def test_the_next_step_starts_before_the_last_update_has_ended():
-    schedule = loaded_once(6)
-
-    def action(step, index):
-        time.sleep(0.05 if schedule.tasks[index].kind is Kind.UPDATE else 0.001)
-
-    starts, ends = times(chain(Lanes(), schedule, 2, action))
-    forwards = [i for i, task in enumerate(schedule.tasks) if task.kind is Kind.FORWARD]
-    updates = [i for i, task in enumerate(schedule.tasks) if task.kind is Kind.UPDATE]
-    assert starts[1][forwards[0]] < max(ends[0][i] for i in updates)
 
 
 @pytest.mark.parametrize("threads", [ONE_EACH, TOGETHER])
@@ -290,22 +278,6 @@ def test_an_arrival_that_fails_is_left_to_the_update_and_stopping_waits_for_one_
     lanes.submit(work)
     assert begun.wait(60)
     assert_stopping_waits(work, may_end)
-
-
-def test_no_sleeping_task_ends_before_the_simulator_says():
-    """With a fixed order of updates, load from other processes only delays tasks: see `benchmarks/overlap.py`."""
-    profile, num_steps = transformer(16), 4
-    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 16), order=UpdateOrder.BACKWARD)
-    scale = 0.6 / machine.steady_step_s(schedule)
-
-    def action(step, index):
-        time.sleep(schedule.tasks[index].duration_s * scale)
-
-    works = chain(Lanes(), schedule, num_steps, action)
-    begin_s = min(works[0].starts_s)
-    found = [end_s - begin_s for work in works for end_s in work.ends_s]
-    expected = machine.run(repeat(schedule, num_steps)).ends_s
-    assert all(end_s >= least_s * scale - 1e-6 for end_s, least_s in zip(found, expected, strict=True))
 
 
 def test_work_that_threads_do_not_take_any_more_is_refused_and_nobody_waits_for_it(monkeypatch):

@@ -248,22 +248,6 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, option
     assert transport.in_flight.keys() <= set(map(id, resident))  # the next step reads these first
 
 
-@pytest.mark.parametrize("threads", [*slow("lanes"), "one for the device"])
-def test_device_bytes_count_what_a_state_holds_whatever_the_batches_and_the_other_states(threads, monkeypatch):
-    if threads != "lanes":
-        emulate(monkeypatch)
-    loss_fn, params, batch = network(random.Random(5))
-    plan = random_plan(random.Random(5), loss_fn, params, batch, [Mode.RESIDENT])
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=plan)
-    state, other = step.init(params), step.init(params)
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    for size in (6, 4, 6, 3, 4):
-        state, metrics = step(state, batch[:size])
-        assert metrics["device_param_bytes_peak"] == whole
-        other, metrics = step(other, batch[:size])
-        assert metrics["device_param_bytes_peak"] == whole
-
-
 def test_a_failure_of_one_state_leaves_the_copies_of_another_alone(monkeypatch):
     emulate(monkeypatch)
     loss_fn, params, batch = network(random.Random(6))

@@ -20,7 +20,6 @@ from models import chain
 from native_calls import load, wait
 from planned import taken
 from profiles import deterministic, lowered, planned
-from python_runs import run_python
 from recorded import check_times
 from steps import fail, link
 
@@ -88,29 +87,6 @@ def test_whoever_waits_for_an_array_survives_its_end():
         array.delete()
         assert step.times()[0][1] - begin_s >= 0.29
         native.synchronize()
-
-
-DELETING = """
-import random, time
-import jax, numpy as np
-from jaxferry.transport.marks import Marks
-from jaxferry.transport.placement import make_placement
-
-marks, one = Marks(make_placement(), 2, None), np.ones(1, np.float32)
-for _ in range(60):
-    step, arrays = marks.begin(), [jax.device_put(one) for _ in range(2000)]
-    step.watch(0, arrays)
-    time.sleep(1e-3 * random.random())
-    for array in reversed(arrays):
-        array.delete()
-    step.times()
-"""
-
-
-@pytest.mark.slow
-def test_arrays_may_be_deleted_while_somebody_waits_for_them():
-    """Without copies of the arrays, JAX crashes in nearly every run."""
-    run_python("-c", DELETING)
 
 
 def perceptron(num_layers=4):

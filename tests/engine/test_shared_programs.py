@@ -14,8 +14,6 @@ import pytest
 import jaxferry
 from jaxferry.modes import Mode
 from jaxferry.step import LayerPlan, Plan
-from jaxferry.transport import compile_shared, shared_function
-from models import chain
 from slowly import slow_cases
 
 NAMES = ("a", "b", "c")
@@ -90,51 +88,6 @@ def test_a_step_that_differs_computes_what_it_computes_alone(loss_fn, optimizer,
     assert found[0] == expected[0]
     np.testing.assert_array_equal(found[1]["b"]["w"], expected[1]["b"]["w"])
     assert not np.array_equal(found[1]["b"]["w"], beside[2]["b"]["w"])
-
-
-def test_a_program_is_freed_with_its_last_holder():
-    lowered = jax.jit(lambda x: x + 1).trace(jax.ShapeDtypeStruct((2,), jnp.float32)).lower()
-    calls = []
-
-    def lower(key):
-        calls.append(key)
-        return lowered
-
-    one = compile_shared({"k": "content"}, lower)
-    other = compile_shared({"l": "content"}, lower)
-    assert isinstance(one["k"], jax.stages.Compiled) and one["k"] is other["l"] and calls == ["k"]
-    del one, other
-    gc.collect()
-    compile_shared({"k": "content"}, lower)
-    assert calls == ["k", "k"]
-
-
-def test_a_program_without_comparable_content_is_not_shared():
-    lowered = jax.jit(lambda x: x + 1).trace(jax.ShapeDtypeStruct((2,), jnp.float32)).lower()
-    made = [compile_shared({"k": None}, lambda key: lowered)["k"] for _ in range(2)]
-    assert made[0] is not made[1]
-
-
-def test_a_function_is_shared_while_somebody_holds_it():
-    one = shared_function("content", lambda: jax.jit(lambda x: x))
-    assert shared_function("content", lambda: jax.jit(lambda x: x)) is one
-    assert shared_function("other", lambda: jax.jit(lambda x: x)) is not one
-
-
-def test_callbacks_are_told_apart():
-    def with_callback(seen):
-        def loss_fn(params, x):
-            loss = chain(NAMES)(params, x)
-            jax.debug.callback(seen.append, loss)
-            return loss
-
-        return loss_fn
-
-    one, other = [], []
-    first = trained(with_callback(one), optax.sgd(0.1))
-    second = trained(with_callback(other), optax.sgd(0.1))
-    jax.effects_barrier()
-    assert len(one) == len(other) == 1 and first[1] == second[1]
 
 
 @pytest.fixture

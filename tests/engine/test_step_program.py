@@ -12,7 +12,6 @@ import pytest
 
 import models
 from jaxferry.engine import (
-    Peak,
     ReadyTasks,
     TaskList,
     derivatives_of,
@@ -26,8 +25,6 @@ from jaxferry.engine import (
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
 from jaxferry.step import NO_JOINS, Joins, Kind, Lane, LayerPlan, Operation, Plan, ProgramKind, Source, Target, Updates
-
-PROGRAMS = (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD)
 
 
 @pytest.fixture(scope="module")
@@ -98,18 +95,6 @@ def test_a_program_awaits_the_offloads_whose_memory_it_needs(parts, derivatives)
         assert set(instruction.offloads_awaited) == waits
 
 
-@pytest.mark.parametrize("modes", [[mode] for mode in Mode] + [list(Mode)], ids=str)
-def test_every_loaded_copy_is_dropped_once_behind_its_last_reader(parts, derivatives, modes):
-    program = program_of(parts, derivatives, modes)
-    loads = {i.index for i in program.instructions if i.operation is Operation.LOAD}
-    dropped = [drop.load for i in program.instructions for drop in i.drops]
-    assert sorted(dropped) == sorted(loads)
-    for instruction in program.instructions:
-        for drop in instruction.drops:
-            readers = [i.index for i in program.instructions if i.task.copy == drop.load and i.key is not None]
-            assert not readers or instruction.index >= max(readers)
-
-
 def test_every_resident_copy_is_vacant_from_its_last_reader_until_its_refresh(parts, derivatives):
     draw, num_shared = random.Random(1), 0
     for _ in range(40):
@@ -123,27 +108,6 @@ def test_every_resident_copy_is_vacant_from_its_last_reader_until_its_refresh(pa
             assert instruction.place == max(i.place for i in readers)
             num_shared += len(readers) > 2
     assert num_shared
-
-
-def test_every_value_is_freed_once_behind_its_last_reader(parts, derivatives):
-    program = program_of(parts, derivatives, [Mode.GFGB])
-    freed = collections.Counter(value for i in program.instructions for value in i.frees)
-    assert freed and set(freed.values()) == {1}
-    for instruction in program.programs:
-        for later in program.programs[instruction.place + 1 :]:
-            segment = parts.segments[later.segment]
-            if later.operation is not Operation.BACKWARD:
-                assert not set(instruction.frees) & {*segment.inputs, *segment.nondiff_inputs}
-
-
-def test_temporaries_count_where_their_program_runs(parts, derivatives):
-    program = program_of(parts, derivatives, [Mode.RELOAD])
-    without = peak_bytes(program, {})
-    for instruction in program.programs:
-        more = peak_bytes(program, {instruction.key: 10**9})
-        assert (more.parameters, more.array_bytes) == (without.parameters, without.array_bytes)
-        assert 10**9 < more.total <= 10**9 + without.array_bytes
-    assert peak_bytes(program, {}, other_bytes=77).array_bytes == without.array_bytes + 77
 
 
 def starts_of_loads(program):
@@ -251,23 +215,6 @@ def test_loads_ahead_never_raise_the_peak_and_grow_with_the_budget(parts, deriva
     free = loads_ahead(program, peak_of)
     assert len(free) >= counts[-1]
     assert [program.instructions[i].task.kind for i in free] == [Kind.LOAD] * len(free)
-
-
-def test_as_many_loads_run_ahead_as_the_budget_has_room_for(parts, derivatives):
-    """Counted bytes as they might be: each load ahead takes ten more."""
-    program = program_of(parts, derivatives, [Mode.GFGB])
-    num_loads = len(loads_ahead(program, lambda ahead: Peak(0, 0, 0)))
-    assert num_loads > 4
-    for budget, expected in ((99, 0), (100, 0), (125, 2), (130, 3), (10**6, num_loads), (None, num_loads)):
-        assert len(loads_ahead(program, lambda ahead: Peak(0, 0, 100 + 10 * len(ahead)), budget)) == expected
-    assert len(loads_ahead(program, lambda ahead: Peak(max(len(ahead), 3), 0, 0))) == 3
-
-
-def test_sums_on_the_device_change_nothing_but_which_groups_are_summed(parts, derivatives):
-    program = program_of(parts, derivatives, [Mode.GFGB])
-    summed = program.with_sums_of(frozenset({1, 2}))
-    assert dataclasses.replace(summed, summed=frozenset()).instructions == program.instructions
-    assert summed.summed == {1, 2}
 
 
 def test_a_first_step_that_updates_after_all_gradients_needs_no_more_memory(parts, derivatives):

@@ -52,20 +52,6 @@ def test_what_is_loaded_is_what_was_packed_and_is_counted_while_held(placement):
     assert all(p.is_deleted() for p in held.parameters())
 
 
-def test_gradients_are_stored_added_up_and_freed(placement):
-    layer = next(layer for layer in layers_by_path(PARAMS) if layer.name == "a")
-    transfers = DevicePut(placement, [layer])
-    total = None
-    for factor in (1.0, 10.0):
-        gradients = layer.join_small([jnp.full(leaf.shape, factor) for leaf in layer.leaves])
-        gradients = jax.device_put(gradients, placement.device, may_alias=False)
-        total = transfers.store(0, gradients, total)
-        assert all(gradient.is_deleted() for gradient in gradients)
-    (vector,) = transfers.gather(0, total)
-    np.testing.assert_array_equal(np.asarray(vector), np.full(9, 11.0))
-    assert vector.sharding.memory_kind in ("pinned_host", "unpinned_host")
-
-
 @pytest.mark.parametrize("kind", [DevicePut, Ferry])
 def test_an_accelerator_makes_no_vectors_for_gradients_in_its_own_memory(kind, monkeypatch):
     """XLA for GPU would make them there and copy them: as much device memory as the layer, which nothing counts."""

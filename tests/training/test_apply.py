@@ -111,17 +111,6 @@ def test_a_function_is_traced_once_for_each_structure_of_its_arguments(gpt):
     assert len(traced) == 4
 
 
-def test_applying_first_does_not_make_the_state_change_its_layers_back_and_forth(gpt):
-    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
-    state = step.init(gpt.params)
-    step.apply(state, lambda params: params["wte"]["embedding"].sum())
-    state, _ = step(state, gpt.batch)
-    layers = state.host.layers
-    step.apply(state, logits_fn, gpt.batch)
-    step.apply(state, lambda params: params["h_1"]["scale"].sum())
-    assert state.host.layers is layers
-
-
 def test_a_function_without_parameters_is_refused(gpt):
     step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
     state = step.init(gpt.params)

@@ -10,7 +10,6 @@ import jaxferry
 import models
 from jaxferry.modes import GradientPlace, Mode
 from planned import plan_of, train
-from python_runs import run_python
 from tolerances import LOSS_RTOL
 
 DTYPES = {"w": jnp.bfloat16, "scale": jnp.float32, "b": jnp.float16}
@@ -97,48 +96,3 @@ def test_parameters_of_all_dtypes_are_read_in_host_memory(task, is_half, mode):
     plan = plan_of(task, [mode], [GradientPlace.HOST])
     losses = train(jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), plan=plan), task, 5)[1]
     np.testing.assert_allclose(losses, expected, rtol=HALF_RTOL if is_half else LOSS_RTOL)
-
-
-def test_a_compute_dtype_is_that_of_all():
-    def loss_fn(params, x):
-        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
-        return jnp.mean((x @ params["a"]["w"] * params["a"]["scale"]) ** 2)
-
-    params = {"a": {"w": jnp.ones((4, 4), jnp.float16), "scale": jnp.ones(4, jnp.float32)}}
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), compute_dtype=jnp.bfloat16)
-    state, _ = step(step.init(params), jnp.ones((2, 4), jnp.bfloat16))
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
-    assert [vector.dtype for vector in state.host.vectors[0]] == [jnp.bfloat16]
-
-
-FLOAT64 = """
-import jax, jax.numpy as jnp, numpy as np, optax, jaxferry
-
-def loss_fn(params, x):
-    return jnp.mean((jnp.tanh(params["table"][x] @ params["w"]) - 1) ** 2)
-
-params = {"table": np.linspace(-1, 1, 24).reshape(6, 4), "w": np.linspace(-1, 1, 20).reshape(4, 5)}
-x = np.arange(3)
-for library in (jaxferry, optax):
-    step = jaxferry.train_step(loss_fn, library.adamw(1e-2))
-    state, optimizer = step.init(params), optax.adamw(1e-2)
-    plain, plain_state = params, optimizer.init(params)
-    for _ in range(5):
-        state, _ = step(state, x)
-        updates, plain_state = optimizer.update(jax.grad(loss_fn)(plain, x), plain_state, plain)
-        plain = optax.apply_updates(plain, updates)
-    for ours, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(plain), strict=True):
-        assert ours.dtype == np.float64
-        np.testing.assert_allclose(ours, expected, rtol=1e-12)
-try:
-    jaxferry.train_step(loss_fn, optax.sgd(1e-2), transport="ferry").init(params)
-except jaxferry.InputError as error:
-    assert "float64" in str(error) or "native library" in str(error)
-else:
-    raise AssertionError("a transport that cannot move float64 was accepted")
-"""
-
-
-@pytest.mark.slow
-def test_parameters_in_float64_train_by_plain_copies():
-    run_python("-c", FLOAT64, JAX_ENABLE_X64="1")

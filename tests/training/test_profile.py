@@ -242,13 +242,6 @@ def test_layers_share_the_update_of_a_joint_optimizer_by_their_bytes():
         assert layer.update_s * first.param_bytes == pytest.approx(first.update_s * layer.param_bytes)
 
 
-@pytest.mark.filterwarnings("ignore:the optimizer looks at all parameters")
-def test_a_joint_optimizer_s_update_is_measured():
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
-    profile = stack_of(["a", "b"], width=8, optimizer=optimizer).measure(budget_s=0)
-    assert profile.layers[0].update_s == profile.layers[1].update_s > 0
-
-
 def test_what_is_known_is_neither_measured_nor_compiled(tmp_path, count):
     cache = MeasurementCache(tmp_path, surroundings("cpu", "cpu"))
     first = stack_of(["a", "b"], width=8).measure(cache, budget_s=0)

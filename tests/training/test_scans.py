@@ -1,7 +1,6 @@
 """Models that scan over their layers train like plain Optax, layer by layer, under every plan."""
 
 import gc
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -15,44 +14,8 @@ from jaxferry.modes import Mode
 from models import Task, plain_loop
 from planned import assert_near, assert_same_bits, plan_of, take_steps, train
 from scanned import DEPTH
-from slowly import slow
 from tolerances import LOSS_RTOL
 from watched import live_arrays
-
-MIXED = (Mode.GFGB, Mode.RELOAD, Mode.RESIDENT)
-
-
-def with_key(task):
-    """The same model with dropout, its key in the batch."""
-    return Task(lambda params, batch: task.loss_fn(params, *batch), task.params, (task.batch, jax.random.key(3)))
-
-
-MODELS = {
-    "linen": lambda: with_key(scanned.linen(dropout=0.2, remat=True)),
-    "nnx": scanned.nnx_net,
-    "lax": lambda: scanned.plain(reverse=True),
-}
-
-
-@pytest.mark.parametrize("name", ["linen", *slow("nnx", "lax")])
-def test_scanned_models_train_as_plain_optax_does_under_every_plan(name):
-    task, optimizer = MODELS[name](), optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p))
-    params, expected = plain_loop(task, optimizer, 10)
-    runs = []
-    for modes in ((Mode.GFGB,), (Mode.RELOAD,), MIXED):
-        step = jaxferry.train_step(task.loss_fn, optimizer, plan=plan_of(task, modes))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            state, losses = train(step, task, 10)
-        runs.append((losses, state))
-    for losses, state in runs:
-        np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
-        assert losses == runs[0][0]
-        assert_same_bits(state.params, runs[0][1].params)
-        assert len(state.host.units) == len(state.host.layers) >= DEPTH
-    assert jax.tree.structure(state.params) == jax.tree.structure(params)
-    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
 
 
 def test_with_reload_two_layers_are_on_the_device_at_most_and_the_compute_dtype_is_kept():
@@ -130,23 +93,6 @@ def test_what_is_not_cut_is_said_once_and_trains_all_the_same(lax):
         _, losses = train(step, apart, 2)
     assert len(seen) == 1
     np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
-
-
-@pytest.mark.parametrize("name", ["lamb", "joint", "fused, clipped and accumulated"])
-def test_other_updates_of_stacked_parameters_are_those_of_plain_optax(lax, name):
-    optimizers = {"lamb": optax.lamb(1e-2), "joint": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))}
-    if name in optimizers:
-        plain, step = optimizers[name], jaxferry.train_step(lax.loss_fn, optimizers[name])
-    else:
-        plain = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)), 2)
-        step = jaxferry.train_step(lax.loss_fn, jaxferry.adamw(1e-2), clip_norm=0.5, accumulate=2)
-    _, expected = plain_loop(lax, plain, 4)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        state, losses = train(step, lax, 4)
-    assert sum("overlap" in str(warning.message) for warning in seen) == (name in optimizers)
-    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
-    assert len(state.host.units) == {"lamb": 2, "joint": 1}.get(name, DEPTH + 1)
 
 
 def test_init_from_runs_a_stacked_initialiser_once_and_makes_what_it_makes(lax):
