@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import model
-from benchmarks.gpu import check, rival_stages, rivals, settings, stages, steps
+from benchmarks.gpu import rival_stages, rivals, settings, stages, steps
 
 ROOT = pathlib.Path(__file__).parents[1]
 DRIVER_RESULT = {"losses": [2.0, 1.0], "machine": {"cpu": "a", "device": "b", "torch": "9.9"}}
@@ -80,17 +80,6 @@ def test_without_packages_every_size_is_left_out_with_the_reason_and_nothing_fai
     assert made.has_passed
 
 
-def test_a_python_that_does_not_run_is_a_reason_too(checked):
-    _, found = checked("false")
-    assert found["rivals_tiny"][0] == stages.LEFT_OUT
-    assert "false does not say which packages it has" in found["rivals_tiny"][1]
-
-
-def test_stages_that_nobody_wants_ask_no_python(checked):
-    _, found = checked("no-such-python", only=("smoke",))
-    assert found == {}
-
-
 def test_a_second_python_runs_the_rivals_whose_packages_it_has(python_with, checked, tmp_path):
     python = python_with("torch", answer=answer(step_s=2.0, tokens_per_s=4.0, peak_device_bytes=None))
     _, found = checked(python)
@@ -126,27 +115,6 @@ def test_without_time_a_size_is_left_out_and_with_little_its_limit_is_what_is_le
     assert float(stage.command[stage.command.index("--limit") + 1]) < stage.limit_s
 
 
-def test_the_rivals_come_last(tmp_path):
-    done = []
-
-    class Recorded:
-        left_s = 570.0
-
-        def run(self, *made, workers=1):
-            done.extend(stage.name for stage in made)
-
-        def prepare(self, made, later, workers=1):
-            self.run(*made)
-            return tuple(stage.name for stage in made)
-
-        def run_failed_again(self):
-            done.append("again")
-
-    check.run(Recorded(), "cpu", tmp_path, None, lambda made, device, out: done.append(f"rivals on {device}"))
-    assert done[-2:] == ["again", "rivals on cpu"]
-    assert "steps_tiny" in done
-
-
 def driver_arguments(output, python, **options):
     defaults = {"size": "tiny", "device": "cpu", "batch": 1, "seq": 8, "steps": 3, "compile": False, "limit": 100.0}
     return argparse.Namespace(output=output, python=python, only=list(settings.RIVALS), **defaults | options)
@@ -163,14 +131,6 @@ def test_a_rival_that_fails_fails_the_stage_and_one_without_memory_or_package_do
     assert rivals.status_of([scarce, *rows[1:]]) == 0
     late = steps.Row("torch-fsdp2", "timed out after 9 s", 9.0, {})
     assert rivals.status_of([late, *rows[1:]]) == steps.TIMED_OUT
-
-
-def test_a_rival_that_hangs_leaves_time_for_those_that_follow(python_with, tmp_path, monkeypatch):
-    monkeypatch.setattr(rivals, "LEAST_S", 0.01)
-    hangs = 'case "$*" in *fsdp2*) sleep 3600 ;; *) ' + answer() + " ;; esac"
-    python = python_with("torch", "deepspeed", answer=hangs)
-    rows = rivals.run_all(driver_arguments(tmp_path, python, limit=1.5), lambda rows: None)
-    assert [row.outcome.split(" after")[0] for row in rows] == ["timed out", "measured", "measured"]
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 from .builder import fetch_seconds_a_byte as fetch_seconds_a_byte
 from .builder import save_seconds_a_byte as save_seconds_a_byte
 from .gradient_room import CROSSING_SLOTS as CROSSING_SLOTS
-from .gradient_room import NO_WAIT as NO_WAIT
 from .gradient_room import Demand as Demand
-from .gradient_room import waits as waits
 from .holdings import DFGB as DFGB
 from .holdings import DHA as DHA
 from .holdings import GFGB as GFGB

@@ -143,17 +143,3 @@ def test_loads_run_ahead_where_only_some_copies_stay(gpt):
     other = expected.init(gpt.params)
     other = taken(expected, other, gpt.batch, 2 * N)
     assert_same_bits(state.params, other.params)
-
-
-def test_one_state_keeps_copies_at_a_time(gpt):
-    step = jaxferry.train_step(gpt.loss_fn, ADAMW, accumulate=N)
-    states = [step.init(gpt.params) for _ in range(2)]
-    held = transport_of(step, gpt.batch).loaded_bytes
-    whole = sum(layer.num_bytes for layer in step.prepare(gpt.batch).partition.layers)
-    for number in range(2 * N):
-        for state in states:
-            step(state, gpt.batch)
-            state.block_until_ready()
-            assert [bool(each.kept) for each in states].count(True) <= 1
-            assert held.now <= whole, number
-    assert_same_bits(states[0].params, states[1].params)

@@ -14,7 +14,7 @@ from jaxferry.engine import lanes as lanes_of_engine
 from jaxferry.errors import StateError
 from jaxferry.modes import Mode
 from jaxferry.settings import ThreadPool
-from jaxferry.step import Kind, Lane, leading_loads, machine, schedule_step
+from jaxferry.step import Kind, Lane, leading_loads, schedule_step
 from profiles import deterministic, lowered, planned, transformer, with_modes
 
 TOGETHER = [(Lane.H2D, Lane.D2H, Lane.GPU), (Lane.HOST,)]
@@ -301,30 +301,3 @@ def test_work_that_threads_do_not_take_any_more_is_refused_and_nobody_waits_for_
         waiting.start()
         waiting.join(10)
         assert not waiting.is_alive() and work.is_over()
-
-
-@deterministic
-@given(planned())
-def test_simulated_by_need_no_task_waits_without_a_reason(case):
-    profile, plan = case
-    schedule = lowered(profile, plan)
-    run = machine.run(schedule)
-    schedule = run.schedule
-    by_lane: dict[Lane, list[int]] = {}
-    for index in sorted(range(len(schedule.tasks)), key=lambda i: (run.starts_s[i], run.ends_s[i], i)):
-        by_lane.setdefault(schedule.tasks[index].lane, []).append(index)
-    for lane, order in by_lane.items():
-        if lane is not Lane.HOST:
-            assert order == sorted(order)
-        for before, index in itertools.pairwise([None, *order]):
-            ready = max((run.ends_s[i] for i in schedule.tasks[index].after), default=0.0)
-            free = 0.0 if before is None else run.ends_s[before]
-            assert run.starts_s[index] == max(ready, free)
-    # What the host loses to other lanes follows its last update.
-    kinds = [schedule.tasks[index].kind for index in by_lane.get(Lane.HOST, [])]
-    assert Kind.CONTENTION not in kinds[:-1]
-    updates = [i for i in by_lane.get(Lane.HOST, []) if schedule.tasks[i].kind is not Kind.CONTENTION]
-    for place, index in enumerate(updates):
-        for later in updates[place + 1 :]:
-            could = max(run.ends_s[i] for i in schedule.tasks[later].after) < run.starts_s[index]
-            assert not could or schedule.tasks[index].segment < schedule.tasks[later].segment

@@ -86,17 +86,6 @@ def test_a_client_that_tells_no_addresses_has_no_views(monkeypatch):
     assert not pinned.can_view.__wrapped__(make_placement())
 
 
-def test_without_views_there_are_copies(accelerator, unreachable, vectors):
-    place = accelerator
-    made = [jax.device_put(-np.arange(vector.size, dtype=np.float32), place.host) for vector in vectors]
-    [new] = pinned.updated_vectors([tuple(vectors)], [tuple(made)], place)
-    assert all(vector.sharding.memory_kind == "pinned_host" for vector in new)
-    assert_same_bits(new, made)
-    [partly] = pinned.updated_vectors([tuple(vectors)], [tuple(made[:1])], place)
-    assert_same_bits(partly, [made[0], *vectors[1:]])
-    assert_same_bits(pinned.on_cpu(vectors, place), vectors)
-
-
 def loss_fn(params, tokens):
     x = params["table"]["w"][tokens]
     for i in range(DEPTH):

@@ -137,13 +137,3 @@ def test_marks_start_anew_after_a_failure(monkeypatch):
     spans = [end - start for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True)]
     copies = [i for i, task in enumerate(run.schedule.tasks) if task.kind in (Kind.LOAD, Kind.OFFLOAD)]
     assert copies and all(spans[i] > 0 for i in copies)
-
-
-@pytest.mark.usefixtures("issued")
-def test_nothing_is_marked_where_nothing_is_recorded():
-    loss_fn, params, batch = perceptron(2)
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), record_steps=0)
-    state, _ = step(step.init(params), batch)
-    state, _ = step(state, batch)
-    assert state.prefetch.copies.marks is None
-    assert step.recorded() is None

@@ -1,7 +1,6 @@
 """The step program: facts of each instruction before the first step, and memory as a fold over the list."""
 
 import collections
-import dataclasses
 import itertools
 import math
 import random
@@ -24,7 +23,7 @@ from jaxferry.engine import (
 )
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
-from jaxferry.step import NO_JOINS, Joins, Kind, Lane, LayerPlan, Operation, Plan, ProgramKind, Source, Target, Updates
+from jaxferry.step import NO_JOINS, Joins, Kind, Lane, LayerPlan, Operation, Plan, ProgramKind, Source, Target
 
 
 @pytest.fixture(scope="module")
@@ -93,21 +92,6 @@ def test_a_program_awaits_the_offloads_whose_memory_it_needs(parts, derivatives)
     for instruction in program.programs:
         waits = {i for i in instruction.task.after if program.instructions[i].operation is Operation.OFFLOAD}
         assert set(instruction.offloads_awaited) == waits
-
-
-def test_every_resident_copy_is_vacant_from_its_last_reader_until_its_refresh(parts, derivatives):
-    draw, num_shared = random.Random(1), 0
-    for _ in range(40):
-        modes = [draw.choice(list(Mode)) for _ in parts.segments]
-        program = program_of(parts, derivatives, modes, [draw.choice(list(GradientPlace)) for _ in parts.segments])
-        refreshed = [i.group for i in program.instructions if i.operation is Operation.REFRESH]
-        vacated = {group: i for i in program.programs for group in i.vacates}
-        assert sorted(vacated) == sorted(refreshed) == sorted(g for i in program.programs for g in i.vacates)
-        for group, instruction in vacated.items():
-            readers = [i for i in program.programs if group in parts.segments[i.segment].groups]
-            assert instruction.place == max(i.place for i in readers)
-            num_shared += len(readers) > 2
-    assert num_shared
 
 
 def starts_of_loads(program):
@@ -215,41 +199,3 @@ def test_loads_ahead_never_raise_the_peak_and_grow_with_the_budget(parts, deriva
     free = loads_ahead(program, peak_of)
     assert len(free) >= counts[-1]
     assert [program.instructions[i].task.kind for i in free] == [Kind.LOAD] * len(free)
-
-
-def test_a_first_step_that_updates_after_all_gradients_needs_no_more_memory(parts, derivatives):
-    draw, profile = random.Random(0), profile_of(parts, derivatives)
-    for _ in range(60):
-        layers = tuple(
-            LayerPlan(segment.name, draw.choice(list(Mode)), draw.choice(list(GradientPlace)))
-            for segment in parts.segments
-        )
-        plan = Plan("any", 1.0, layers, memory_bytes=draw.choice([None, 300_000, 10**9]))
-        first = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
-        peaks = [peak_bytes(lower(parts, derivatives, each, profile), {}) for each in (first, plan)]
-        assert peaks[0].total <= peaks[1].total and peaks[0].parameters <= peaks[1].parameters
-
-
-def test_gradients_fill_only_room_that_the_step_has_anyway_or_is_given(parts, derivatives):
-    """Against the rule of two slots: a backward that waits for all but the last two gradients before it."""
-    profile = profile_of(parts, derivatives)
-    for mode in Mode:
-        layers = tuple(LayerPlan(segment.name, mode) for segment in parts.segments)
-        program = lower(parts, derivatives, Plan("any", 1.0, layers), profile)
-        offloads: list[int] = []
-        tasks = []
-        for index, task in enumerate(program.schedule.tasks):
-            if task.kind is Kind.OFFLOAD:
-                offloads.append(index)
-            if task.kind is Kind.BACKWARD:
-                others = [i for i in task.after if program.schedule.tasks[i].kind is not Kind.OFFLOAD]
-                task = dataclasses.replace(task, after=(*others, *offloads[:-2]))
-            tasks.append(task)
-        instructions = tuple(
-            dataclasses.replace(instruction, task=task)
-            for instruction, task in zip(program.instructions, tasks, strict=True)
-        )
-        two_slots = dataclasses.replace(
-            program, schedule=dataclasses.replace(program.schedule, tasks=tuple(tasks)), instructions=instructions
-        )
-        assert peak_bytes(program, {}).array_bytes <= peak_bytes(two_slots, {}).array_bytes, mode

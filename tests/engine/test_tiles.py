@@ -12,7 +12,6 @@ import pytest
 import jaxferry
 import models
 from jaxferry.engine import Programs, RematVariants, lower_traced, trace_program
-from jaxferry.errors import InputError
 from jaxferry.partition import partition
 from jaxferry.settings import own_settings
 from jaxferry.step import ProgramKey, ProgramKind
@@ -38,15 +37,6 @@ def tiled(gpt):
     return state.params, losses
 
 
-def test_dropout_draws_the_masks_of_one_tile():
-    task = models.gpt(dropout=0.3)
-    step, whole = (jaxferry.train_step(task.loss_fn, ADAMW, tiles=tiles) for tiles in (2, "off"))
-    key = jax.random.key(7)
-    losses, others = (train(each, task, 5, rng=key)[1] for each in (step, whole))
-    np.testing.assert_allclose(losses, others, rtol=1e-6)
-    assert not np.allclose(losses, train(whole, task, 5)[1], rtol=1e-3)
-
-
 def test_evaluation_and_other_functions_run_in_tiles_too(gpt):
     step, whole = (jaxferry.train_step(gpt.loss_fn, ADAMW, tiles=tiles) for tiles in (3, "off"))
     states = [each.init(gpt.params) for each in (step, whole)]
@@ -58,17 +48,6 @@ def test_evaluation_and_other_functions_run_in_tiles_too(gpt):
 
     found, expected = (each.apply(state, rows, gpt.batch) for each, state in zip((step, whole), states, strict=True))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-
-def test_a_named_segment_alone_runs_in_tiles_and_an_unknown_one_is_refused(gpt):
-    step = jaxferry.train_step(gpt.loss_fn, ADAMW, tiles={"h_1": 4})
-    step.init(gpt.params)
-    segments = step.prepare(gpt.batch).partition.segments
-    assert [segment.name for segment in segments if segment.tiling] == ["h_1"]
-    with pytest.raises(InputError, match="tiles names 'h_99'"):
-        wrong = jaxferry.train_step(gpt.loss_fn, ADAMW, tiles={"h_99": 4})
-        wrong.init(gpt.params)
-        wrong.prepare(gpt.batch)
 
 
 def compiled_for_gpu(parts, segment, kind, remat, tiles):

@@ -16,7 +16,6 @@ from chained import assert_same_derivative, parts_of
 from jaxferry.partition import RowGradient, differentiate, evaluate, group_leaves, leaf_paths, partition, print_table
 from models import experts, rematerialised
 from planned import train
-from tolerances import LOSS_RTOL
 
 
 def test_twelve_blocks_are_16_segments_of_5_programs_and_a_tied_table_is_one_layer():
@@ -43,12 +42,6 @@ def test_blocks_share_a_program_whatever_dropout_and_dtype(dropout, dtype):
     task = models.gpt(depth=3, dropout=dropout, dtype=dtype)
     parts = parts_of(task, **({"rng": jax.random.key(0)} if dropout else {}))
     assert parts.num_programs == 5
-
-
-@pytest.mark.slow
-def test_segments_in_a_row_have_the_loss_and_gradients_of_the_whole():
-    task = models.gpt()
-    assert_same_derivative(task.loss_fn, task.params, task.batch)
 
 
 def test_nnx_models_are_cut_by_their_lists_of_modules():
@@ -156,23 +149,6 @@ def test_a_head_with_a_bias_is_one_segment_because_the_cut_would_carry_all_logit
     assert any({leaf.path for leaf in layer.leaves} == {"bias", "embed/embedding"} for layer in parts.layers)
 
 
-def test_a_value_used_by_many_segments_gets_all_its_cotangents():
-    def loss_fn(params, x):
-        h = jnp.tanh(x @ params["first"])
-        y = h
-        for name in ("a", "b", "c"):
-            y = jnp.tanh(y @ params[name] + h)
-        return (y * h).sum()
-
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {n: jax.random.normal(k, (8, 8)) / 3 for n, k in zip(("first", "a", "b", "c"), keys, strict=True)}
-    parts = assert_same_derivative(loss_fn, params, jnp.ones((2, 8)))
-    assert [s.name for s in parts.segments] == ["first", "a", "b", "c"]
-    task = models.Task(loss_fn, params, jnp.ones((2, 8)))
-    _, losses = train(jaxferry.train_step(loss_fn, optax.sgd(0.01)), task, 3)
-    np.testing.assert_allclose(losses, models.plain_loop(task, optax.sgd(0.01), 3)[1], rtol=LOSS_RTOL)
-
-
 def test_integer_and_boolean_values_cross_segments_without_a_derivative():
     def loss_fn(params, batch):
         h = batch["x"] @ params["a"]
@@ -201,12 +177,6 @@ def test_residuals_kept_are_no_more_bytes_than_jax_keeps():
     theirs = sum(leaf.nbytes for leaf in jax.tree.leaves(pullback) if leaf.shape not in weights)
     ours = differentiate(parts.graph, block)
     assert ours.saved_bytes + sum(parts.graph.num_bytes(block.inputs[i]) for i in ours.inputs_read) < 0.5 * theirs
-
-
-def test_remat_full_keeps_inputs_alone():
-    parts = parts_of(models.gpt())
-    full = differentiate(parts.graph, parts.segments[2], remat="full")
-    assert full.saved == () and full.inputs_read == (0,)
 
 
 def test_the_table_shows_every_segment():

@@ -41,20 +41,6 @@ def test_iterations_with_dropout_and_remat_share_a_program(config):
     assert {segment.alive_bytes for segment in blocks(parts)} == {residual_bytes}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        scanned.nnx_net,
-        lambda: scanned.plain(reverse=True),
-        *slow(scanned.plain, lambda: scanned.linen(axis=1), lambda: scanned.linen(remat=True)),
-    ],
-)
-def test_segments_in_a_row_have_the_loss_and_gradients_of_the_whole(make):
-    task = make()
-    parts = assert_same_derivative(task.loss_fn, task.params, task.batch)
-    assert len(blocks(parts)) == DEPTH
-
-
 def test_a_scan_in_reverse_meets_its_layers_in_reverse():
     assert [s.name for s in blocks(parts_of(scanned.plain(reverse=True)))] == [f"blocks/{i}" for i in (3, 2, 1, 0)]
 

@@ -224,21 +224,6 @@ def test_a_parameter_with_state_or_decay_is_not_frozen(task, where):
     assert_near(state.params, expected, rtol=PARAMS_RTOL, atol=1e-6)
 
 
-@pytest.mark.cpu_device  # temporaries of another device may leave room for all copies
-def test_evaluation_and_budgets_know_frozen_layers(task):
-    free = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained)
-    state, losses = train(free, task, 3)
-    plain = task.loss_fn(jax.tree.map(jnp.asarray, state.params), task.batch)
-    np.testing.assert_allclose(free.evaluate(state, task.batch), plain, rtol=LOSS_RTOL)
-    whole = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2))
-    whole.init(task.params)
-    peak = free.prepare(task.batch).peak.total
-    assert peak < whole.prepare(task.batch).peak.total
-    tight = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, memory_budget=peak - 1)
-    assert train(tight, task, 3)[1] == losses
-    assert Mode.RELOAD in tight.prepare(task.batch).modes
-
-
 @pytest.mark.parametrize(
     ("trainable", "match"),
     [

@@ -154,15 +154,6 @@ def test_temporaries_are_those_of_the_compiled_programs(measured):
         assert layer.temporary_bytes.get("backward_dha_go", 0) == known[both]
 
 
-def test_a_program_that_segments_of_several_kinds_have_is_measured_once():
-    """The first segment's backward gives no cotangent, but its forward is that of the others."""
-    kept = []
-    cache = MeasurementCache(None, {})
-    cache.put = lambda content, seconds: kept.append(content)
-    stack_of(["a", "b", "c"], width=8, rows=4).measure(cache, budget_s=0.0)
-    assert len(kept) == len(set(kept)) > 0
-
-
 def test_equal_segments_have_equal_times(measured):
     _, fast1, fast2, slow1, slow2, _ = measured[1].layers
     for one, other in ((fast1, fast2), (slow1, slow2)):

@@ -10,24 +10,11 @@ import pytest
 
 import jaxferry
 import scanned
-from jaxferry.modes import Mode
 from models import Task, plain_loop
-from planned import assert_near, assert_same_bits, plan_of, take_steps, train
+from planned import assert_near, assert_same_bits, take_steps, train
 from scanned import DEPTH
 from tolerances import LOSS_RTOL
 from watched import live_arrays
-
-
-def test_with_reload_two_layers_are_on_the_device_at_most_and_the_compute_dtype_is_kept():
-    task = scanned.linen(depth=6)
-    step = jaxferry.train_step(
-        task.loss_fn, jaxferry.adamw(1e-2), plan=plan_of(task, (Mode.RELOAD,)), compute_dtype=jnp.bfloat16
-    )
-    state, metrics = step(step.init(task.params), task.batch)
-    sizes = sorted(layer.num_bytes for layer in state.host.layers)
-    assert metrics["device_param_bytes_peak"] <= sizes[-1] + sizes[-2] < sum(sizes) / 2
-    assert step.prepare(task.batch).partition.num_programs == 3
-    assert {vector.dtype for vectors in state.host.vectors for vector in vectors} == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.fixture(scope="module")
@@ -117,16 +104,6 @@ def test_init_from_runs_a_stacked_initialiser_once_and_makes_what_it_makes(lax):
         assert len(calls) <= 2 * DEPTH  # effects run with each of the two layers of the initialiser
         assert_same_bits(state.params, expected)
         state, _ = step(state, lax.batch)
-
-
-def test_evaluating_and_measuring_work_by_layer(lax):
-    step = jaxferry.train_step(lax.loss_fn, jaxferry.adamw(1e-2))
-    state, _ = step(step.init(lax.params), lax.batch)
-    expected = lax.loss_fn(jax.tree.map(jnp.asarray, state.params), lax.batch)
-    np.testing.assert_allclose(step.evaluate(state, lax.batch), expected, rtol=LOSS_RTOL)
-    profile = step.measure(lax.params, lax.batch)
-    assert [layer.name for layer in profile.layers] == [s.name for s in step.prepare(lax.batch).partition.segments]
-    assert all(layer.update_s > 0 for layer in profile.layers)
 
 
 def test_a_stacked_parameter_that_no_iteration_reads_trains_with_a_zero_gradient(lax):

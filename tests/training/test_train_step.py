@@ -110,7 +110,7 @@ def test_a_loss_that_is_no_scalar_of_the_parameters_is_refused(loss_fn, message)
 @pytest.mark.parametrize("dtype", [np.int32, np.complex64, np.bool_])
 def test_parameters_that_are_not_real_floating_point_are_refused(dtype):
     step = jaxferry.train_step(lambda p, b: p["a"]["w"].sum(), optax.sgd(0.1))
-    with pytest.raises(jaxferry.InputError, match=f"'a/w' has dtype {np.dtype(dtype)}"):
+    with pytest.raises(jaxferry.InputError, match=rf"'a/w' has dtype {np.dtype(dtype)}; .* freeze it by trainable="):
         step.init({"a": {"w": np.ones(3, dtype)}})
 
 
@@ -258,18 +258,3 @@ def test_aux_may_hold_constants_nothing_and_the_batch_itself(gpt):
     np.testing.assert_array_equal(aux["more"][1], np.zeros(2))
     assert aux["more"][2].shape == (32,)
     assert step.evaluate(state, gpt.batch)[1]["number"] == 1.5
-
-
-def test_effects_run_once_a_step(gpt):
-    seen = []
-
-    def loss_fn(params, batch):
-        jax.debug.callback(lambda total: seen.append(int(total)), batch.sum())
-        return gpt.loss_fn(params, batch)
-
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
-    state = step.init(gpt.params)
-    for _ in range(2):
-        state, _ = step(state, gpt.batch)
-    jax.effects_barrier()
-    assert seen == [int(gpt.batch.sum())] * 2
