@@ -103,18 +103,6 @@ def test_deepspeed_is_timed_only_once_its_adam_is_built(python_with, checked, tm
     assert not left.exists()  # a build would wait for it
 
 
-def test_without_time_a_size_is_left_out_and_with_little_its_limit_is_what_is_left(python_with, checked, monkeypatch):
-    python = python_with("torch", answer=answer())
-    _, found = checked(python, seconds=rival_stages.LEAST_S - 1)
-    assert found == {"rivals_tiny": (stages.LEFT_OUT, "no time")}
-    made = []
-    monkeypatch.setattr(stages.Check, "run", lambda self, stage: made.append(stage))
-    checked(python, seconds=100.0)
-    (stage,) = made
-    assert stage.limit_s <= 100.0
-    assert float(stage.command[stage.command.index("--limit") + 1]) < stage.limit_s
-
-
 def driver_arguments(output, python, **options):
     defaults = {"size": "tiny", "device": "cpu", "batch": 1, "seq": 8, "steps": 3, "compile": False, "limit": 100.0}
     return argparse.Namespace(output=output, python=python, only=list(settings.RIVALS), **defaults | options)
@@ -163,32 +151,6 @@ def test_results_stand_beside_ours_as_ratios(ours):
     assert compared == "torch-fsdp2: its step takes 2.00 of exact"
     assert "losses of torch-fsdp2 differ by 20.00%" in off
     assert rivals.ratio_lines(found | {"losses_differ_by": {"torch-fsdp2": 1e-4}}) == [compared]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"machine": {"cpu": "a", "device": "another"}},
-        {"model": {"name": "GPT-2 tiny", "batch": 2, "sequence": 8}},
-        {"machine": None},
-        {"rows": []},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_results_of_other_shapes_or_machines_are_not_compared(ours, changes):
-    arguments, row = ours(**changes)
-    found = rivals.document(arguments, [row])
-    assert found["ratios"] == {"torch-fsdp2": {}}
-    assert found["losses_differ_by"] == {"torch-fsdp2": None}
-    assert "no steps of ours" in rivals.ratio_lines(found)[0]
-
-
-def test_a_second_python_that_is_missing_is_named_at_once(tmp_path):
-    command = ["bash", str(ROOT / "benchmarks/gpu/check.sh"), str(tmp_path), "--device", "cpu"]
-    environment = os.environ | {"PYTHON": sys.executable}
-    finished = subprocess.run([*command, "--rivals-python", "no-such"], capture_output=True, text=True, env=environment)
-    assert finished.returncode != 0
-    assert "--rivals-python: there is no program no-such; name a Python" in finished.stderr
 
 
 @pytest.mark.parametrize("size", settings.SHAPES)

@@ -6,7 +6,6 @@ from .contention import measure_contention as measure_contention
 from .contention import speeds_in_pairs as speeds_in_pairs
 from .contention import transfers as transfers
 from .entry import train_step as train_step
-from .measured_profile import MeasuredLayers as MeasuredLayers
 from .measured_profile import measure_profile as measure_profile
 from .microbenchmarks import HostUpdate as HostUpdate
 from .microbenchmarks import device_update_subject as device_update_subject

@@ -119,27 +119,3 @@ def test_copies_stay_under_any_policy(gpt, policy):
 def test_given_plans_and_l2l_load_as_they_say(gpt):
     for options in ({"plan": plan_of(gpt, [Mode.RELOAD])}, {"policy": "l2l"}):
         assert prepared(gpt, ADAMW, accumulate=N, **options).program.kept == frozenset()
-
-
-@pytest.mark.cpu_device  # likewise
-def test_loads_run_ahead_where_only_some_copies_stay(gpt):
-    with pytest.raises(jaxferry.BudgetError) as error:
-        prepared(gpt, ADAMW, accumulate=N, memory_budget=1)
-    least = error.value.smallest_bytes
-
-    def keeps_some(budget):
-        found = prepared(gpt, ADAMW, accumulate=N, memory_budget=budget)
-        return set() != found.program.kept != found.program.loaded.keys() and found.runner.runnable.loads_ahead
-
-    budget = next(filter(keeps_some, (round(least * (1 + share / 20)) for share in range(1, 20))))
-    step = jaxferry.train_step(gpt.loss_fn, ADAMW, accumulate=N, memory_budget=budget)
-    state, ahead = step.init(gpt.params), []
-    for _ in range(2 * N):
-        state, _ = step(state, gpt.batch)
-        state.block_until_ready()
-        ahead.append(state.prefetch is not None)
-    assert all(ahead)
-    expected = jaxferry.train_step(gpt.loss_fn, ADAMW, accumulate=N, policy="l2l")
-    other = expected.init(gpt.params)
-    other = taken(expected, other, gpt.batch, 2 * N)
-    assert_same_bits(state.params, other.params)

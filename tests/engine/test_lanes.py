@@ -122,65 +122,6 @@ def test_the_host_takes_the_update_that_is_needed_first():
     assert order[1:] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("threads", [ONE_EACH, TOGETHER])
-def test_loads_of_the_next_step_start_before_it_is_submitted_once_their_updates_have_ended(threads):
-    """Later layers are updated first, and loaded while earlier ones are still in their backward."""
-    profile = transformer(6)
-    schedule = lowered(profile, with_modes(profile, [Mode.DHA] * 3 + [Mode.GFGB] * 3))
-    lanes, tasks, done, loaded = Lanes(threads), TaskList(schedule), [], threading.Event()
-    loads = [i for i, task in enumerate(schedule.tasks) if task.kind is Kind.LOAD]
-    *_, before_last, last_backward = (i for i, task in enumerate(schedule.tasks) if task.kind is Kind.BACKWARD)
-    [first_update], updated = schedule.tasks[loads[0]].after_previous, threading.Event()
-
-    def run(index):
-        # A busy machine may run the threads of the host and of the link late.
-        if index == before_last:
-            assert updated.wait(60)
-            time.sleep(0.1)  # an update counts as ended a moment later
-        if index == last_backward and threads is ONE_EACH:
-            assert loaded.wait(60)
-        time.sleep(2e-3)
-        updated.set() if index == first_update else None
-
-    work = lanes.make(tasks, run)
-    lanes.submit(work)
-    ahead = lanes.begin_ahead(tasks, lambda i: (done.append(i), loaded.set())[1], work, leading_loads(schedule))
-    work.wait()
-    ahead.wait_ahead()
-    assert done == loads and len(loads) == 3 and not ahead.is_over()
-    assert all(work.ends_s[schedule.tasks[i].after_previous[0]] <= ahead.starts_s[i] for i in loads)
-    assert ahead.starts_s[loads[0]] < work.ends_s[last_backward]
-    ahead.stop()
-    assert ahead.is_over() and work.failure is None
-
-
-@pytest.mark.parametrize("threads", [ONE_EACH, TOGETHER])
-@pytest.mark.parametrize("kind", [Kind.LOAD, Kind.FORWARD, Kind.OFFLOAD, Kind.UPDATE])
-def test_a_failure_stops_what_follows(kind, threads):
-    schedule = loaded_once(6)
-    lanes, tasks, done = Lanes(threads), TaskList(schedule), []
-    victim = next(i for i, task in enumerate(schedule.tasks) if task.kind is kind and task.segment == 3)
-
-    def action(index):
-        if index == victim:
-            raise OSError("no space")
-        done.append(index)
-
-    work = lanes.make(tasks, action)
-    successors = [lanes.make(tasks, action, work)]
-    for each in (work, *successors):
-        lanes.submit(each)
-    work.wait()
-    successors.append(lanes.make(tasks, action, work))  # once it has failed
-    lanes.submit(successors[1])
-    for successor in successors:
-        successor.wait()
-        assert successor.is_stopped
-    assert not any(successors[1].ends_s) and len(done) < 2 * len(schedule.tasks) - 1
-    assert work.failure is not None and work.failure.index == victim and str(work.failure.error) == "no space"
-    assert work.is_over() and victim not in done
-
-
 def test_stopped_work_does_nothing_more_and_committed_work_does_not_stop():
     schedule = loaded_once(6)
     for commits in (False, True):

@@ -19,8 +19,6 @@ from jaxferry.step import (
     LayerPlan,
     Operation,
     Plan,
-    machine,
-    simulate_schedule,
 )
 from models import random_streams
 from planned import plan_of, prepared
@@ -133,26 +131,3 @@ def test_programs_wait_for_saves_two_before_them_and_fetches_for_the_program_two
         assert tasks[fetch].after == (index_of[Kind.BACKWARD, layer + 2],)
         assert fetch < index_of[Kind.BACKWARD, layer + 1] and fetch in tasks[index_of[Kind.BACKWARD, layer]].after
         assert tasks[save].end_bytes == tasks[fetch].start_bytes == 100
-
-
-def test_the_simulator_sees_how_long_moves_take_and_frees_what_they_move():
-    size = 8
-    profile = transformer(size)
-    planned = with_modes(profile, [Mode.GFGB] * size)
-    a_byte = sum(layer.load_s for layer in profile.layers) / sum(layer.param_bytes for layer in profile.layers)
-
-    def simulated(num_bytes):
-        sizes = (num_bytes,) * 6 + (0, 0)
-        return moving(profile, planned, sizes)
-
-    plain = moving(profile, planned)
-    fetches = [task for task in simulated(1000).tasks if task.kind is Kind.FETCH]
-    assert all(task.duration_s == pytest.approx(1000 * a_byte) for task in fetches)
-    much = 100 * max(layer.param_bytes for layer in profile.layers)
-    assert machine.steady_step_s(simulated(much)) > machine.steady_step_s(plain)
-    found, known = (
-        simulate_schedule(profile, dataclasses.replace(each, updates_by_need=False))
-        for each in (simulated(1000), plain)
-    )
-    assert found.link_bytes == known.link_bytes + 12 * 1000
-    assert found.device_bytes[-1][1] == known.device_bytes[-1][1]

@@ -175,25 +175,6 @@ def test_a_joint_optimizer_is_warned_about_and_agrees_with_plain_optax(name):
     assert step.prepare(TASK.batch).plan.updates is Updates.AFTER_ALL
 
 
-def test_lookahead_is_trained_on_its_pair_of_parameters():
-    """Lookahead's update takes gradients of the fast parameters only, so a loop over one tree needs a wrapper."""
-    ahead = optax.lookahead(optax.sgd(0.1), sync_period=3, slow_step_size=0.5)
-    optimizer = optax.GradientTransformation(
-        ahead.init, lambda gradients, state, params: ahead.update(gradients.fast, state, params)
-    )
-
-    def loss_fn(params, batch):
-        return TASK.loss_fn(params.fast, batch)
-
-    task = models.Task(loss_fn, optax.LookaheadParams.init_synced(TASK.params), TASK.batch)
-    expected, expected_losses = models.plain_loop(task, optimizer, NUM_STEPS)
-    with pytest.warns(UserWarning, match=r"looks at all parameters at once|never reads"):
-        state, losses = train(jaxferry.train_step(loss_fn, optimizer), task, NUM_STEPS)
-    np.testing.assert_allclose(losses, expected_losses, rtol=LOSS_RTOL)
-    assert isinstance(state.params, optax.LookaheadParams)
-    assert_near(state.params.slow, expected.slow, rtol=1e-4, atol=1e-6)
-
-
 @functools.cache
 def plain_state(optimizer, num_steps, task=TASK):
     """The optimizer's state of a plain loop, and its parameters."""

@@ -59,14 +59,6 @@ def test_a_view_keeps_its_memory_alive(accelerator, vectors):
     del others
 
 
-def test_empty_vectors_and_16_bits_have_views_too(accelerator):
-    place = accelerator
-    for array in (np.zeros((0, 3), np.float32), np.arange(7).astype(jnp.bfloat16)):
-        [vector] = pinned.to_pinned([jax.device_put(array, place.host)], place)
-        assert vector.sharding.memory_kind == "pinned_host"
-        assert_same_bits(pinned.on_cpu([vector], place), [array])
-
-
 def test_what_an_update_returns_is_written_where_the_device_reads(accelerator, vectors):
     place = accelerator
     before = [vector.unsafe_buffer_pointer() for vector in vectors]

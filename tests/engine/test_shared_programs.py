@@ -119,19 +119,6 @@ def test_a_loss_function_is_traced_and_cut_once_for_all_steps(counted):
     assert len(traced) == 1
 
 
-def test_programs_live_as_long_as_the_loss_function(compiled):
-    loss_fn = network(1.75)
-    first = trained(loss_fn, optax.sgd(0.175), plan=plan_of(Mode.GFGB))[1:]
-    of_first = set(compiled)
-    gc.collect()
-    compiled.clear()
-    second = trained(loss_fn, optax.sgd(0.175), plan=plan_of(Mode.RELOAD))[1:]
-    # The update's programs belong to the optimizer, which is gone, and those of copies to the transport.
-    assert of_first - OWN == {"jit_flat_update", "jit_forward", "jit_returned"}
-    assert [name for name in compiled if name not in OWN] == ["jit_flat_update"]
-    assert first[0] == second[0]
-
-
 def test_what_changes_the_trace_is_traced_again(counted):
     loss_fn, traced = counted
     prepared_by(loss_fn)
@@ -156,21 +143,6 @@ def test_partials_are_functions_of_their_own(values):
     for value in values:
         loss_fn = functools.partial(base, value)
         assert trained(loss_fn, optax.sgd(0.1))[1] == pytest.approx(float(loss_fn(PARAMS, BATCH)), rel=1e-6)
-
-
-def test_what_a_partial_holds_is_freed_with_it():
-    class Model:
-        scale = 1.0
-
-    def base(model, params, x):
-        return model.scale * network(1.0)(params, x)
-
-    model = Model()
-    held = weakref.ref(model)
-    trained(functools.partial(base, model), optax.sgd(0.1))
-    del model
-    gc.collect()
-    assert held() is None
 
 
 def test_a_policy_of_remat_may_be_any_object():

@@ -15,7 +15,6 @@ from jaxferry.engine import (
     TaskList,
     derivatives_of,
     footprints,
-    loads_ahead,
     lower,
     peak_bytes,
     with_program_facts,
@@ -23,7 +22,7 @@ from jaxferry.engine import (
 )
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
-from jaxferry.step import NO_JOINS, Joins, Kind, Lane, LayerPlan, Operation, Plan, ProgramKind, Source, Target
+from jaxferry.step import NO_JOINS, Joins, Lane, LayerPlan, Operation, Plan, ProgramKind, Source, Target
 
 
 @pytest.fixture(scope="module")
@@ -180,22 +179,3 @@ def test_memory_is_a_fold_that_an_independent_walk_over_values_confirms(parts, d
             cotangents = {v: n for v, n in cotangents.items() if v not in segment.outputs}
     assert num_reused == last
     assert peak_bytes(program, {}).array_bytes == max(footprint.array_bytes for footprint in found)
-
-
-def test_loads_ahead_never_raise_the_peak_and_grow_with_the_budget(parts, derivatives):
-    modes = [Mode.DHA] * 3 + [Mode.GFGB] * (len(parts.segments) - 3)
-    layers = tuple(LayerPlan(segment.name, mode) for segment, mode in zip(parts.segments, modes, strict=True))
-    program = lower(parts, derivatives, Plan("any", 1.0, layers), profile_of(parts, derivatives))
-
-    def peak_of(ahead):
-        return peak_bytes(program, {}, ahead=ahead)
-
-    within, counts = peak_of(()), []
-    for budget in range(within.total, 2 * within.total, within.total // 8):
-        ahead = loads_ahead(program, peak_of, budget)
-        assert peak_of(ahead).parameters <= within.parameters and peak_of(ahead).total <= budget
-        counts.append(len(ahead))
-    assert counts == sorted(counts)
-    free = loads_ahead(program, peak_of)
-    assert len(free) >= counts[-1]
-    assert [program.instructions[i].task.kind for i in free] == [Kind.LOAD] * len(free)

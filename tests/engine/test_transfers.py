@@ -132,29 +132,6 @@ def test_a_load_waits_for_its_buffers_alone_once_nothing_else_writes_what_it_rea
 
 
 @pytest.mark.usefixtures("engine_settings")
-def test_reserved_buffers_are_loaded_without_a_wait_by_the_next_load_of_their_layer_alone(calls, monkeypatch):
-    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
-    monkeypatch.setattr(ArrayImpl, "is_ready", lambda array: True)
-    layer, placement = _mixed(), make_placement()
-    transport = Ferry(placement, [layer, layer])
-
-    def loaded(number, is_reserved):
-        vectors = _pinned(placement, layer, number)
-        held = transport.load(number, vectors)
-        name = calls[-1]
-        assert_same_bits(held.parameters(), layer.unpack([jnp.asarray(v) for v in vectors]))
-        transport.drop(held, is_reused=False, is_reserved=is_reserved)
-        return name
-
-    # Other loads neither take them nor free them.
-    found = [loaded(number, is_reserved) for number, is_reserved in ((0, True), (1, False), (0, True), (1, True))]
-    assert found == ["load", "load", "load unused", "load"]
-    transport.release()
-    assert [loaded(0, True), loaded(0, False), loaded(0, False)] == ["load", "load unused", "load"]
-    assert "vacate" not in calls
-
-
-@pytest.mark.usefixtures("engine_settings")
 def test_buffers_are_vacant_from_the_last_reader_on_that_asks_for_them(calls, monkeypatch):
     monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
     layer, placement = _mixed(), make_placement()

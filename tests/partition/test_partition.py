@@ -28,22 +28,6 @@ def test_twelve_blocks_are_16_segments_of_5_programs_and_a_tied_table_is_one_lay
     assert len({s.program for s in parts.segments if s.name in blocks}) == 1
 
 
-def test_only_the_residual_stream_crosses_between_blocks():
-    task = models.gpt(width=32)
-    B, T = task.batch.shape
-    for segment in parts_of(task).segments[:-1]:
-        assert segment.alive_bytes == B * (T - 1) * 32 * 4
-        assert len(segment.outputs) == 1 and not segment.nondiff_outputs
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-def test_blocks_share_a_program_whatever_dropout_and_dtype(dropout, dtype):
-    task = models.gpt(depth=3, dropout=dropout, dtype=dtype)
-    parts = parts_of(task, **({"rng": jax.random.key(0)} if dropout else {}))
-    assert parts.num_programs == 5
-
-
 def test_nnx_models_are_cut_by_their_lists_of_modules():
     task = models.nnx_net()
     parts = assert_same_derivative(task.loss_fn, task.params, task.batch)
@@ -77,30 +61,6 @@ def test_nested_jit_custom_vjp_and_remat_work_and_share_programs():
     parts = assert_same_derivative(jax.jit(task.loss_fn), task.params, task.batch)
     assert [s.name for s in parts.segments[2:5]] == ["h_0", "h_1", "h_2"]
     assert parts.num_programs == 5
-
-
-def test_custom_rules_with_different_closures_are_different_programs():
-    def scaled(factor):
-        @jax.custom_vjp
-        def f(x):
-            return x * 1.0
-
-        f.defvjp(lambda x: (x * 1.0, None), lambda _, g: (g * factor,))
-        return f
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for i, factor in enumerate((1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0)):
-                x = scaled(factor)(nn.Dense(4, name=f"dense_{i}")(x))
-            return x.sum()
-
-    x = jnp.ones((2, 4))
-    params = Net().init(jax.random.key(0), x)["params"]
-    parts = assert_same_derivative(lambda p, b: Net().apply({"params": p}, b), params, x)
-    programs = [s.program for s in parts.segments]
-    inner = programs[1:-1]
-    assert len(set(inner)) == 2 and sorted(map(inner.count, set(inner))) == [1, 4]
 
 
 def test_parameters_cast_all_at_once_are_still_cut_by_layer():
@@ -255,15 +215,6 @@ def test_flat_names_of_modules_are_cut_into_blocks_as_nested_ones(blocks, granul
     assert [segment.name for segment in found.segments] == [segment.name for segment in expected.segments]
     assert {layer.name for layer in found.layers} == {layer.name for layer in expected.layers}
     assert len(found.segments) == 5
-
-
-def test_a_table_is_its_own_layer_wherever_its_module_lies():
-    tree = {
-        "embeddings": {"norm": {"scale": 0}, "position": {"embedding": 0}, "word": {"embedding": 0}},
-        "head": {"w": 0},
-    }
-    assert names(tree) == ["embeddings", "head"]
-    assert names(tree, tables={1, 2}) == ["embeddings", "embeddings/position", "embeddings/word", "head"]
 
 
 def test_a_later_partition_keeps_the_layers_of_an_earlier_one():

@@ -5,7 +5,6 @@ import functools
 import gc
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -153,27 +152,6 @@ def test_the_copy_of_a_frozen_parameter_is_never_written_again_and_the_only_one(
     state, _ = step(state, task.batch)
     state.settle()
     assert not masters_beside(state, known)
-
-
-@pytest.mark.parametrize("given", [*slow(jnp.float32), jnp.bfloat16])
-def test_a_frozen_parameter_keeps_its_dtype_and_bits_whatever_the_compute_dtype(task, given, tmp_path):
-    params = jax.tree.map(
-        lambda x, label: x if label == "adapter" else x.astype(given), task.params, labels(task.params)
-    )
-    step = jaxferry.train_step(
-        task.loss_fn, optax.adamw(1e-2), trainable=is_trained, compute_dtype=jnp.bfloat16, clip_norm=0.5
-    )
-    known = set(host_arrays())
-    state, losses = train(step, models.Task(task.loss_fn, params, task.batch), 3)
-    assert losses[-1] < losses[0]
-    assert {str(v.dtype) for vectors in state.host.vectors for v in vectors} == {"bfloat16"}
-    state.settle()
-    assert len(masters_beside(state, known)) == (0 if given == jnp.bfloat16 else 1 + DEPTH * 4 - 4)
-    for label, ours, theirs in zip(*map(jax.tree.leaves, (labels(params), state.params, params)), strict=True):
-        assert ours.dtype == (jnp.float32 if label == "adapter" else given)
-        assert (label == "frozen") == (ours.tobytes() == np.asarray(theirs).tobytes())
-    step.save(state, tmp_path / "saved")
-    assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
 
 
 def test_a_layer_that_is_frozen_and_resident_is_loaded_once(task):

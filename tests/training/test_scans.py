@@ -11,7 +11,7 @@ import pytest
 import jaxferry
 import scanned
 from models import Task, plain_loop
-from planned import assert_near, assert_same_bits, take_steps, train
+from planned import assert_same_bits, take_steps, train
 from scanned import DEPTH
 from tolerances import LOSS_RTOL
 from watched import live_arrays
@@ -115,49 +115,6 @@ def test_a_stacked_parameter_that_no_iteration_reads_trains_with_a_zero_gradient
     with pytest.warns(UserWarning, match="the loss never reads 'blocks/unread'"):
         state, _ = step(step.init(params), lax.batch)
     np.testing.assert_allclose(state.params["blocks"]["unread"], 0.99, rtol=1e-6)
-
-
-@pytest.mark.parametrize("compute_dtype", [None, jnp.bfloat16])
-def test_frozen_stacked_parameters_beside_trained_ones_are_kept_to_the_bit(lax, compute_dtype, tmp_path):
-    """Low-rank adapters that are scanned over together with the frozen weights that they add to."""
-    keys = jax.random.split(jax.random.key(5), 2)
-    adapters = {
-        "a": jax.random.normal(keys[0], (DEPTH, scanned.WIDTH, 2)),
-        "b": jax.random.normal(keys[1], (DEPTH, 2, scanned.WIDTH)) / 9,
-    }
-    params = {**lax.params, "adapters": adapters}
-
-    def loss_fn(params, x):
-        def block(x, own):
-            base, adapter = own
-            return x + jnp.tanh(x @ base["w"] + base["b"] + x @ adapter["a"] @ adapter["b"]), None
-
-        x = jax.lax.scan(block, x @ params["first"]["w"], (params["blocks"], params["adapters"]))[0]
-        return jnp.mean(x.astype(jnp.float32) ** 2)
-
-    task = Task(loss_fn, params, lax.batch.astype(compute_dtype or jnp.float32))
-    optimizer = jaxferry.adamw(1e-2, eps=1e-3)  # a smaller one makes rounding of the least gradients visible
-    step = jaxferry.train_step(
-        loss_fn, optimizer, trainable=lambda path: "adapters" in path, compute_dtype=compute_dtype
-    )
-    state, losses = train(step, task, 4)
-    assert [s.name for s in step.prepare(task.batch).partition.segments] == [
-        "first",
-        *(f"scan/{i}" for i in range(DEPTH)),
-    ]
-    assert len(state.host.units) == DEPTH and losses[-1] < losses[0]
-    for name in ("blocks", "first"):
-        assert_same_bits(state.params[name], params[name])
-    step.save(state, tmp_path / "saved")
-    assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
-    if compute_dtype is None:
-        labels = {name: "train" if name == "adapters" else "freeze" for name in params}
-        plain = optax.multi_transform({"train": optax.adamw(1e-2, eps=1e-3), "freeze": optax.set_to_zero()}, labels)
-        expected, plain_losses = plain_loop(task, plain, 4)
-        np.testing.assert_allclose(losses, plain_losses, rtol=LOSS_RTOL)
-        assert_near(state.params, expected, rtol=2e-4, atol=1e-6)
-        by_label = jaxferry.train_step(loss_fn, plain)
-        assert train(by_label, task, 4)[1] == pytest.approx(losses, rel=LOSS_RTOL)
 
 
 def test_host_memory_holds_stacked_parameters_once():

@@ -138,26 +138,3 @@ def test_two_threads_that_call_one_step_neither_hang_nor_harm_the_state():
     for _ in range(sum(found)):
         expected_step(expected, BATCH)
     assert_same_bits(state.params, expected.params)
-
-
-def test_a_save_in_the_background_writes_beside_steps_and_another_step_runs_beside_it(tmp_path):
-    step, state, _ = made()
-    step(state, BATCH)
-    before = state.params
-    step.save(state, tmp_path / "saved", wait=False)
-
-    def other():
-        own_step, own, _ = made()
-        for _ in range(5):
-            own_step(own, BATCH)
-        return own.params
-
-    found = []
-    thread = threading.Thread(target=lambda: found.append(other()), daemon=True)
-    thread.start()
-    for _ in range(4):
-        step(state, BATCH)
-    assert not isinstance(in_thread(step.wait_for_saves), BaseException)
-    thread.join(LONGEST_S)
-    assert_same_bits(step.restore(tmp_path / "saved").params, before)
-    assert_same_bits(found[0], state.params)

@@ -241,20 +241,3 @@ def test_parameters_may_be_any_tree_down_to_a_single_array(params):
         state, losses = train(jaxferry.train_step(task.loss_fn, optax.adam(0.01)), task, 3)
     np.testing.assert_allclose(losses, models.plain_loop(task, optax.adam(0.01), 3)[1], rtol=LOSS_RTOL)
     assert jax.tree.structure(state.params) == jax.tree.structure(params)
-
-
-def test_aux_may_hold_constants_nothing_and_the_batch_itself(gpt):
-    def loss_fn(params, batch):
-        loss = gpt.loss_fn(params, batch)
-        more = [loss, jnp.zeros(2), params["ln_f"]["scale"] * 1]
-        return loss, {"batch": batch, "none": None, "number": 1.5, "more": more}
-
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
-    state, metrics = step(step.init(gpt.params), gpt.batch)
-    state, metrics = step(state, gpt.batch)
-    aux = metrics["aux"]
-    np.testing.assert_array_equal(aux["batch"], gpt.batch)
-    assert aux["none"] is None and aux["number"] == 1.5
-    np.testing.assert_array_equal(aux["more"][1], np.zeros(2))
-    assert aux["more"][2].shape == (32,)
-    assert step.evaluate(state, gpt.batch)[1]["number"] == 1.5
