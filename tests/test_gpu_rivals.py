@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import model
-from benchmarks.gpu import check, rival_stages, rivals, settings, stages, steps
+from benchmarks.gpu import rival_stages, rivals, settings, stages, steps
 
 ROOT = pathlib.Path(__file__).parents[1]
 DRIVER_RESULT = {"losses": [2.0, 1.0], "machine": {"cpu": "a", "device": "b", "torch": "9.9"}}
@@ -80,17 +80,6 @@ def test_without_packages_every_size_is_left_out_with_the_reason_and_nothing_fai
     assert made.has_passed
 
 
-def test_a_python_that_does_not_run_is_a_reason_too(checked):
-    _, found = checked("false")
-    assert found["rivals_tiny"][0] == stages.LEFT_OUT
-    assert "false does not say which packages it has" in found["rivals_tiny"][1]
-
-
-def test_stages_that_nobody_wants_ask_no_python(checked):
-    _, found = checked("no-such-python", only=("smoke",))
-    assert found == {}
-
-
 def test_a_second_python_runs_the_rivals_whose_packages_it_has(python_with, checked, tmp_path):
     python = python_with("torch", answer=answer(step_s=2.0, tokens_per_s=4.0, peak_device_bytes=None))
     _, found = checked(python)
@@ -114,39 +103,6 @@ def test_deepspeed_is_timed_only_once_its_adam_is_built(python_with, checked, tm
     assert not left.exists()  # a build would wait for it
 
 
-def test_without_time_a_size_is_left_out_and_with_little_its_limit_is_what_is_left(python_with, checked, monkeypatch):
-    python = python_with("torch", answer=answer())
-    _, found = checked(python, seconds=rival_stages.LEAST_S - 1)
-    assert found == {"rivals_tiny": (stages.LEFT_OUT, "no time")}
-    made = []
-    monkeypatch.setattr(stages.Check, "run", lambda self, stage: made.append(stage))
-    checked(python, seconds=100.0)
-    (stage,) = made
-    assert stage.limit_s <= 100.0
-    assert float(stage.command[stage.command.index("--limit") + 1]) < stage.limit_s
-
-
-def test_the_rivals_come_last(tmp_path):
-    done = []
-
-    class Recorded:
-        left_s = 570.0
-
-        def run(self, *made, workers=1):
-            done.extend(stage.name for stage in made)
-
-        def prepare(self, made, later, workers=1):
-            self.run(*made)
-            return tuple(stage.name for stage in made)
-
-        def run_failed_again(self):
-            done.append("again")
-
-    check.run(Recorded(), "cpu", tmp_path, None, lambda made, device, out: done.append(f"rivals on {device}"))
-    assert done[-2:] == ["again", "rivals on cpu"]
-    assert "steps_tiny" in done
-
-
 def driver_arguments(output, python, **options):
     defaults = {"size": "tiny", "device": "cpu", "batch": 1, "seq": 8, "steps": 3, "compile": False, "limit": 100.0}
     return argparse.Namespace(output=output, python=python, only=list(settings.RIVALS), **defaults | options)
@@ -163,14 +119,6 @@ def test_a_rival_that_fails_fails_the_stage_and_one_without_memory_or_package_do
     assert rivals.status_of([scarce, *rows[1:]]) == 0
     late = steps.Row("torch-fsdp2", "timed out after 9 s", 9.0, {})
     assert rivals.status_of([late, *rows[1:]]) == steps.TIMED_OUT
-
-
-def test_a_rival_that_hangs_leaves_time_for_those_that_follow(python_with, tmp_path, monkeypatch):
-    monkeypatch.setattr(rivals, "LEAST_S", 0.01)
-    hangs = 'case "$*" in *fsdp2*) sleep 3600 ;; *) ' + answer() + " ;; esac"
-    python = python_with("torch", "deepspeed", answer=hangs)
-    rows = rivals.run_all(driver_arguments(tmp_path, python, limit=1.5), lambda rows: None)
-    assert [row.outcome.split(" after")[0] for row in rows] == ["timed out", "measured", "measured"]
 
 
 @pytest.fixture
@@ -203,32 +151,6 @@ def test_results_stand_beside_ours_as_ratios(ours):
     assert compared == "torch-fsdp2: its step takes 2.00 of exact"
     assert "losses of torch-fsdp2 differ by 20.00%" in off
     assert rivals.ratio_lines(found | {"losses_differ_by": {"torch-fsdp2": 1e-4}}) == [compared]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"machine": {"cpu": "a", "device": "another"}},
-        {"model": {"name": "GPT-2 tiny", "batch": 2, "sequence": 8}},
-        {"machine": None},
-        {"rows": []},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_results_of_other_shapes_or_machines_are_not_compared(ours, changes):
-    arguments, row = ours(**changes)
-    found = rivals.document(arguments, [row])
-    assert found["ratios"] == {"torch-fsdp2": {}}
-    assert found["losses_differ_by"] == {"torch-fsdp2": None}
-    assert "no steps of ours" in rivals.ratio_lines(found)[0]
-
-
-def test_a_second_python_that_is_missing_is_named_at_once(tmp_path):
-    command = ["bash", str(ROOT / "benchmarks/gpu/check.sh"), str(tmp_path), "--device", "cpu"]
-    environment = os.environ | {"PYTHON": sys.executable}
-    finished = subprocess.run([*command, "--rivals-python", "no-such"], capture_output=True, text=True, env=environment)
-    assert finished.returncode != 0
-    assert "--rivals-python: there is no program no-such; name a Python" in finished.stderr
 
 
 @pytest.mark.parametrize("size", settings.SHAPES)

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import random
 import signal
 import subprocess
 import sys
@@ -76,64 +75,6 @@ def test_a_stage_that_hangs_is_ended_with_its_stack_and_the_next_one_runs(tmp_pa
     assert "Fatal Python error: Aborted" in log and "waits_for_ever" in log
 
 
-def wait_for_the_end_of(number):
-    while pathlib.Path(f"/proc/{number}").exists():
-        state = pathlib.Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        if state == "Z":
-            break
-        time.sleep(0.01)
-
-
-def test_what_a_stage_has_started_ends_with_it(tmp_path, short):
-    child = tmp_path / "child"
-    code = f"import subprocess; p = subprocess.Popen(['sleep', '3600']); open({str(child)!r}, 'w').write(str(p.pid))"
-    stages.Check(tmp_path, 60, {}).run(stub("parent", code))
-    wait_for_the_end_of(int(child.read_text()))
-
-
-def test_so_does_a_contender_that_steps_have_started(tmp_path, short):
-    child = tmp_path / "child"
-    code = f"""
-import os, sys
-from benchmarks.gpu import steps
-sleeper = "import os, time; open({str(child)!r}, 'w').write(str(os.getpid())); time.sleep(3600)"
-steps.run_contender("sleeper", [sys.executable, "-c", sleeper], dict(os.environ), 3600)
-"""
-    made = stages.Check(tmp_path, 60, {})
-    made.run(stub("steps", code, 10.0, env=ROOT_PATH))
-    assert made.outcomes == {"steps": "timed out"}
-    wait_for_the_end_of(int(child.read_text()))
-
-
-def test_without_time_left_stages_are_left_out(tmp_path):
-    made = stages.Check(tmp_path, 0.0, {})
-    made.run(stub("late", "print(1)"))
-    assert outcomes_of(tmp_path) == {"late": "left out"}
-    assert not made.has_passed
-
-
-def test_the_archive_is_limited_and_keeps_both_ends_of_long_logs(tmp_path):
-    (tmp_path / "logs").mkdir()
-    noise = random.Random(0).randbytes(300_000)
-    (tmp_path / "logs" / "long.log").write_bytes(b"begin " + noise.hex().encode() + b" end")
-    (tmp_path / "check.jsonl").write_text("{}\n")
-    stages.write_archive(tmp_path, 100_000)
-    assert (tmp_path / "check.tar.gz").stat().st_size <= 100_000
-    kept = archived(tmp_path)
-    assert kept["check.jsonl"] == "{}\n"
-    assert kept["logs/long.log"].startswith("begin ") and kept["logs/long.log"].endswith(" end")
-
-
-def test_in_the_archive_json_stays_whole(tmp_path):
-    (tmp_path / "logs").mkdir()
-    noise = random.Random(0).randbytes(100_000).hex()
-    (tmp_path / "logs" / "long.log").write_text(noise)
-    (tmp_path / "rates.json").write_text(json.dumps({"noise": noise[:50_000]}))
-    stages.write_archive(tmp_path, 60_000)
-    assert (tmp_path / "check.tar.gz").stat().st_size <= 60_000
-    assert json.loads(archived(tmp_path)["rates.json"]) == {"noise": noise[:50_000]}
-
-
 def test_a_resumed_check_leaves_out_what_has_passed_and_only_chooses(tmp_path, short):
     first = stages.Check(tmp_path, 60, {})
     first.run(stub("one", "pass"), stub("two", "raise SystemExit(3)"))
@@ -155,23 +96,6 @@ def test_what_chosen_stages_need_runs_too(tmp_path, short):
     assert made.prepare([stub("reference", "pass")], ["smoke_"]) == ("reference",)
     made.run(stub("steps_a", "pass", needs=("build",)), stub("steps_b", "pass", needs=("build",)))
     assert made.outcomes == {"build": "passed", "steps_b": "passed"}
-
-
-def test_another_try_is_forgotten_once_its_stage_has_passed(tmp_path, short):
-    first = stages.Check(tmp_path, 60, {})
-    first.run(stub("a", "raise SystemExit(3)", again={}))
-    first.run_failed_again()
-    assert first.outcomes == {"a": "failed", "a_again": "failed"}
-    stages.Check(tmp_path, 60, {}, resume=True).run(stub("a", "pass"))
-    assert stages.Check(tmp_path, 60, {}, resume=True).has_passed
-
-
-def test_failed_stages_run_again_with_the_environment_that_they_state(tmp_path, short):
-    code = "import os, sys; sys.exit(0 if os.environ.get('BLOCKING') else 'once')"
-    made = stages.Check(tmp_path, 60, {})
-    made.run(stub("a", code, again={"BLOCKING": "1"}), stub("b", code), stub("c", "pass", again={"BLOCKING": "1"}))
-    made.run_failed_again()
-    assert made.outcomes == {"a": "failed", "b": "failed", "c": "passed", "a_again": "passed"}
 
 
 def test_a_check_whose_output_nobody_reads_goes_on(tmp_path):

@@ -6,7 +6,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import threading
 import warnings
 
 import jax
@@ -16,7 +15,7 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry import checkpoint, settings
+from jaxferry import settings
 from planned import assert_same_bits
 from python_runs import run_python
 from settings_runs import FLAGS, loss_fn, make_params, set_flag
@@ -156,32 +155,6 @@ def test_every_entry_works_under_strict_settings(entry, in_whole_process, tmp_pa
         ENTRIES[entry](step, state, tmp_path / "saved")
         assert jax.config.jax_debug_nans
     assert step(state, X)[0].step == 2
-
-
-def test_the_thread_of_a_save_runs_under_the_engines_settings(monkeypatch, tmp_path):
-    found, write = [], checkpoint.save
-
-    def watched(*args):
-        found.append((threading.current_thread().name, *(getattr(jax.config, name) for name in STRICT)))
-        write(*args)
-
-    monkeypatch.setattr(checkpoint, "save", watched)
-    step = jaxferry.train_step(loss_fn, optax.adam(0.1))
-    state, _ = step(step.init(make_params()), X)
-    with strict_settings(True):
-        step.save(state, tmp_path / "saved", wait=False)
-        step.wait_for_saves()
-        step.save(state, tmp_path / "saved")
-    (thread, *values), (main, *own) = found
-    assert thread.startswith("checkpoint") and main == threading.current_thread().name
-    assert values == own
-    assert dict(zip(STRICT, values, strict=True)) == {
-        "jax_transfer_guard": "allow",
-        "jax_debug_nans": False,
-        "jax_disable_jit": False,
-        "jax_numpy_dtype_promotion": "standard",
-    }
-    assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
 
 
 def test_an_entry_that_settings_forbid_leaves_the_step_to_other_threads():

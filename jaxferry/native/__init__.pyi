@@ -14,7 +14,6 @@ from .host_steps import StepPart as StepPart
 from .host_steps import StepRule as StepRule
 from .loading import ABI as ABI
 from .loading import SIMD as SIMD
-from .loading import LibraryStatus as LibraryStatus
 from .loading import NativeLibrary as NativeLibrary
 from .loading import ffi_version as ffi_version
 from .loading import find_library as find_library

@@ -26,7 +26,6 @@ from .pieces import Stored as Stored
 from .pieces import numpy_bytes as numpy_bytes
 from .pieces import on_host as on_host
 from .pieces import stored_whole as stored_whole
-from .replay import TreeUpdate as TreeUpdate
 from .transformations import init_of as init_of
 from .update_group import Subgroup as Subgroup
 from .update_group import UpdateGroup as UpdateGroup

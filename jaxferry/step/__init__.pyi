@@ -11,10 +11,8 @@ from .effective_plan import effective as effective
 from .effective_plan import streamed_state_bytes as streamed_state_bytes
 from .effective_plan import updated_on_device as updated_on_device
 from .gradient_room import CROSSING_SLOTS as CROSSING_SLOTS
-from .gradient_room import NO_WAIT as NO_WAIT
 from .gradient_room import Demand as Demand
 from .gradient_room import program_bytes as program_bytes
-from .gradient_room import waits as waits
 from .instructions import Arrival as Arrival
 from .instructions import Drop as Drop
 from .instructions import Instruction as Instruction

@@ -1,14 +1,12 @@
 from .choice import Conditions as Conditions
 from .choice import choose_plan as choose_plan
 from .choice import planning_profile as planning_profile
-from .compiler import Recent as Recent
 from .contention import LEAST_S as LEAST_S
 from .contention import in_turn as in_turn
 from .contention import measure_contention as measure_contention
 from .contention import speeds_in_pairs as speeds_in_pairs
 from .contention import transfers as transfers
 from .entry import train_step as train_step
-from .measured_profile import MeasuredLayers as MeasuredLayers
 from .measured_profile import Work as Work
 from .measured_profile import measure_profile as measure_profile
 from .microbenchmarks import HostUpdate as HostUpdate

@@ -45,4 +45,3 @@ from .shared_programs import begin_shared as begin_shared
 from .shared_programs import compile_shared as compile_shared
 from .shared_programs import finished as finished
 from .shared_programs import in_background as in_background
-from .shared_programs import shared_function as shared_function

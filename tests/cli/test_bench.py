@@ -166,14 +166,3 @@ def test_the_work_of_tied_layers_counts_each_load_and_update_once(profile):
     works = works_s(Profile(known.machine, tied))
     assert works["upload"] == pytest.approx(sum(layer.load_s for layer in known.layers[:-1]))
     assert works["download"] == pytest.approx(sum(layer.offload_s for layer in known.layers))
-
-
-def test_a_dry_run_of_modules_takes_the_plans_of_their_profile(jaxferry, user_model, tmp_path):
-    path, options = tmp_path / "modules.json", ("--model", user_model("modules"), "--granularity", "module")
-    assert jaxferry("profile", *options, "--machine", "a100-pcie3", "--remat", "none", "-o", path).status == 0
-    options = (*options, "--profile", path, "--policy", "memferry", "--compute-dtype", "bfloat16", "--json")
-    document = json.loads(jaxferry("bench", "--dry", *options).out)
-    planned = json.loads(jaxferry("plan", path, "--policy", "memferry", "--json").out)
-    layers = [(layer["name"], layer["mode"]) for layer in document["rows"][0]["plan"]["layers"]]
-    assert layers == [(layer["name"], layer["mode"]) for layer in planned["layers"]]
-    assert any(layer.shares_program for layer in Profile.load(path).layers)

@@ -63,12 +63,6 @@ def test_the_largest_batch_is_that_of_trying_all(own, need, budget):
     assert need(found) <= budget < need(found + 1)
 
 
-def test_memory_that_does_not_grow_with_the_batch_ends_the_search():
-    sizes = Sizes(lambda size: Fake(size, 10, 10), 100)
-    sizes.of(4)
-    assert sizes.largest(loading=True).batch_size > 4
-
-
 def test_memory_that_is_nearly_linear_in_the_batch_needs_few_traces():
     """The buffers of a step are linear; what the allocator takes beyond them is not."""
     sizes, sizes_traced = traced(16), []
@@ -85,15 +79,6 @@ def test_memory_that_is_nearly_linear_in_the_batch_needs_few_traces():
         assert largest.loading_bytes <= budget
         assert {16, largest.batch_size, largest.batch_size + 1} <= set(sizes_traced)
         assert len(sizes_traced) <= 6
-
-
-@pytest.mark.parametrize("own", [1, pytest.param(100, marks=pytest.mark.slow)])
-def test_the_largest_batch_of_a_model_fits_and_the_next_one_does_not(own):
-    budget = traced(23).loading_bytes + 1
-    fit = find(own, budget)
-    largest = fit.largest_batch_size
-    assert fit.fits and traced(largest).loading_bytes <= budget < traced(largest + 1).loading_bytes
-    assert [row.batch_size for row in fit.rows] == [*[own] * (own < largest), largest]
 
 
 def test_the_stated_memory_is_that_of_the_plan_and_within_the_budget():
@@ -124,13 +109,6 @@ def test_too_little_host_memory_does_not_fit_and_is_named():
     fit = find(8, budget, host_memory_bytes=999)
     assert not fit.fits and fit.largest_batch_size >= 8
     assert "training needs 1000 B of host memory, and there are 999 B" in fit.problem
-
-
-def test_what_limits_is_the_busiest_lane_or_memory():
-    row = find(8, 10**9).rows[0]
-    lanes = {"gpu": "GPU", "h2d": "link", "d2h": "link", "host": "host"}
-    busiest = max(row.busy_share, key=row.busy_share.__getitem__)
-    assert row.limit == lanes[busiest.lower()]
 
 
 def deep(params, batch):

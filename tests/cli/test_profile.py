@@ -80,10 +80,3 @@ def test_a_measured_profile_is_kept_for_the_next_time_unless_the_cache_is_off(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     profiled()
     assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.parametrize("machine", [(), H200])
-def test_a_profile_can_be_planned_and_simulated(jaxferry, profiled, machine):
-    profiled(*machine, "-o", "p.json")
-    assert jaxferry("plan", "p.json", "--policy", "exact", "--memory-budget", "none", "-o", "plan.json").err == ""
-    assert json.loads(jaxferry("simulate", "p.json", "plan.json", "--json").out)["steady_step_s"] > 0

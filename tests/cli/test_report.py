@@ -9,9 +9,8 @@ import pytest
 
 import browser
 from jaxferry.cli.compare import Comparison, PolicyRun
-from jaxferry.cli.figures import COLOURS, areas_figure
-from jaxferry.cli.recording import STAGE_OF, STAGES, RecordedTask, Recording, Summary, bytes_by_link, seconds_by_stage
-from jaxferry.cli.report import bench_page, layer_reasons, memory_figure, report_page, speeds_figure, steps_figure
+from jaxferry.cli.recording import RecordedTask, Recording, Summary, bytes_by_link, seconds_by_stage
+from jaxferry.cli.report import bench_page, layer_reasons, report_page, speeds_figure, steps_figure
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
@@ -129,11 +128,6 @@ def test_the_prediction_shows_what_programs_read_and_write_over_the_links(record
     assert {Kind.READ, Kind.WRITE} < {task.kind for task in Summary(of_host).predicted}
 
 
-def test_every_kind_of_task_has_a_stage_with_a_colour():
-    assert set(STAGE_OF) == set(Kind)
-    assert set(STAGES) <= set(COLOURS) and len(set(COLOURS.values())) == len(COLOURS)
-
-
 def test_a_plan_without_times_has_no_prediction(recording):
     layer = LayerProfile(name="<h>", param_bytes=3, grad_bytes=2, **dict.fromkeys(TIMES, 0.0))
     page = report_page(dataclasses.replace(recording, profile=Profile({}, (layer,))))
@@ -162,14 +156,6 @@ def test_bars_of_the_lanes_are_as_long_as_the_tasks(recording):
     bars = [(bar.get_x(), bar.get_width(), round(bar.get_y() + bar.get_height() / 2)) for bar in measured.patches]
     assert bars == [(1, 2, 0), (3, 4, 0), (0, 1, 1), (7, 1, 2), (8, 1, 3)]
     assert predicted.get_title(loc="left") == "predicted" and predicted.patches
-
-
-def test_kinds_of_device_memory_are_drawn_on_top_of_each_other(recording):
-    [axes] = memory_figure(recording).axes
-    tops = [area.get_paths()[0].vertices[:, 1].max() for area in axes.collections]
-    assert tops == [3, 5]  # parameters, and gradients above them
-    held = areas_figure([("a", "red", [(-1.0, 7.0), (0.5, 2.0), (0.5, 3.0)])], 1.0, "MiB").axes[0].collections[0]
-    assert {tuple(point) for point in held.get_paths()[0].vertices} >= {(0.0, 7.0), (0.5, 7.0), (0.5, 3.0), (1.0, 3.0)}
 
 
 @pytest.mark.parametrize("part", ["times", "bytes", "memory"])

@@ -46,16 +46,6 @@ def test_micro_batches_weigh_what_the_loss_function_says(jaxferry, user_model, t
     np.testing.assert_allclose(losses, [first, second, of_batch(updated, 2)[0]], rtol=1e-5)
 
 
-def test_tiles_change_no_loss_and_stay_when_a_run_is_resumed(jaxferry, user_model, tmp_path):
-    line = ("train", "--model", user_model("functions"), "--json")
-    whole = jaxferry(*line, "--steps", 4)
-    tiled = jaxferry(*line, "--steps", 2, "--tiles", 3, "--save", tmp_path / "run")
-    resumed = jaxferry(*line, "--steps", 4, "--resume", tmp_path / "run")
-    assert "--tiles 3" in resumed.err
-    losses = [loss for each in (tiled, resumed) for loss in json.loads(each.out)["losses"]]
-    np.testing.assert_allclose(losses, json.loads(whole.out)["losses"], rtol=1e-6)
-
-
 def test_a_resumed_run_goes_on_where_it_ended(jaxferry, user_model, tmp_path):
     model = user_model("functions")
     whole = jaxferry("train", "--model", model, "--steps", 6, "--json")

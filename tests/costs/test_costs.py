@@ -1,5 +1,6 @@
 """Counts on jaxprs against counts by hand, and against those of XLA."""
 
+import functools
 from typing import Any
 
 import jax
@@ -19,30 +20,50 @@ def costs(function: Any, *arguments: Any) -> Costs:
     return jaxpr_costs(jax.make_jaxpr(function)(*arguments))
 
 
-def touched(function: Any, *arguments: Any, of: int = 0) -> float:
-    return touched_bytes(host_reads(jax.make_jaxpr(function)(*arguments), [of]))
+@jax.custom_vjp
+def product(a: Any, b: Any) -> Any:
+    return a @ b
 
 
-def test_a_product_by_hand() -> None:
-    counted = costs(jnp.dot, shape(3, 5), shape(5, 7))
-    assert counted == Costs(2 * 3 * 5 * 7, 4 * (15 + 35), 4 * 21, 1)
+product.defvjp(lambda a, b: (a @ b, (a, b)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+SQUARE = shape(8, 8)
 
 
-def test_a_batch_of_products_by_hand() -> None:
-    counted = costs(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), shape(4, 3, 5), shape(4, 5, 7))
-    assert counted.flops == 2 * 4 * 3 * 5 * 7
+def convolved(image: Any, kernel: Any, groups: int = 1) -> Any:
+    return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", feature_group_count=groups)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_a_convolution_by_hand(groups: int) -> None:
-    def convolve(image: Any, kernel: Any) -> Any:
-        return jax.lax.conv(image, kernel, (1, 1), "SAME") if groups == 1 else _grouped(image, kernel)
+def turns(x: Any, weights: Any) -> Any:
+    return jax.lax.scan(lambda carry, weight: (carry @ weight, None), x, weights)[0]
 
-    def _grouped(image: Any, kernel: Any) -> Any:
-        return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", feature_group_count=groups)
 
-    counted = costs(convolve, shape(2, 4, 8, 8), shape(6, 4 // groups, 3, 3))
-    assert counted.flops == 2 * (2 * 6 * 8 * 8) * (4 // groups * 3 * 3)
+def either(flag: Any, x: Any) -> Any:
+    return jax.lax.cond(flag, lambda x: x @ x, lambda x: x + 1, x)
+
+
+FLOPS: dict[str, tuple[Any, ...]] = {
+    "a batch of products": (lambda a, b: jnp.einsum("bij,bjk->bik", a, b), 4 * 210, shape(4, 3, 5), shape(4, 5, 7)),
+    "a convolution": (convolved, 2 * 768 * 4 * 9, shape(2, 4, 8, 8), shape(6, 4, 3, 3)),
+    "one in groups": (functools.partial(convolved, groups=2), 2 * 768 * 2 * 9, shape(2, 4, 8, 8), shape(6, 2, 3, 3)),
+    "the body of a scan, as often as it runs": (turns, 6 * 2 * 4 * 8 * 8, shape(4, 8), shape(6, 8, 8)),
+    "the dearest branch of a cond": (either, 2 * 8**3, shape(dtype=jnp.bool_), SQUARE),
+    "a nested program": (jax.jit(jnp.dot), 2 * 8**3, SQUARE, SQUARE),
+    "a checkpoint": (jax.checkpoint(jnp.dot), 2 * 8**3, SQUARE, SQUARE),
+    "the program of a custom derivative alone": (product, 2 * 8**3, SQUARE, SQUARE),
+}
+
+
+@pytest.mark.parametrize("name", FLOPS)
+def test_operations_by_hand(name: str) -> None:
+    function, flops, *arguments = FLOPS[name]
+    assert costs(function, *arguments).flops == flops
+
+
+def test_a_product_and_elementwise_operations_by_hand() -> None:
+    """A product reads its factors and writes its result; element-wise operations are fused and cost one each."""
+    assert costs(jnp.dot, shape(3, 5), shape(5, 7)) == Costs(2 * 3 * 5 * 7, 4 * (15 + 35), 4 * 21, 1)
+    assert costs(lambda x, y: jnp.tanh(x * y) + x, shape(10), shape(10)) == Costs(30, 4 * 20, 4 * 10, 1)
+    assert costs(jax.nn.relu, shape(10)).flops <= 20
 
 
 B, N, K, T, S, D = 2, 6, 3, 8, 10, 16
@@ -85,11 +106,6 @@ def test_attention_by_cudnn_is_two_products_of_the_pairs_that_see_each_other_and
     assert attention_costs(backward, keys).flops == 7 * product
 
 
-def test_elementwise_operations_cost_one_each_and_move_arguments_and_result_once() -> None:
-    counted = costs(lambda x, y: jnp.tanh(x * y) + x, shape(10), shape(10))
-    assert counted == Costs(30, 4 * 20, 4 * 10, 1)
-
-
 def test_what_a_product_has_written_is_fused_and_not_counted_again() -> None:
     plain = costs(lambda a, b: a @ b, shape(8, 8), shape(8, 8))
     fused = costs(lambda a, b: jnp.sin(a @ b) @ a, shape(8, 8), shape(8, 8))
@@ -109,35 +125,6 @@ def test_the_gradient_of_a_lookup_writes_the_table() -> None:
     assert counted.bytes_written >= 1000 * 16 * 4
 
 
-def test_a_scan_counts_its_body_as_often_as_it_runs() -> None:
-    def repeated(x: Any, weights: Any) -> Any:
-        return jax.lax.scan(lambda carry, weight: (carry @ weight, None), x, weights)[0]
-
-    assert costs(repeated, shape(4, 8), shape(6, 8, 8)).flops == 6 * 2 * 4 * 8 * 8
-
-
-def test_a_cond_counts_its_dearest_branch() -> None:
-    def either(flag: Any, x: Any) -> Any:
-        return jax.lax.cond(flag, lambda x: x @ x, lambda x: x + 1, x)
-
-    assert costs(either, shape(dtype=jnp.bool_), shape(8, 8)).flops == 2 * 8**3
-
-
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
-def test_nested_programs_are_entered(wrap: Any) -> None:
-    assert costs(wrap(jnp.dot), shape(8, 8), shape(8, 8)).flops == 2 * 8**3
-
-
-def test_only_the_program_of_a_custom_derivative_is_counted() -> None:
-    @jax.custom_vjp
-    def product(a: Any, b: Any) -> Any:
-        return a @ b
-
-    product.defvjp(lambda a, b: (a @ b, (a, b)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
-    assert costs(product, shape(8, 8), shape(8, 8)).flops == 2 * 8**3
-    assert costs(jax.nn.relu, shape(10)).flops <= 20
-
-
 def test_a_step_of_a_small_network_agrees_with_xla() -> None:
     """Independent: XLA's own cost analysis of the compiled step, which counts a few operations differently."""
 
@@ -153,45 +140,33 @@ def test_a_step_of_a_small_network_agrees_with_xla() -> None:
     assert counted.flops == pytest.approx(analysis["flops"], rel=0.02)
 
 
-@pytest.mark.parametrize("rows", [1, 129, 4096])
-def test_a_product_by_dha_reads_each_byte_of_its_weights_once(rows: int) -> None:
-    assert touched(lambda w, x: x @ w, shape(8, 16), shape(rows, 8)) == 8 * 16 * 4
+def turned(weight: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda carry, _: (carry @ weight, None), x, length=6)[0]
 
 
-def test_a_lookup_by_dha_touches_the_rows_used() -> None:
-    ids = shape(3, 2, dtype=jnp.int32)
-    assert touched(lambda table, ids: table[ids], shape(1000, 16), ids) == 6 * 16 * 4
+def behind_a_barrier(x: Any, w: Any) -> Any:
+    x, w = jax.lax.optimization_barrier((x, w))
+    return x @ w
 
 
-def test_a_lookup_in_a_table_that_is_cast_first_touches_the_rows_as_they_are_stored() -> None:
-    ids = shape(6, dtype=jnp.int32)
-    assert touched(lambda table, ids: table.astype(jnp.bfloat16)[ids], shape(1000, 16), ids) == 6 * 16 * 4
+IDS = shape(3, 2, dtype=jnp.int32)
+TOUCHED: dict[str, tuple[Any, ...]] = {
+    "a product with one row": (lambda w, x: x @ w, 8 * 16, shape(8, 16), shape(1, 8)),
+    "a product with many rows": (lambda w, x: x @ w, 8 * 16, shape(8, 16), shape(4096, 8)),
+    "the rows of a lookup": (lambda table, ids: table[ids], 6 * 16, shape(1000, 16), IDS),
+    "the same of a table that is cast": (lambda w, ids: w.astype(jnp.bfloat16)[ids], 6 * 16, shape(1000, 16), IDS),
+    "a vector once": (lambda scale, x: x * scale, 16, shape(16), shape(100, 16)),
+    "a view in a nested program": (jax.jit(lambda w, x: x @ w.T), 16 * 8, shape(16, 8), shape(4, 8)),
+    "another view": (lambda w, x: x @ w.reshape(8, 16), 128, shape(128), shape(4, 8)),
+    "the first operand of a barrier": (behind_a_barrier, 3 * 8, shape(3, 8), shape(8, 5)),
+    "the second one": (lambda w, x: behind_a_barrier(x, w), 8 * 5, shape(8, 5), shape(3, 8)),
+    "in every turn of a scan": (turned, 6 * 8 * 8, SQUARE, shape(4, 8)),
+    "nothing": (lambda w, x: x + 1, 0, shape(16), shape(16)),
+}
+"""A function, the elements of its first argument that it reads, and its arguments."""
 
 
-def test_a_vector_by_dha_is_read_once() -> None:
-    assert touched(lambda scale, x: x * scale, shape(16), shape(100, 16)) == 16 * 4
-
-
-def test_views_and_nested_programs_lead_to_the_same_bytes() -> None:
-    assert touched(jax.jit(lambda w, x: x @ w.T), shape(16, 8), shape(4, 8)) == 16 * 8 * 4
-    assert touched(lambda w, x: x @ w.reshape(8, 16), shape(128), shape(4, 8)) == 128 * 4
-
-
-def test_a_barrier_passes_each_operand_on() -> None:
-    def function(x: Any, w: Any) -> Any:
-        x, w = jax.lax.optimization_barrier((x, w))
-        return x @ w
-
-    assert touched(function, shape(3, 8), shape(8, 5), of=1) == 4 * 8 * 5
-    assert touched(function, shape(3, 8), shape(8, 5), of=0) == 4 * 3 * 8
-
-
-def test_weights_in_a_scan_are_read_in_every_turn() -> None:
-    def repeated(weight: Any, x: Any) -> Any:
-        return jax.lax.scan(lambda carry, _: (carry @ weight, None), x, length=6)[0]
-
-    assert touched(repeated, shape(8, 8), shape(4, 8)) == 6 * 8 * 8 * 4
-
-
-def test_what_is_not_read_is_not_touched() -> None:
-    assert touched(lambda w, x: x + 1, shape(16), shape(16)) == 0
+@pytest.mark.parametrize("name", TOUCHED)
+def test_each_byte_in_host_memory_is_read_as_often_as_it_is_used(name: str) -> None:
+    function, num_elements, *arguments = TOUCHED[name]
+    assert touched_bytes(host_reads(jax.make_jaxpr(function)(*arguments), [0])) == 4 * num_elements

@@ -3,9 +3,6 @@
 import dataclasses
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -266,24 +263,6 @@ def test_the_command_line_estimates_several_devices(tmp_path, capsys):
 def test_more_devices_than_there_are_is_an_error(capsys):
     assert status_of("train", "--model", "gpt2:tiny", "--steps", 1, "--devices", 4096) == 2
     assert "--devices must be at most" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--policy", "auto", "--profile", "measure")])
-def test_jaxferry_train_shares_batches(capsys, more):
-    assert status_of("train", "--model", "gpt2:tiny", "--steps", 1, "--devices", 2, *more) == 0
-    assert "1 step: loss" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_jaxferry_profile_measures_more_devices_than_cores(tmp_path):
-    path, environment = tmp_path / "four.json", {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    command = [sys.executable, "-m", "jaxferry", "profile", "--model", "gpt2:tiny", "--devices", "4", "-o", str(path)]
-    subprocess.run(command, check=True, env=environment)
-    found = Profile.load(path)
-    assert (found.num_devices, found.num_processes) == (4, 1)
-    assert min(found.machine["links"]["gather"]["all"].values()) > 0
-    assert make_plan(found, "auto").predicted.step_s > sum(layer.forward_s + layer.backward_s for layer in found.layers)
 
 
 def test_the_contention_of_several_devices_is_measured_with_all_of_their_links(monkeypatch, tmp_path):

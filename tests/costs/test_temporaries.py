@@ -21,71 +21,45 @@ def shape(*sizes, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def estimate(function, *arguments):
-    return temporary_bytes(jax.make_jaxpr(function)(*arguments))
+def read_again(a, b, c, d):
+    y = a @ b
+    return (jnp.tanh(y) @ c) * (y @ d)
 
 
-def test_element_wise_operations_need_no_memory():
-    assert estimate(lambda x, y: jnp.tanh(x * y) + x, shape(100), shape(100)) == 0
+def summed(x, y):
+    return jax.lax.scan(lambda total, each: (total + each[0].T @ each[1], None), jnp.zeros((30, 50)), (x, y))[0]
 
 
-def test_a_result_is_no_temporary():
-    assert estimate(lambda a, b: a @ b, shape(3, 4), shape(4, 5)) == 0
+def behind_a_barrier(a, b, c):
+    first, second = jax.lax.optimization_barrier((a @ b, a @ b + 1))
+    return first @ c, second @ c
 
 
-def test_a_product_between_two_products_is_one():
-    assert estimate(lambda a, b, c: (a @ b) @ c, shape(3, 4), shape(4, 5), shape(5, 2)) == 4 * 15
+def turns(x, w):
+    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w) @ w.T, None), x, length=3)[0]
 
 
-def test_what_is_computed_element_wise_takes_the_place_of_its_source():
-    assert estimate(lambda a, b, c: jnp.tanh(a @ b) @ c, shape(3, 4), shape(4, 5), shape(5, 2)) == 4 * 15
+THREE, HALF = [(3, 4), (4, 5), (5, 2)], [shape(3, 4, dtype=jnp.bfloat16), shape(4, 5, dtype=jnp.bfloat16)]
+CASES = {
+    "element-wise operations": (lambda x, y: jnp.tanh(x * y) + x, [(100,), (100,)], 0),
+    "a result": (lambda a, b: a @ b, THREE[:2], 0),
+    "a product between two": (lambda a, b, c: (a @ b) @ c, THREE, 15),
+    "a product in a nested program": (lambda a, b, c: jax.jit(jnp.dot)(a, b) @ c, THREE, 15),
+    "what takes the place of its source": (lambda a, b, c: jnp.tanh(a @ b) @ c, THREE, 15),
+    "a source that is read again": (read_again, [*THREE, (5, 2)], 15 + 15 + 6),
+    "16 bits that are read in 32": (lambda a, b, c: jnp.tanh((a @ b).astype(jnp.float32)) @ c, [*HALF, (5, 2)], 15),
+    "products that a loop adds up": (summed, [(8, 2, 30), (8, 2, 50)], 0),
+    "such a sum that is read": (lambda x, y, z: summed(x, y) @ z, [(8, 2, 30), (8, 2, 50), (50, 1)], 30 * 50),
+    "each operand of a barrier": (behind_a_barrier, THREE, 2 * 15),
+    "a loop's body": (turns, THREE[:2], 15),
+}
 
 
-def test_a_source_that_is_read_again_keeps_its_place():
-    def function(a, b, c, d):
-        y = a @ b
-        return (jnp.tanh(y) @ c) * (y @ d)
-
-    found = estimate(function, shape(3, 4), shape(4, 5), shape(5, 2), shape(5, 2))
-    assert found == 4 * (15 + 15 + 6)
-
-
-def test_a_product_in_16_bits_that_is_read_in_32_is_written_in_32():
-    half = [shape(3, 4, dtype=jnp.bfloat16), shape(4, 5, dtype=jnp.bfloat16)]
-    assert estimate(lambda a, b, c: jnp.tanh((a @ b).astype(jnp.float32)) @ c, *half, shape(5, 2)) == 4 * 15
-
-
-def test_products_that_a_loop_adds_up_are_not_whole_beside_their_sum():
-    def summed(x, y):
-        return jax.lax.scan(lambda total, each: (total + each[0].T @ each[1], None), jnp.zeros((30, 50)), (x, y))[0]
-
-    assert estimate(summed, shape(8, 2, 30), shape(8, 2, 50)) == 0
-    read = lambda x, y, z: summed(x, y) @ z  # noqa: E731
-    assert estimate(read, shape(8, 2, 30), shape(8, 2, 50), shape(50, 1)) == 4 * 30 * 50
-
-
-def test_a_nested_program_counts_as_if_it_were_written_out():
-    def inner(a, b):
-        return a @ b
-
-    shapes = shape(3, 4), shape(4, 5), shape(5, 2)
-    nested = estimate(lambda a, b, c: jax.jit(inner)(a, b) @ c, *shapes)
-    assert nested == estimate(lambda a, b, c: inner(a, b) @ c, *shapes) > 0
-
-
-def test_a_barrier_passes_each_operand_on():
-    def function(a, b, c):
-        first, second = jax.lax.optimization_barrier((a @ b, a @ b + 1))
-        return first @ c, second @ c
-
-    assert estimate(function, shape(3, 4), shape(4, 5), shape(5, 2)) == 4 * 2 * 15
-
-
-def test_a_loops_body_has_temporaries():
-    def function(x, w):
-        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w) @ w.T, None), x, length=3)[0]
-
-    assert estimate(function, shape(3, 4), shape(4, 5)) == 4 * 15
+@pytest.mark.parametrize("name", CASES)
+def test_temporaries_by_hand(name):
+    function, shapes, num_elements = CASES[name]
+    given = [each if isinstance(each, jax.ShapeDtypeStruct) else shape(*each) for each in shapes]
+    assert temporary_bytes(jax.make_jaxpr(function)(*given)) == 4 * num_elements
 
 
 @pytest.mark.parametrize(("name", "module"), [("GPT-2 medium", gpt2), ("Llama 8B", llama)])

@@ -37,42 +37,31 @@ class Bench:
         return median_s(once, Effort(**effort), self.clock)
 
 
-def test_the_first_call_does_not_count():
-    assert Bench(100.0, 1.0).median_s() == 1.0
+@pytest.mark.parametrize(
+    ("bench", "effort", "expected"),
+    [
+        pytest.param(Bench(100.0, 1.0), {}, 1.0, id="the first call"),
+        pytest.param(Bench(0.25, preparing=50.0), {}, 0.25, id="what makes the arguments"),
+        pytest.param(Bench(1.0, 1.0, 77.0, 1.0, 1.0, 99.0, 1.0), {"min_repetitions": 6}, 1.0, id="what disturbs some"),
+    ],
+)
+def test_the_median_does_not_count(bench, effort, expected):
+    assert bench.median_s(**effort) == expected
 
 
-def test_what_makes_the_arguments_is_not_timed():
-    assert Bench(0.25, preparing=50.0).median_s() == 0.25
-
-
-def test_disturbed_repetitions_do_not_move_the_median():
-    bench = Bench(1.0, 1.0, 77.0, 1.0, 1.0, 99.0, 1.0)
-    assert bench.median_s(min_repetitions=6) == 1.0
-
-
-@pytest.mark.parametrize("repetitions", [1, 3, 7])
-def test_there_are_at_least_the_repetitions_asked_for_whatever_they_take(repetitions):
-    bench = Bench(1000.0)
-    bench.median_s(min_repetitions=repetitions, budget_s=0.0)
-    assert bench.num_calls == 1 + repetitions
-
-
-def test_short_calls_are_repeated_until_enough_was_timed():
-    bench = Bench(0.01)
-    bench.median_s(min_total_s=0.1)
-    assert bench.num_calls == pytest.approx(11, abs=1)
-
-
-def test_there_are_never_more_repetitions_than_allowed():
-    bench = Bench(1e-9)
-    bench.median_s(max_repetitions=20)
-    assert bench.num_calls == 21
-
-
-def test_the_budget_counts_what_is_not_timed_too():
-    bench = Bench(0.001, preparing=1.0)
-    bench.median_s(budget_s=6.5, min_total_s=1.0)
-    assert bench.num_calls == 7
+@pytest.mark.parametrize(
+    ("bench", "effort", "expected"),
+    [
+        *((Bench(1000.0), {"min_repetitions": number, "budget_s": 0.0}, number) for number in (1, 3, 7)),
+        (Bench(0.01), {"min_total_s": 0.1}, pytest.approx(10, abs=1)),
+        (Bench(1e-9), {"max_repetitions": 20}, 20),
+        # The budget counts what is not timed too.
+        (Bench(0.001, preparing=1.0), {"budget_s": 6.5, "min_total_s": 1.0}, 6),
+    ],
+)
+def test_calls_are_repeated_as_often_as_the_effort_says(bench, effort, expected):
+    bench.median_s(**effort)
+    assert bench.num_calls - 1 == expected
 
 
 def test_caches_are_emptied_before_every_call_and_that_is_not_timed():

@@ -11,13 +11,11 @@ import pytest
 
 import jaxferry
 import models
-from accelerator import CLIENT_BYTES_PER_S, Misuse, emulate
+from accelerator import CLIENT_BYTES_PER_S, Misuse
 from jaxferry.engine import executor
-from jaxferry.modes import GradientPlace, Mode
+from jaxferry.modes import Mode
 from jaxferry.native import library
-from jaxferry.partition import partition
-from jaxferry.step import LayerPlan, Plan
-from planned import assert_same_bits, plan_of
+from planned import plan_of
 from slowly import slow
 from steps import link
 
@@ -100,17 +98,6 @@ def gpt():
     return models.mlp(depth=3)
 
 
-def rows_last(params, tokens, x):
-    """The gradient of rows comes first in the backward, before a dense one of the same table."""
-    h = jnp.tanh(x @ params["table"].T @ params["table"])
-    return jnp.mean((jnp.tanh(h @ params["w"]) * params["table"][tokens]) ** 2)
-
-
-def rows_first(params, tokens, x):
-    h = jnp.tanh(params["table"][tokens] @ params["w"])
-    return jnp.mean((h @ params["table"].T @ params["table"] + x) ** 2)
-
-
 @pytest.mark.parametrize(
     "wait",
     [
@@ -170,34 +157,6 @@ def test_a_further_layer_takes_three_further_launches(accelerator, monkeypatch):
         numbers.append(sum(launched))
     # One more launch a step waits for the copies of all gradients, unless the host has seen them arrive.
     assert round((numbers[1] - numbers[0]) / (8 * 6)) == 3, numbers
-
-
-@pytest.mark.parametrize("accumulate", [*slow(1), 3])
-@pytest.mark.parametrize("gradient", GradientPlace)
-@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
-@pytest.mark.parametrize("loss_fn", [rows_first, rows_last])
-def test_the_issuing_thread_never_waits_where_rows_and_dense_gradients_of_a_table_are_added(
-    monkeypatch, loss_fn, transport, gradient, accumulate
-):
-    """The bits are those of a CPU."""
-    draw = np.random.default_rng(0)
-    params = {name: draw.normal(size=(rows, 16)).astype(np.float32) for name, rows in (("table", 64), ("w", 16))}
-    batch = (np.arange(4, dtype=np.int32), draw.normal(size=(4, 16)).astype(np.float32))
-    names = [segment.name for segment in partition(loss_fn, params, batch).segments]
-    plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.GFGB, gradient) for name in names))
-
-    def train(**options):
-        options |= {"transport": transport, "accumulate": accumulate}
-        step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-3), plan=plan, **options)
-        state = step.init(params)
-        for _ in range(6):
-            state, _ = step(state, *batch)
-        return state.params
-
-    expected = train(device=jax.devices("cpu")[0])
-    accelerator = emulate(monkeypatch)
-    assert_same_bits(train(), expected)
-    assert not accelerator.waits, accelerator.waits[0]
 
 
 @pytest.mark.parametrize("mode", [*slow(Mode.RESIDENT), Mode.DHA])

@@ -1,8 +1,6 @@
 """Prefetched loads: when they begin, what they need, and when they are freed."""
 
 import collections
-import gc
-import time
 
 import jax  # noqa: F401 - a condition of skipif reads it
 import numpy as np
@@ -19,7 +17,6 @@ from models import chain
 from planned import assert_same_bits, state_after, taken
 from slowly import slow
 from steps import link, transport_of
-from watched import device_arrays
 
 WIDTH, DEPTH = 64, 6
 BATCH = np.ones((4, WIDTH), np.float32)
@@ -184,31 +181,3 @@ def test_loads_ahead_wait_for_no_other_program_where_the_budget_has_room_for_the
     new = collections.Counter(layer for name, layer in called if name == "load")
     assert len(new) == num_short and all(count == 4 for count in new.values())
     assert_same_bits(state.params, state_after(made(modes)[0], params, BATCH, 7).params)
-
-
-def test_layers_that_are_dropped_within_a_step_take_no_more_memory_by_being_loaded_ahead():
-    step, params = made((Mode.RELOAD,) * DEPTH)
-    state = step.init(params)
-    for _ in range(4):
-        state, metrics = step(state, BATCH)
-        assert metrics["device_param_bytes_peak"] == step.prepare(BATCH).peak.parameters == 2 * 4 * WIDTH**2
-
-
-@pytest.mark.usefixtures("threads")
-def test_nothing_stays_on_the_device_once_the_training_step_is_gone():
-    before = device_arrays()  # of earlier tests, which may be freed meanwhile
-    known = set(map(id, before))
-
-    def has_any():
-        return any(id(array) not in known for array in device_arrays())
-
-    step, params = made()
-    state = state_after(step, params, BATCH, 2)
-    assert has_any()
-    del step, state
-    for _ in range(50):  # threads release finished work a little later
-        gc.collect()
-        if not has_any():
-            break
-        time.sleep(0.05)
-    assert not has_any()

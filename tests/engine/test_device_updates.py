@@ -42,17 +42,6 @@ KEPT = {**STREAMED, "mode": Mode.RESIDENT}
 JOINT = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
 
 
-@pytest.mark.parametrize("place", ["groups", "streamed"])
-@pytest.mark.parametrize("optimizer", [jaxferry.adamw(1e-2), optax.adamw(1e-2)], ids=["fused", "optax"])
-def test_twenty_steps_differ_by_rounding_alone(optimizer, place):
-    expected_step, step = make(optimizer=optimizer), make(optimizer=optimizer, **{place: ALL})
-    expected, expected_losses = train(expected_step, expected_step.init(PARAMS), 20)
-    state, losses = train(step, step.init(PARAMS), 20)
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
-    for leaf, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
-        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6 * np.max(np.abs(other)))
-
-
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("kind", [RESIDENT, KEPT], ids=["resident", "kept"])
 @pytest.mark.parametrize("optimizer", [optax.lion(1e-3), optax.adafactor(1e-2)], ids=["lion", "adafactor"])
@@ -311,15 +300,3 @@ def test_more_memory_is_never_slower_although_updates_need_more_than_the_profile
         assert found.plan.predicted.steady_step_s <= before_s * (1 + 1e-9)
         before_s = found.plan.predicted.steady_step_s
     assert num_over
-
-
-def test_the_default_budget_is_what_the_device_has(monkeypatch):
-    emulate(monkeypatch)
-    peak = make(ALL, memory_budget="none")
-    peak.init(PARAMS)
-    most = peak.prepare(batch(0)).peak.total
-    monkeypatch.setattr(Placement, "memory_facts", lambda self: {"memory_limit_bytes": most - 1})
-    for budget, has_all in ((None, False), ("none", True), (most, True)):
-        step = make(ALL, memory_budget=budget)
-        state, _ = train(step, step.init(PARAMS), 1)
-        assert (on_device(state) == set(ALL)) == has_all

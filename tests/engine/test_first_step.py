@@ -134,15 +134,6 @@ def test_changed_parameters_are_those_that_train(accelerator):
     assert metrics["loss"] == expected["loss"]
 
 
-def test_a_plan_that_fits_not_leaves_no_vectors(makers):
-    step = made(memory_budget=1024)
-    state = step.init(parameters())
-    with pytest.raises(JaxFerryError):
-        step(state, BATCH)
-    transports = step.compiler._transports.values()
-    assert transports and not any(transport.made_ahead for transport in transports)
-
-
 @pytest.mark.parametrize("record_steps", [0, 2])
 def test_loads_and_stores_are_compiled_before_the_step(accelerator, caplog, record_steps):
     step = made(record_steps=record_steps)
@@ -196,28 +187,3 @@ def test_preparation_begins_to_compile_the_updates_of_a_state_that_exists(caplog
     with compiled(caplog) as names:
         step(state if has_state else step.init(parameters(width)), batch)
     assert names["flat_update"] == (not has_state)
-
-
-def test_an_update_that_fails_to_compile_meanwhile_fails_in_the_step(monkeypatch):
-    # No other test holds an update of this rate.
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.3), plan=plan())
-    state = step.init(parameters())
-    updates, fails = step.compiler.model.optimizer.updates, [True]
-    original = updates._lower
-
-    def lower(*args):
-        lowered = original(*args)
-        if fails[0]:
-            monkeypatch.setattr(lowered, "compile", failing)
-        return lowered
-
-    def failing():
-        raise RuntimeError("RESOURCE_EXHAUSTED: no memory to compile")
-
-    monkeypatch.setattr(updates, "_lower", lower)
-    step.prepare(BATCH)
-    with pytest.raises(RuntimeError, match="no memory to compile"):
-        step(state, BATCH)
-    fails[0] = False
-    state, metrics = step(state, BATCH)
-    assert np.isfinite(metrics["loss"]) and state.step == 1

@@ -1,8 +1,6 @@
 """The compiled update of a unit, fused and generic, against plain Optax: 100 steps, all dtypes, clipping, scales."""
 
 import dataclasses
-import gc
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +9,12 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.native import FACTORS
 from jaxferry.optimizer import FusedUpdate, HostOptimizer, UpdateGroup, fused_rule, path_names
 from jaxferry.partition import make_layer
 from jaxferry.step import Arrival
 from jaxferry.transport import make_placement
 from planned import assert_same_bits
-from slowly import slow, slow_but
+from slowly import slow_but
 from tolerances import FUSED_RTOL
 
 # Updates of the host alone; what an accelerator changes for them is a parameter of the tests.
@@ -176,22 +173,6 @@ def test_100_clipped_and_scaled_steps_of_every_dtype_are_those_of_optax(dtype):
     assert_same_bits(vector, packed[0])
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES[:1], *slow(*DTYPES[1:])])
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_scale_of_one_changes_no_bit_and_another_divides_first(which, dtype):
-    def run(scale, factor, clip_norm=None):
-        updater = Updater.make(PAIRS["adamw"][which], dtype, clip_norm)
-        for number in range(3):
-            gradients = jax.tree.map(
-                lambda g: (g.astype(np.float32) * factor).astype(dtype), gradients_at(number, dtype)
-            )
-            updater.step(gradients, 2.0, scale)
-        return updater.unit.masters
-
-    assert_same_bits(run(1.0, 1.0), run(8.0, 8.0))
-    assert_same_bits(run(1.0, 1.0, clip_norm=1.0), run(8.0, 8.0, clip_norm=1.0))
-
-
 @pytest.mark.parametrize("which", [0, 1])
 def test_gradients_that_are_not_finite_make_parameters_that_are_not(which):
     updater = Updater.make(PAIRS["adamw"][which], jnp.bfloat16, clip_norm=1.0)
@@ -242,56 +223,6 @@ def test_replaced_masters_and_state_are_those_that_are_updated(replaced):
             ours.unit.state = state
     assert "alone" in replaced or not assert_same_bits(before, expected)
     assert_same_bits([*ours.unit.masters, *ours.unit.state], [*theirs.unit.masters, *theirs.unit.state])
-
-
-def test_the_arrays_of_a_unit_are_free_once_they_are_replaced():
-    updater = Updater.make(PAIRS["adamw"][0], jnp.bfloat16)
-    updater.step(gradients_at(0, jnp.bfloat16))
-    freed = weakref.ref(updater.unit.masters[0])
-    updater.unit.masters = [jnp.array(master) for master in updater.unit.masters]
-    gc.collect()
-    assert freed() is None
-
-
-def test_units_that_count_alike_share_the_factors_of_a_step(monkeypatch):
-    """Their program runs once a step, whatever the number of units, and anew where a count, norm or scale differs."""
-    updater = Updater.make(PAIRS["schedule"][0], jnp.bfloat16, clip_norm=1.0)
-    other = Updater.make(PAIRS["schedule"][0], jnp.bfloat16, clip_norm=1.0)
-    other.unit.programs = updater.unit.programs
-    factors, place = updater.unit.programs[(Arrival.OWN,)]._factors, make_placement()
-    runs, program = [], factors._program
-    monkeypatch.setattr(factors, "_program", lambda *given: (runs.append(given), program(*given))[1])
-    norms = [jax.device_put(np.float32(norm), place.host_compute) for norm in (0.5, 3)]
-    scales = [np.float32(1), np.float32(2)]
-
-    def step(updater, norm, scale):
-        updater.step(gradients_at(0, jnp.bfloat16), norms[norm], scales[scale])
-        return len(runs)
-
-    steps = [
-        (updater, 0, 0),
-        (other, 0, 0),
-        (updater, 0, 0),
-        (other, 0, 0),
-        (updater, 1, 0),
-        (other, 1, 1),
-        (other, 1, 1),
-    ]
-    assert [step(*each) for each in steps] == [1, 1, 2, 2, 3, 4, 5]
-    assert [np.asarray(program(*given))[FACTORS.index("clip")] for given in runs] == pytest.approx([1, 1, *[1 / 3] * 3])
-    rates = [-np.asarray(program(*given))[FACTORS.index("rate")] for given in runs]
-    np.testing.assert_allclose(rates, [SCHEDULE(count) for count in (0, 1, 2, 2, 3)], rtol=1e-6)
-
-
-def test_counts_end_at_the_largest_integer():
-    updater = Updater.make(PAIRS["schedule"][0], jnp.bfloat16)
-    updater.unit.state = [
-        leaf if leaf.shape or leaf.dtype != np.int32 else jax.device_put(np.int32(2**31 - 2), leaf.sharding)
-        for leaf in updater.unit.state
-    ]
-    for number in range(2):
-        updater.step(gradients_at(number, jnp.bfloat16))
-    assert [int(leaf) for leaf in updater.unit.state if leaf.dtype == np.int32] == [2**31 - 1] * 2
 
 
 def test_gradients_of_another_layout_are_refused_before_anything_changes():

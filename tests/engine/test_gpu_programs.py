@@ -227,17 +227,6 @@ def can_store(model, use):
     return use.kind is ProgramKind.BACKWARD and not use.writes_host and segment.name.startswith("h_")
 
 
-@pytest.mark.slow
-def test_without_the_library_programs_copy_the_layer_themselves_and_compute_nothing_on_the_host(model):
-    for use in model.uses(Mode.DHA, GradientPlace.HOST):
-        executable = model.compile(use, native=False)
-        assert not host_compute(executable)
-        copied = {i.opcode for i in instructions(executable)}
-        if Source.HOST in use.reads:
-            assert "copy-start" in copied
-            assert executable.get_compiled_memory_stats().temp_size_in_bytes >= model.layer(use).num_bytes
-
-
 @pytest.mark.parametrize(
     ("name", "moves"), [("load", "ferry_load"), ("load onto", "ferry_load"), ("store", "ferry_store")]
 )

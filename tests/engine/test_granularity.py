@@ -3,8 +3,6 @@
 import dataclasses
 import random
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -77,30 +75,6 @@ def test_layers_of_a_segment_read_in_place_beside_loaded_ones(task, loaded, seed
     np.testing.assert_allclose(losses, loaded[0], rtol=1e-4)
 
 
-def test_a_program_waits_for_the_loads_of_the_layers_that_it_reads():
-    """Vectors are read in place, and one matrix of a block is loaded twice: its backward waits for that load alone."""
-    task = models.mlp(depth=2)
-    parts = parts_of(task)
-    block = next(number for number, segment in enumerate(parts.segments) if segment.name == "h_0")
-    of_block = [parts.uses[number].name for number in parts.uses_of[block]]
-    reloaded = next(name for name in of_block if not name.endswith("/vectors"))
-    modes = {use.name: Mode.DHA if use.name.endswith("/vectors") else Mode.GFGB for use in parts.uses}
-    layers = tuple(LayerPlan(name, mode) for name, mode in (modes | {reloaded: Mode.RELOAD}).items())
-    found = prepared(task, optax.adamw(1e-3), granularity=MODULE, plan=Plan("any", 1.0, layers))
-    instructions = found.program.instructions
-    forward, backward = [i for i in instructions if i.key is not None and i.segment == block]
-    for program in (forward, backward):
-        read = dict(zip(of_block, zip(program.copies, program.key.reads, strict=True), strict=True))
-        assert read["h_0/vectors"] == (None, Source.HOST)
-        for name, (copy, source) in read.items():
-            if source is Source.DEVICE:
-                assert instructions[copy].task.name in (f"load {name}", f"reload {name}")
-    first, again = (i.copies[of_block.index(reloaded)] for i in (forward, backward))
-    assert first != again
-    kept = [i.copies for i in (forward, backward)]
-    assert [pair for pair in zip(*kept, strict=True) if pair[0] != pair[1]] == [(first, again)]
-
-
 def test_finer_layers_fit_into_less_memory():
     """All layers RELOAD with gradients on the host hold two layers at a time, of modules or of blocks."""
     task = models.mlp(depth=2)
@@ -137,31 +111,3 @@ def test_an_evaluation_before_the_first_step_does_not_decide_how_fine_layers_are
         losses.append((float(metrics["loss"]), float(step(state, task.batch)[1]["loss"])))
     assert losses[0] == losses[1]
     assert before == pytest.approx(losses[0][0], rel=1e-6)
-
-
-def test_a_module_with_a_lookup_table_beside_a_matrix_has_layers_of_different_names():
-    draw = np.random.default_rng(0)
-
-    def block():
-        shapes = {"embed": {"table": (11, 8), "project": (8, 8)}, "dense": {"kernel": (8, 8), "bias": (8,)}}
-        return {
-            module: {name: draw.normal(scale=0.3, size=shape).astype(np.float32) for name, shape in leaves.items()}
-            for module, leaves in shapes.items()
-        }
-
-    def loss_fn(params, batch):
-        x = batch["x"]
-        for part in (params["h_0"], params["h_1"]):
-            x = x + part["embed"]["table"][batch["words"]] @ part["embed"]["project"]
-            x = x + jnp.tanh(x @ part["dense"]["kernel"] + part["dense"]["bias"])
-        return jnp.mean(x**2)
-
-    batch = {"x": draw.normal(size=(4, 8)).astype(np.float32), "words": np.array([1, 2, 3, 1])}
-    params = {"h_0": block(), "h_1": block()}
-    for granularity in (BLOCK, MODULE):
-        step = jaxferry.train_step(loss_fn, optax.sgd(1e-2), granularity=granularity, policy="auto", profile="estimate")
-        _, metrics = step(step.init(params), batch)
-        np.testing.assert_allclose(float(metrics["loss"]), loss_fn(jax.tree.map(jnp.asarray, params), batch), rtol=1e-6)
-        names = [layer.name for layer in step.prepare(batch).plan.layers]
-        assert len(set(names)) == len(names)
-        assert ("h_0/embed/project" in names) == (granularity == MODULE)

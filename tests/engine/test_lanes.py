@@ -14,7 +14,7 @@ from jaxferry.engine import lanes as lanes_of_engine
 from jaxferry.errors import StateError
 from jaxferry.modes import Mode
 from jaxferry.settings import ThreadPool
-from jaxferry.step import Kind, Lane, UpdateOrder, leading_loads, machine, repeat, schedule_step
+from jaxferry.step import Kind, Lane, leading_loads, schedule_step
 from profiles import deterministic, lowered, planned, transformer, with_modes
 
 TOGETHER = [(Lane.H2D, Lane.D2H, Lane.GPU), (Lane.HOST,)]
@@ -122,77 +122,6 @@ def test_the_host_takes_the_update_that_is_needed_first():
     assert order[1:] == [0, 1, 2, 3, 4]
 
 
-def test_the_next_step_starts_before_the_last_update_has_ended():
-    schedule = loaded_once(6)
-
-    def action(step, index):
-        time.sleep(0.05 if schedule.tasks[index].kind is Kind.UPDATE else 0.001)
-
-    starts, ends = times(chain(Lanes(), schedule, 2, action))
-    forwards = [i for i, task in enumerate(schedule.tasks) if task.kind is Kind.FORWARD]
-    updates = [i for i, task in enumerate(schedule.tasks) if task.kind is Kind.UPDATE]
-    assert starts[1][forwards[0]] < max(ends[0][i] for i in updates)
-
-
-@pytest.mark.parametrize("threads", [ONE_EACH, TOGETHER])
-def test_loads_of_the_next_step_start_before_it_is_submitted_once_their_updates_have_ended(threads):
-    """Later layers are updated first, and loaded while earlier ones are still in their backward."""
-    profile = transformer(6)
-    schedule = lowered(profile, with_modes(profile, [Mode.DHA] * 3 + [Mode.GFGB] * 3))
-    lanes, tasks, done, loaded = Lanes(threads), TaskList(schedule), [], threading.Event()
-    loads = [i for i, task in enumerate(schedule.tasks) if task.kind is Kind.LOAD]
-    *_, before_last, last_backward = (i for i, task in enumerate(schedule.tasks) if task.kind is Kind.BACKWARD)
-    [first_update], updated = schedule.tasks[loads[0]].after_previous, threading.Event()
-
-    def run(index):
-        # A busy machine may run the threads of the host and of the link late.
-        if index == before_last:
-            assert updated.wait(60)
-            time.sleep(0.1)  # an update counts as ended a moment later
-        if index == last_backward and threads is ONE_EACH:
-            assert loaded.wait(60)
-        time.sleep(2e-3)
-        updated.set() if index == first_update else None
-
-    work = lanes.make(tasks, run)
-    lanes.submit(work)
-    ahead = lanes.begin_ahead(tasks, lambda i: (done.append(i), loaded.set())[1], work, leading_loads(schedule))
-    work.wait()
-    ahead.wait_ahead()
-    assert done == loads and len(loads) == 3 and not ahead.is_over()
-    assert all(work.ends_s[schedule.tasks[i].after_previous[0]] <= ahead.starts_s[i] for i in loads)
-    assert ahead.starts_s[loads[0]] < work.ends_s[last_backward]
-    ahead.stop()
-    assert ahead.is_over() and work.failure is None
-
-
-@pytest.mark.parametrize("threads", [ONE_EACH, TOGETHER])
-@pytest.mark.parametrize("kind", [Kind.LOAD, Kind.FORWARD, Kind.OFFLOAD, Kind.UPDATE])
-def test_a_failure_stops_what_follows(kind, threads):
-    schedule = loaded_once(6)
-    lanes, tasks, done = Lanes(threads), TaskList(schedule), []
-    victim = next(i for i, task in enumerate(schedule.tasks) if task.kind is kind and task.segment == 3)
-
-    def action(index):
-        if index == victim:
-            raise OSError("no space")
-        done.append(index)
-
-    work = lanes.make(tasks, action)
-    successors = [lanes.make(tasks, action, work)]
-    for each in (work, *successors):
-        lanes.submit(each)
-    work.wait()
-    successors.append(lanes.make(tasks, action, work))  # once it has failed
-    lanes.submit(successors[1])
-    for successor in successors:
-        successor.wait()
-        assert successor.is_stopped
-    assert not any(successors[1].ends_s) and len(done) < 2 * len(schedule.tasks) - 1
-    assert work.failure is not None and work.failure.index == victim and str(work.failure.error) == "no space"
-    assert work.is_over() and victim not in done
-
-
 def test_stopped_work_does_nothing_more_and_committed_work_does_not_stop():
     schedule = loaded_once(6)
     for commits in (False, True):
@@ -292,22 +221,6 @@ def test_an_arrival_that_fails_is_left_to_the_update_and_stopping_waits_for_one_
     assert_stopping_waits(work, may_end)
 
 
-def test_no_sleeping_task_ends_before_the_simulator_says():
-    """With a fixed order of updates, load from other processes only delays tasks: see `benchmarks/overlap.py`."""
-    profile, num_steps = transformer(16), 4
-    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 16), order=UpdateOrder.BACKWARD)
-    scale = 0.6 / machine.steady_step_s(schedule)
-
-    def action(step, index):
-        time.sleep(schedule.tasks[index].duration_s * scale)
-
-    works = chain(Lanes(), schedule, num_steps, action)
-    begin_s = min(works[0].starts_s)
-    found = [end_s - begin_s for work in works for end_s in work.ends_s]
-    expected = machine.run(repeat(schedule, num_steps)).ends_s
-    assert all(end_s >= least_s * scale - 1e-6 for end_s, least_s in zip(found, expected, strict=True))
-
-
 def test_work_that_threads_do_not_take_any_more_is_refused_and_nobody_waits_for_it(monkeypatch):
     threads = []
 
@@ -329,30 +242,3 @@ def test_work_that_threads_do_not_take_any_more_is_refused_and_nobody_waits_for_
         waiting.start()
         waiting.join(10)
         assert not waiting.is_alive() and work.is_over()
-
-
-@deterministic
-@given(planned())
-def test_simulated_by_need_no_task_waits_without_a_reason(case):
-    profile, plan = case
-    schedule = lowered(profile, plan)
-    run = machine.run(schedule)
-    schedule = run.schedule
-    by_lane: dict[Lane, list[int]] = {}
-    for index in sorted(range(len(schedule.tasks)), key=lambda i: (run.starts_s[i], run.ends_s[i], i)):
-        by_lane.setdefault(schedule.tasks[index].lane, []).append(index)
-    for lane, order in by_lane.items():
-        if lane is not Lane.HOST:
-            assert order == sorted(order)
-        for before, index in itertools.pairwise([None, *order]):
-            ready = max((run.ends_s[i] for i in schedule.tasks[index].after), default=0.0)
-            free = 0.0 if before is None else run.ends_s[before]
-            assert run.starts_s[index] == max(ready, free)
-    # What the host loses to other lanes follows its last update.
-    kinds = [schedule.tasks[index].kind for index in by_lane.get(Lane.HOST, [])]
-    assert Kind.CONTENTION not in kinds[:-1]
-    updates = [i for i in by_lane.get(Lane.HOST, []) if schedule.tasks[i].kind is not Kind.CONTENTION]
-    for place, index in enumerate(updates):
-        for later in updates[place + 1 :]:
-            could = max(run.ends_s[i] for i in schedule.tasks[later].after) < run.starts_s[index]
-            assert not could or schedule.tasks[index].segment < schedule.tasks[later].segment

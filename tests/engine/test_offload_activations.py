@@ -19,12 +19,9 @@ from jaxferry.step import (
     LayerPlan,
     Operation,
     Plan,
-    chrome_trace,
-    machine,
-    simulate_schedule,
 )
-from models import encoder_decoder, random_streams
-from planned import assert_same_bits, plan_of, prepared, train
+from models import random_streams
+from planned import plan_of, prepared
 from profiles import lowered, transformer, with_modes
 
 MOVES = (Kind.SAVE, Kind.FETCH)
@@ -40,24 +37,6 @@ def gpt():
 @functools.cache
 def plan(*modes):
     return plan_of(gpt(), modes)
-
-
-def offloading(task, **options):
-    return jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), offload_activations=True, **options)
-
-
-def schedule_of(step, batch):
-    return step.prepare(batch).schedule
-
-
-@pytest.mark.cpu_device
-def test_the_trace_of_recorded_steps_shows_the_moves():
-    step = offloading(gpt(), remat="full", record_steps=2)
-    state, _ = train(step, gpt(), 2)
-    state.block_until_ready()
-    events = [event for event in chrome_trace(step.recorded())["traceEvents"] if event.get("cat") in MOVES]
-    assert {event["name"] for event in events} >= {"save h_0", "fetch h_0"}
-    assert all(event["dur"] > 0 for event in events)
 
 
 def moves_of(program):
@@ -100,39 +79,6 @@ def test_memory_does_not_grow_with_depth_and_a_budget_admits_larger_batches():
     assert peak_of(16, rows=96, offload_activations=True, memory_budget=budget) <= budget
     with pytest.raises(jaxferry.BudgetError):
         peak_of(16, rows=96, memory_budget=budget)
-
-
-@pytest.mark.slow
-def test_a_value_that_many_segments_read_stays_until_the_last_of_them():
-    task = encoder_decoder.linen_translator()
-    task = dataclasses.replace(task, batch={name: jnp.tile(x, (4, 1)) for name, x in task.batch.items()})
-    runs = []
-    for moves in (False, True):
-        step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), remat="full", offload_activations=moves)
-        runs.append(train(step, task, 3))
-    made = step.prepare(task.batch)
-    program, segments = made.program, made.partition.segments
-    decoders = [place for place, segment in enumerate(segments) if segment.name.startswith("decoder_")]
-    encoded = set.intersection(*(set(segments[place].inputs) for place in decoders[:3]))
-    saves, fetches = moves_of(program)
-    assert encoded and not any(encoded & {*saves[place]} for place in saves if place < decoders[2])
-    assert sum(map(len, saves.values())) == sum(map(len, fetches.values())) >= 3
-    assert runs[0][1] == runs[1][1]
-    assert_same_bits(runs[0][0].params, runs[1][0].params)
-
-
-@pytest.mark.slow
-def test_values_of_layers_without_a_backward_do_not_move():
-    """A small low-rank model: no backward reads values before the first trained layer."""
-    options = {"trainable": lambda path: "h_1" in path or "h_3" in path, "remat": "full"}
-    runs = []
-    for moves in (False, True):
-        step = jaxferry.train_step(gpt().loss_fn, optax.adamw(1e-3), offload_activations=moves, **options)
-        runs.append(train(step, gpt(), 2))
-    assert runs[0][1] == runs[1][1]
-    assert_same_bits(runs[0][0].params, runs[1][0].params)
-    moved = [task.name for task in schedule_of(step, gpt().batch).tasks if task.kind in MOVES]
-    assert moved == ["save h_1", "save h_2", "save h_3", "fetch h_3", "fetch h_2", "fetch h_1"]
 
 
 @pytest.mark.slow
@@ -185,26 +131,3 @@ def test_programs_wait_for_saves_two_before_them_and_fetches_for_the_program_two
         assert tasks[fetch].after == (index_of[Kind.BACKWARD, layer + 2],)
         assert fetch < index_of[Kind.BACKWARD, layer + 1] and fetch in tasks[index_of[Kind.BACKWARD, layer]].after
         assert tasks[save].end_bytes == tasks[fetch].start_bytes == 100
-
-
-def test_the_simulator_sees_how_long_moves_take_and_frees_what_they_move():
-    size = 8
-    profile = transformer(size)
-    planned = with_modes(profile, [Mode.GFGB] * size)
-    a_byte = sum(layer.load_s for layer in profile.layers) / sum(layer.param_bytes for layer in profile.layers)
-
-    def simulated(num_bytes):
-        sizes = (num_bytes,) * 6 + (0, 0)
-        return moving(profile, planned, sizes)
-
-    plain = moving(profile, planned)
-    fetches = [task for task in simulated(1000).tasks if task.kind is Kind.FETCH]
-    assert all(task.duration_s == pytest.approx(1000 * a_byte) for task in fetches)
-    much = 100 * max(layer.param_bytes for layer in profile.layers)
-    assert machine.steady_step_s(simulated(much)) > machine.steady_step_s(plain)
-    found, known = (
-        simulate_schedule(profile, dataclasses.replace(each, updates_by_need=False))
-        for each in (simulated(1000), plain)
-    )
-    assert found.link_bytes == known.link_bytes + 12 * 1000
-    assert found.device_bytes[-1][1] == known.device_bytes[-1][1]

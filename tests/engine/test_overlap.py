@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,7 +21,7 @@ from models import chain
 from planned import assert_same_bits, taken
 from python_runs import run_python
 from slowly import slow, slow_cases
-from steps import Serial, delay, fail, transport_of, with_sums_in_host_memory, wrap
+from steps import Serial, delay, transport_of, with_sums_in_host_memory, wrap
 from watched import has_not_grown, settled_arrays
 
 
@@ -246,39 +245,3 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, option
     resident, transport = state.resident.values(), transport_of(step, batch)
     assert transport.loaded_bytes.now == sum(held.num_bytes for held in resident)
     assert transport.in_flight.keys() <= set(map(id, resident))  # the next step reads these first
-
-
-@pytest.mark.parametrize("threads", [*slow("lanes"), "one for the device"])
-def test_device_bytes_count_what_a_state_holds_whatever_the_batches_and_the_other_states(threads, monkeypatch):
-    if threads != "lanes":
-        emulate(monkeypatch)
-    loss_fn, params, batch = network(random.Random(5))
-    plan = random_plan(random.Random(5), loss_fn, params, batch, [Mode.RESIDENT])
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=plan)
-    state, other = step.init(params), step.init(params)
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    for size in (6, 4, 6, 3, 4):
-        state, metrics = step(state, batch[:size])
-        assert metrics["device_param_bytes_peak"] == whole
-        other, metrics = step(other, batch[:size])
-        assert metrics["device_param_bytes_peak"] == whole
-
-
-def test_a_failure_of_one_state_leaves_the_copies_of_another_alone(monkeypatch):
-    emulate(monkeypatch)
-    loss_fn, params, batch = network(random.Random(6))
-    plan = random_plan(random.Random(6), loss_fn, params, batch, [Mode.RESIDENT])
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=plan)
-    halves = jax.tree.map(lambda leaf: leaf / 2, params)
-    expected = [step.init(params), step.init(halves)]
-    for _ in range(4):
-        expected = [step(each, batch)[0] for each in expected]
-    one, other = step.init(params), step.init(halves)
-    for _ in range(2):
-        (one, _), (other, _) = step(one, batch), step(other, batch)
-        with monkeypatch.context() as patch, pytest.raises(jaxferry.TaskError, match="no memory"):
-            fail(patch, [Operation.FORWARD], after=0, message="no memory")
-            step(one, batch)
-        (one, _), (other, _) = step(one, batch), step(other, batch)
-    assert_same_bits(one.params, expected[0].params)
-    assert_same_bits(other.params, expected[1].params)

@@ -20,7 +20,6 @@ from models import chain
 from native_calls import load, wait
 from planned import taken
 from profiles import deterministic, lowered, planned
-from python_runs import run_python
 from recorded import check_times
 from steps import fail, link
 
@@ -90,29 +89,6 @@ def test_whoever_waits_for_an_array_survives_its_end():
         native.synchronize()
 
 
-DELETING = """
-import random, time
-import jax, numpy as np
-from jaxferry.transport.marks import Marks
-from jaxferry.transport.placement import make_placement
-
-marks, one = Marks(make_placement(), 2, None), np.ones(1, np.float32)
-for _ in range(60):
-    step, arrays = marks.begin(), [jax.device_put(one) for _ in range(2000)]
-    step.watch(0, arrays)
-    time.sleep(1e-3 * random.random())
-    for array in reversed(arrays):
-        array.delete()
-    step.times()
-"""
-
-
-@pytest.mark.slow
-def test_arrays_may_be_deleted_while_somebody_waits_for_them():
-    """Without copies of the arrays, JAX crashes in nearly every run."""
-    run_python("-c", DELETING)
-
-
 def perceptron(num_layers=4):
     params = {f"l{i}": {"w": np.full((WIDTH, WIDTH), 0.01, np.float32)} for i in range(num_layers)}
 
@@ -161,13 +137,3 @@ def test_marks_start_anew_after_a_failure(monkeypatch):
     spans = [end - start for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True)]
     copies = [i for i, task in enumerate(run.schedule.tasks) if task.kind in (Kind.LOAD, Kind.OFFLOAD)]
     assert copies and all(spans[i] > 0 for i in copies)
-
-
-@pytest.mark.usefixtures("issued")
-def test_nothing_is_marked_where_nothing_is_recorded():
-    loss_fn, params, batch = perceptron(2)
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), record_steps=0)
-    state, _ = step(step.init(params), batch)
-    state, _ = step(state, batch)
-    assert state.prefetch.copies.marks is None
-    assert step.recorded() is None

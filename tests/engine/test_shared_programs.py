@@ -14,8 +14,6 @@ import pytest
 import jaxferry
 from jaxferry.modes import Mode
 from jaxferry.step import LayerPlan, Plan
-from jaxferry.transport import compile_shared, shared_function
-from models import chain
 from slowly import slow_cases
 
 NAMES = ("a", "b", "c")
@@ -92,51 +90,6 @@ def test_a_step_that_differs_computes_what_it_computes_alone(loss_fn, optimizer,
     assert not np.array_equal(found[1]["b"]["w"], beside[2]["b"]["w"])
 
 
-def test_a_program_is_freed_with_its_last_holder():
-    lowered = jax.jit(lambda x: x + 1).trace(jax.ShapeDtypeStruct((2,), jnp.float32)).lower()
-    calls = []
-
-    def lower(key):
-        calls.append(key)
-        return lowered
-
-    one = compile_shared({"k": "content"}, lower)
-    other = compile_shared({"l": "content"}, lower)
-    assert isinstance(one["k"], jax.stages.Compiled) and one["k"] is other["l"] and calls == ["k"]
-    del one, other
-    gc.collect()
-    compile_shared({"k": "content"}, lower)
-    assert calls == ["k", "k"]
-
-
-def test_a_program_without_comparable_content_is_not_shared():
-    lowered = jax.jit(lambda x: x + 1).trace(jax.ShapeDtypeStruct((2,), jnp.float32)).lower()
-    made = [compile_shared({"k": None}, lambda key: lowered)["k"] for _ in range(2)]
-    assert made[0] is not made[1]
-
-
-def test_a_function_is_shared_while_somebody_holds_it():
-    one = shared_function("content", lambda: jax.jit(lambda x: x))
-    assert shared_function("content", lambda: jax.jit(lambda x: x)) is one
-    assert shared_function("other", lambda: jax.jit(lambda x: x)) is not one
-
-
-def test_callbacks_are_told_apart():
-    def with_callback(seen):
-        def loss_fn(params, x):
-            loss = chain(NAMES)(params, x)
-            jax.debug.callback(seen.append, loss)
-            return loss
-
-        return loss_fn
-
-    one, other = [], []
-    first = trained(with_callback(one), optax.sgd(0.1))
-    second = trained(with_callback(other), optax.sgd(0.1))
-    jax.effects_barrier()
-    assert len(one) == len(other) == 1 and first[1] == second[1]
-
-
 @pytest.fixture
 def counted():
     """A loss function, and the settings under which it was traced."""
@@ -166,19 +119,6 @@ def test_a_loss_function_is_traced_and_cut_once_for_all_steps(counted):
     assert len(traced) == 1
 
 
-def test_programs_live_as_long_as_the_loss_function(compiled):
-    loss_fn = network(1.75)
-    first = trained(loss_fn, optax.sgd(0.175), plan=plan_of(Mode.GFGB))[1:]
-    of_first = set(compiled)
-    gc.collect()
-    compiled.clear()
-    second = trained(loss_fn, optax.sgd(0.175), plan=plan_of(Mode.RELOAD))[1:]
-    # The update's programs belong to the optimizer, which is gone, and those of copies to the transport.
-    assert of_first - OWN == {"jit_flat_update", "jit_forward", "jit_returned"}
-    assert [name for name in compiled if name not in OWN] == ["jit_flat_update"]
-    assert first[0] == second[0]
-
-
 def test_what_changes_the_trace_is_traced_again(counted):
     loss_fn, traced = counted
     prepared_by(loss_fn)
@@ -203,21 +143,6 @@ def test_partials_are_functions_of_their_own(values):
     for value in values:
         loss_fn = functools.partial(base, value)
         assert trained(loss_fn, optax.sgd(0.1))[1] == pytest.approx(float(loss_fn(PARAMS, BATCH)), rel=1e-6)
-
-
-def test_what_a_partial_holds_is_freed_with_it():
-    class Model:
-        scale = 1.0
-
-    def base(model, params, x):
-        return model.scale * network(1.0)(params, x)
-
-    model = Model()
-    held = weakref.ref(model)
-    trained(functools.partial(base, model), optax.sgd(0.1))
-    del model
-    gc.collect()
-    assert held() is None
 
 
 def test_a_policy_of_remat_may_be_any_object():

@@ -17,7 +17,6 @@ from jaxferry.modes import Mode, Subgroups, UpdatePlace
 from jaxferry.partition import partition
 from jaxferry.step import Kind, LayerPlan, Plan
 from jaxferry.step import streaming as planned_streaming
-from jaxferry.training import MeasurementCache
 from jaxferry.training import step as compiled_step
 from models import chain
 from planned import take_steps
@@ -174,26 +173,6 @@ def test_the_first_step_needs_no_more_memory_than_the_next(mode, monkeypatch):
     watch.start(state)
     step(state, x)
     assert 0 < watch.most <= step.prepare(x).peak.total
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_program_of_a_subgroup_is_measured_for_all_of_them(count, monkeypatch):
-    emulate(monkeypatch)
-    monkeypatch.setattr(jaxferry.training.measured_profile, "num_subgroups_of", lambda num_bytes: count)
-    seconds = {}
-
-    class Known(MeasurementCache):
-        def get(self, content):
-            return seconds.setdefault(content, 1.0 + len(seconds) / 64)
-
-    options = {"policy": "auto", "profile": "measure", "compute_dtype": jnp.float32}
-    monkeypatch.setattr(jaxferry.training.measured_profile, "default_cache", lambda placement: Known(None, {}))
-    profile = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), **options).measure(PARAMS, batch(0))
-    streamed = {content: own for content, own in seconds.items() if content.startswith("streamed update")}
-    resident = {own for content, own in seconds.items() if content.startswith("device update")}
-    assert {layer.update_streamed_s for layer in profile.layers} == {count * own for own in streamed.values()}
-    assert {layer.update_gpu_s for layer in profile.layers} == resident
-    assert len(streamed) == len(resident) < len(profile.layers)
 
 
 @pytest.mark.parametrize("is_stated", [True, False])

@@ -12,23 +12,17 @@ import pytest
 import jaxferry
 import models
 from jaxferry.engine import Programs, RematVariants, lower_traced, trace_program
-from jaxferry.errors import BudgetError, InputError
-from jaxferry.modes import GradientPlace, Mode
+from jaxferry.errors import BudgetError
 from jaxferry.partition import partition
 from jaxferry.settings import own_settings
 from jaxferry.step import ProgramKey, ProgramKind
 from jaxferry.transport import make_placement
 from native.compile_for_gpu import compile_lowered, text
-from planned import assert_same_bits, plan_of, train
+from planned import assert_same_bits, train
 
 ADAMW, NUM_STEPS = optax.adamw(1e-3), 20
 CUBLAS_BYTES = 2**25
 """What a product of cuBLASLt takes beside its operands, on an H200."""
-MODES = {
-    "RELOAD": ([Mode.RELOAD], [GradientPlace.DEVICE]),
-    "mixed": ([Mode.RELOAD, Mode.RESIDENT, Mode.GFGB], [GradientPlace.DEVICE]),
-    "DHA and GO": ([Mode.DHA], [GradientPlace.HOST]),
-}
 
 
 @pytest.fixture(scope="module")
@@ -44,30 +38,6 @@ def tiled(gpt):
     return state.params, losses
 
 
-def test_losses_of_many_steps_are_those_of_one_tile(gpt, tiled):
-    _, losses = train(jaxferry.train_step(gpt.loss_fn, ADAMW), gpt, NUM_STEPS)
-    np.testing.assert_allclose(tiled[1], losses, rtol=1e-6)
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("name", MODES)
-def test_bits_are_the_same_in_each_run_and_under_all_plans(gpt, tiled, name):
-    """Also where a plan reads and writes host memory: programs in tiles copy the layer before, its gradient after."""
-    plan = plan_of(gpt, *MODES[name])
-    state, losses = train(jaxferry.train_step(gpt.loss_fn, ADAMW, tiles=3, plan=plan), gpt, NUM_STEPS)
-    assert losses == tiled[1]
-    assert_same_bits(state.params, tiled[0])
-
-
-def test_dropout_draws_the_masks_of_one_tile():
-    task = models.gpt(dropout=0.3)
-    step, whole = (jaxferry.train_step(task.loss_fn, ADAMW, tiles=tiles) for tiles in (2, "off"))
-    key = jax.random.key(7)
-    losses, others = (train(each, task, 5, rng=key)[1] for each in (step, whole))
-    np.testing.assert_allclose(losses, others, rtol=1e-6)
-    assert not np.allclose(losses, train(whole, task, 5)[1], rtol=1e-3)
-
-
 def test_evaluation_and_other_functions_run_in_tiles_too(gpt):
     step, whole = (jaxferry.train_step(gpt.loss_fn, ADAMW, tiles=tiles) for tiles in (3, "off"))
     states = [each.init(gpt.params) for each in (step, whole)]
@@ -79,17 +49,6 @@ def test_evaluation_and_other_functions_run_in_tiles_too(gpt):
 
     found, expected = (each.apply(state, rows, gpt.batch) for each, state in zip((step, whole), states, strict=True))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-
-def test_a_named_segment_alone_runs_in_tiles_and_an_unknown_one_is_refused(gpt):
-    step = jaxferry.train_step(gpt.loss_fn, ADAMW, tiles={"h_1": 4})
-    step.init(gpt.params)
-    segments = step.prepare(gpt.batch).partition.segments
-    assert [segment.name for segment in segments if segment.tiling] == ["h_1"]
-    with pytest.raises(InputError, match="tiles names 'h_99'"):
-        wrong = jaxferry.train_step(gpt.loss_fn, ADAMW, tiles={"h_99": 4})
-        wrong.init(gpt.params)
-        wrong.prepare(gpt.batch)
 
 
 def in_budget(task, tiles, budget, **options):

@@ -36,36 +36,6 @@ def placement(request, monkeypatch):
 ADAMW = optax.adamw(1e-3)
 
 
-def test_what_is_loaded_is_what_was_packed_and_is_counted_while_held(placement):
-    layers = layers_by_path(PARAMS)
-    layer = next(layer for layer in layers if layer.name == "a")
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(PARAMS["a"])]
-    vectors = tuple(jax.device_put(v, placement.pinned) for v in layer.pack(leaves))
-    transfers = DevicePut(placement, [layer])
-    assert transfers.staging_bytes == (0 if placement.is_cpu else 2 * 36)
-    held = transfers.load(0, vectors)
-    assert_same_bits(held.parameters(), leaves)
-    assert {p.sharding.memory_kind for p in held.parameters()} == {"device"}
-    assert transfers.loaded_bytes.now == transfers.loaded_bytes.peak == layer.num_bytes == 36
-    transfers.drop(held)
-    assert transfers.loaded_bytes.now == 0
-    assert all(p.is_deleted() for p in held.parameters())
-
-
-def test_gradients_are_stored_added_up_and_freed(placement):
-    layer = next(layer for layer in layers_by_path(PARAMS) if layer.name == "a")
-    transfers = DevicePut(placement, [layer])
-    total = None
-    for factor in (1.0, 10.0):
-        gradients = layer.join_small([jnp.full(leaf.shape, factor) for leaf in layer.leaves])
-        gradients = jax.device_put(gradients, placement.device, may_alias=False)
-        total = transfers.store(0, gradients, total)
-        assert all(gradient.is_deleted() for gradient in gradients)
-    (vector,) = transfers.gather(0, total)
-    np.testing.assert_array_equal(np.asarray(vector), np.full(9, 11.0))
-    assert vector.sharding.memory_kind in ("pinned_host", "unpinned_host")
-
-
 @pytest.mark.parametrize("kind", [DevicePut, Ferry])
 def test_an_accelerator_makes_no_vectors_for_gradients_in_its_own_memory(kind, monkeypatch):
     """XLA for GPU would make them there and copy them: as much device memory as the layer, which nothing counts."""
@@ -159,29 +129,6 @@ def test_a_load_waits_for_its_buffers_alone_once_nothing_else_writes_what_it_rea
     vacant = "load onto" if placement.is_cpu else "load vacant"
     assert loads == ["load", vacant, "load onto", vacant]
     assert calls.count("vacate") == (0 if placement.is_cpu else 4)
-
-
-@pytest.mark.usefixtures("engine_settings")
-def test_reserved_buffers_are_loaded_without_a_wait_by_the_next_load_of_their_layer_alone(calls, monkeypatch):
-    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
-    monkeypatch.setattr(ArrayImpl, "is_ready", lambda array: True)
-    layer, placement = _mixed(), make_placement()
-    transport = Ferry(placement, [layer, layer])
-
-    def loaded(number, is_reserved):
-        vectors = _pinned(placement, layer, number)
-        held = transport.load(number, vectors)
-        name = calls[-1]
-        assert_same_bits(held.parameters(), layer.unpack([jnp.asarray(v) for v in vectors]))
-        transport.drop(held, is_reused=False, is_reserved=is_reserved)
-        return name
-
-    # Other loads neither take them nor free them.
-    found = [loaded(number, is_reserved) for number, is_reserved in ((0, True), (1, False), (0, True), (1, True))]
-    assert found == ["load", "load", "load unused", "load"]
-    transport.release()
-    assert [loaded(0, True), loaded(0, False), loaded(0, False)] == ["load", "load unused", "load"]
-    assert "vacate" not in calls
 
 
 @pytest.mark.usefixtures("engine_settings")

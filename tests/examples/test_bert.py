@@ -1,12 +1,9 @@
 """examples/bert: its model against NumPy and the published sizes, its batches, its command line from end to end."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 from scipy.special import log_softmax
 
 import small_examples
@@ -73,12 +70,6 @@ def test_losses_are_those_of_a_numpy_bert(params, batch):
     np.testing.assert_allclose(told["next_accuracy"], np.mean(next_hits), rtol=1e-6)
 
 
-def test_an_untrained_model_knows_nothing(batch):
-    _, told = loss_fn(jax.jit(model.make_init(SMALL))(jax.random.key(0)), batch)
-    assert abs(told["masked_loss"] - math.log(SMALL.vocab_size)) < 0.2
-    assert abs(told["next_loss"] - math.log(2)) < 0.1
-
-
 def test_weights_decay_but_not_biases_and_norms(params):
     step = train.BERT.make_optimizer(1.0)
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -140,28 +131,6 @@ def test_what_is_filled_in_is_the_likeliest_token(params, batch):
         expected = logits[batch["positions"][b]]
         np.testing.assert_array_equal(filled[b], expected.argmax(-1))
         np.testing.assert_allclose(likely[b], np.exp(log_softmax(expected, axis=-1)).max(-1), rtol=1e-4)
-
-
-def test_the_table_of_filled_in_tokens_shows_the_text_as_it_is(params, batch):
-    class Tokenizer:
-        def decode(self, tokens):
-            return "".join(f"[/{token}]" for token in tokens)
-
-    hidden = {name: batch[name].copy() for name in batch}
-    np.put_along_axis(hidden["tokens"], hidden["positions"], data.MASK, axis=1)
-    console = Console(width=400)
-    with console.capture() as capture:
-        console.print(fill.make_table(SMALL, params, hidden, Tokenizer(), data.MASK, 1))
-    at, label = min(zip(hidden["positions"][0].tolist(), hidden["labels"][0].tolist()))
-    _, row = capture.get().rstrip().split("\n")
-    around = row.split("  ", 1)[0]
-    guess, probability, truth = row.split()[-3:]
-    before = "".join(f"[/{token}]" for token in hidden["tokens"][0, max(0, at - fill.CONTEXT_TOKENS) : at])
-    assert around.strip().startswith(f"{before} ____ ")
-    filled, likely = fill.fill_in(SMALL, params, hidden)
-    i = hidden["positions"][0].tolist().index(at)
-    assert (guess, truth) == (f"'[/{filled[0, i]}]'", f"'[/{label}]'")
-    assert probability == f"{likely[0, i]:.2f}"
 
 
 def test_the_tokenizer_knows_the_words_and_the_special_tokens(cache, text):

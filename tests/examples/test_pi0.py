@@ -72,16 +72,6 @@ def test_scans_over_pairs_and_the_encoder_of_all_images_are_cut_by_layer():
     assert not parts.notes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"policy": "native-overlapped"}, {"policy": "auto", "memory_budget": "2MiB"}])
-def test_losses_are_those_of_plain_optax(options, tmp_path):
-    run = train.start(CREATE, train_optimizer(), observations(), ROWS, seed=7, clip_norm=CLIP, **options)
-    assert run.train(STEPS, tmp_path / "metrics.jsonl", append=False) == 0
-    np.testing.assert_allclose(
-        [loss for _, loss in read_losses(tmp_path / "metrics.jsonl")], expected_losses(7), rtol=LOSS_RTOL
-    )
-
-
 def train_optimizer():
     return train.make_optimizer(AdamW(), Constant())
 

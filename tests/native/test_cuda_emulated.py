@@ -251,30 +251,6 @@ class TestMarks(MarkSuite):
             assert not math.isnan(end_s)
         assert late > 0
 
-    def test_events_come_back_and_none_is_made_while_nobody_wants_to_know(self, operations, library, marks, tokens):
-        token, array = tokens(), operations.device(np.zeros(100, np.float32))
-        vector = operations.host(numbers(1, 100))
-
-        def step(is_marked):
-            nonlocal array
-            [array] = operations.load([vector], [array], vectors=[0], offsets=[0])
-            if is_marked:
-                jax.block_until_ready(operations.mark(token, array, queue=1))
-            [array] = operations.wait(array)
-            if is_marked:
-                jax.block_until_ready(operations.mark(token, array))
-            array.block_until_ready()
-
-        counts = []
-        for _ in range(60):
-            step(True)
-            counts.append(library.emulation_num_events())
-        assert counts[-1] == counts[20]
-        marks.close_marks(token.unsafe_buffer_pointer())
-        for _ in range(20):
-            step(False)
-        assert library.emulation_num_events() == counts[-1]
-
     def test_steps_of_the_engine_are_timed_by_events(self, library, operations, marks, monkeypatch):
         """The engine as it is on a GPU, with this library: the bits are the same, and the times fit the tasks."""
         # Of a width that no other test has: steps share programs, and other tests' call the CPU's library.

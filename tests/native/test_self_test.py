@@ -18,12 +18,10 @@ from accelerator import emulate
 from broken_library import FAULTS, break_operations
 from jaxferry.errors import InputError, NativeError
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.native import LibraryStatus, library, operations, run_self_test, targets
+from jaxferry.native import library, operations, run_self_test, targets
 from jaxferry.native import self_tests as self_test
 from jaxferry.step import LayerPlan, Plan
 from models import chain
-from native.compile_for_gpu import compile_lowered, host_compute, instructions
-from native.cuda_library import cuda_library
 from slowly import slow_but
 from steps import transport_of
 
@@ -348,20 +346,6 @@ class TestFirstUse:
                 jaxferry.train_step(chain(), optax.adam(1e-2), transport="ferry")
             assert all(f"{name}: " in str(caught.value) for name in FAILED[operation])
 
-    def test_the_library_of_a_gpu_is_tested_on_its_first_use(self, monkeypatch):
-        device = types.SimpleNamespace(platform="gpu", device_kind="a test's")
-        device = type("Device", (), vars(device) | {"__str__": lambda self: "gpu:0"})()
-        asked, results = [], [self_test.CheckResult("load"), self_test.CheckResult("mark", "it is late")]
-        monkeypatch.setattr(self_test, "_failures", {})
-        monkeypatch.setattr(self_test, "status", lambda platform: LibraryStatus("CUDA", None, True, ""))
-        monkeypatch.setattr(self_test, "run_self_test", lambda device: asked.append(device) or tuple(results))
-        reasons = {self_test.unusable_reason(device) for _ in range(3)}
-        expected = (
-            "the native library failed its self-test on gpu:0 (a test's): mark: it is late; see `jaxferry doctor`, "
-            "rebuild it with `jaxferry build-native`"
-        )
-        assert (reasons, asked) == ({expected}, [device])
-
     @pytest.mark.parametrize("is_broken", [False, True])
     def test_the_first_use_may_be_within_a_traced_function(self, first_use, runs, monkeypatch, is_broken):
         called = []
@@ -382,61 +366,3 @@ plain_read = targets.dha_read
 
 def sharding(kind):
     return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    """The programs that the self-test has run, by their functions' names."""
-    cuda_library()
-    found, jitted = {}, self_test.jitted
-
-    def noted(function, **options):
-        program = jitted(function, **options)
-
-        def run(*arguments):
-            structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), arguments)
-            traced = program.trace(*structs)
-            name = f"{function.__qualname__} of {len(jax.tree.leaves(structs))}"
-            if name not in found:
-                found[name] = compile_lowered(traced.lower(lowering_platforms=("cuda",)))
-            return program(*arguments)
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self_test, "jitted", noted)
-        library("cpu")
-        assert failures(run_self_test(jax.devices("cpu")[0])) == {}
-    return found
-
-
-@pytest.mark.slow
-class TestOnGpu:
-    """The self-test's programs, compiled for an H200."""
-
-    def test_every_operation_is_among_them(self, compiled):
-        called = {i.target for executable in compiled.values() for i in instructions(executable)}
-        assert called >= {f"jaxferry_{name}" for name in (*FAILED, "ferry_wait", "scratch")}
-
-    def test_host_memory_is_touched_by_operations_alone(self, compiled):
-        for name, executable in compiled.items():
-            assert not host_compute(executable), name
-            for parameter in (i for i in instructions(executable) if i.opcode == "parameter" and i.is_on_host):
-                readers = [i for i in instructions(executable) if parameter.name in i.operands]
-                assert all((i.target or "").startswith("jaxferry_") or i.opcode == "tuple" for i in readers), name
-            assert not {i.opcode for i in instructions(executable) if i.is_on_host} & {"copy", "copy-start", "fusion"}
-
-    def test_results_in_host_memory_are_those_that_were_donated(self, compiled):
-        written = 0
-        for name, executable in compiled.items():
-            stats = executable.get_compiled_memory_stats()
-            assert stats.host_temp_size_in_bytes == 0, name
-            assert stats.host_alias_size_in_bytes == stats.host_output_size_in_bytes, name
-            written += stats.host_output_size_in_bytes > 0
-        # The store and the gradient.
-        assert written == 2
-
-    def test_plain_products_are_not_tuned(self, compiled):
-        opcodes = {(i.opcode, i.target) for executable in compiled.values() for i in instructions(executable)}
-        assert not {target for _, target in opcodes if target and not target.startswith("jaxferry_")}
-        assert "dot" not in {opcode for opcode, _ in opcodes}

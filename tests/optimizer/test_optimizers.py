@@ -12,7 +12,7 @@ import pytest
 import jaxferry
 import models
 from jaxferry.native import StepRule
-from jaxferry.optimizer import FusedTransformation, FusedUpdate, HostRule, TreeUpdate
+from jaxferry.optimizer import FusedTransformation, FusedUpdate, HostRule
 from models import chain
 from planned import assert_near, assert_same_bits, train
 from slowly import slow_but
@@ -102,14 +102,6 @@ def test_hyperparameters_may_be_numbers_of_any_kind_but_not_traced():
     assert traced == [None, None]
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_each_is_separable(net, name):
-    leaves, tree = jax.tree.flatten(net.params)
-    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    for optimizer in pair(name):
-        assert not TreeUpdate(optimizer, tree, avals).mixes
-
-
 @pytest.mark.parametrize("name", slow_but(("adamw", "lion", "nesterov"), ARGUMENTS))
 def test_training_agrees_with_optax(name):
     (ours, theirs), net = pair(name), two_layers()
@@ -128,14 +120,6 @@ def test_a_mask_given_as_a_whole_tree_leaves_layers_of_dictionaries_apart(recwar
     assert len(state.host.units) == 2 and is_fused(state)
     other, others = train(jaxferry.train_step(task.loss_fn, jaxferry.adamw(1e-3, mask=is_matrix)), task, 3)
     assert losses == others
-    assert_same_bits(state.params, other.params)
-
-
-def test_a_mask_given_as_a_whole_tree_leaves_layers_of_other_containers_apart(net):
-    mask = is_matrix(net.params)
-    state, _ = train(jaxferry.train_step(net.loss_fn, jaxferry.adamw(1e-2, mask=mask, weight_decay=1)), net, 2)
-    assert len(state.host.units) == len(state.host.layers) and is_fused(state)
-    other, _ = train(jaxferry.train_step(net.loss_fn, jaxferry.adamw(1e-2, mask=is_matrix, weight_decay=1)), net, 2)
     assert_same_bits(state.params, other.params)
 
 

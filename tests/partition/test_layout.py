@@ -5,12 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import jaxferry
 from jaxferry.partition import layout, make_layer
-from planned import assert_same_bits
 
 ODD = (1023, 1025)  # of 2.1 MB in bfloat16, no multiple of 128 bytes
 
@@ -68,34 +65,6 @@ def test_small_neighbours_are_written_together_and_nothing_beside_them(left_out,
     np.testing.assert_array_equal(made, expected)
     equations = jax.make_jaxpr(layer.pack)(arrays, [into]).eqns
     assert [each.primitive.name for each in equations].count("dynamic_update_slice") == num_writes
-
-
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
-def test_several_vectors_of_one_dtype_change_no_bit(transport, monkeypatch):
-    rng = np.random.default_rng(0)
-    params = {name: {str(i): rng.normal(0, 0.3, (33, 33)).astype(np.float32) for i in range(3)} for name in ("a", "b")}
-
-    def trained():
-        # A new function each time: partitions live as long as theirs.
-        def loss_fn(params, x):
-            for name in sorted(params):
-                for w in params[name].values():
-                    x = jnp.tanh(x @ w)
-            return jnp.mean(x.astype(jnp.float32) ** 2)
-
-        step = jaxferry.train_step(
-            loss_fn, optax.adamw(1e-2), transport=transport, compute_dtype=jnp.bfloat16, accumulate=2
-        )
-        state = step.init(params)
-        for i in range(4):
-            state, _ = step(state, np.random.default_rng(i).normal(size=(4, 33)).astype(np.float32))
-        assert len(state.host.layers[0].vectors) == (3 if layout.MATRIX_BYTES < 4096 else 1)
-        return state.params
-
-    expected = trained()
-    monkeypatch.setattr(layout, "SMALL_BYTES", 64)
-    monkeypatch.setattr(layout, "MATRIX_BYTES", 1024)
-    assert_same_bits(trained(), expected)
 
 
 @pytest.mark.parametrize("shapes", [[(0, 3), (4,)], [(), (0,), (5,)], [(0,)]], ids=str)

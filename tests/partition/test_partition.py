@@ -16,7 +16,6 @@ from chained import assert_same_derivative, parts_of
 from jaxferry.partition import RowGradient, differentiate, evaluate, group_leaves, leaf_paths, partition, print_table
 from models import experts, rematerialised
 from planned import train
-from tolerances import LOSS_RTOL
 
 
 def test_twelve_blocks_are_16_segments_of_5_programs_and_a_tied_table_is_one_layer():
@@ -27,28 +26,6 @@ def test_twelve_blocks_are_16_segments_of_5_programs_and_a_tied_table_is_one_lay
     assert parts.segments[0].group == parts.segments[-1].group
     assert parts.num_programs == 5
     assert len({s.program for s in parts.segments if s.name in blocks}) == 1
-
-
-def test_only_the_residual_stream_crosses_between_blocks():
-    task = models.gpt(width=32)
-    B, T = task.batch.shape
-    for segment in parts_of(task).segments[:-1]:
-        assert segment.alive_bytes == B * (T - 1) * 32 * 4
-        assert len(segment.outputs) == 1 and not segment.nondiff_outputs
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-def test_blocks_share_a_program_whatever_dropout_and_dtype(dropout, dtype):
-    task = models.gpt(depth=3, dropout=dropout, dtype=dtype)
-    parts = parts_of(task, **({"rng": jax.random.key(0)} if dropout else {}))
-    assert parts.num_programs == 5
-
-
-@pytest.mark.slow
-def test_segments_in_a_row_have_the_loss_and_gradients_of_the_whole():
-    task = models.gpt()
-    assert_same_derivative(task.loss_fn, task.params, task.batch)
 
 
 def test_nnx_models_are_cut_by_their_lists_of_modules():
@@ -84,30 +61,6 @@ def test_nested_jit_custom_vjp_and_remat_work_and_share_programs():
     parts = assert_same_derivative(jax.jit(task.loss_fn), task.params, task.batch)
     assert [s.name for s in parts.segments[2:5]] == ["h_0", "h_1", "h_2"]
     assert parts.num_programs == 5
-
-
-def test_custom_rules_with_different_closures_are_different_programs():
-    def scaled(factor):
-        @jax.custom_vjp
-        def f(x):
-            return x * 1.0
-
-        f.defvjp(lambda x: (x * 1.0, None), lambda _, g: (g * factor,))
-        return f
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for i, factor in enumerate((1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0)):
-                x = scaled(factor)(nn.Dense(4, name=f"dense_{i}")(x))
-            return x.sum()
-
-    x = jnp.ones((2, 4))
-    params = Net().init(jax.random.key(0), x)["params"]
-    parts = assert_same_derivative(lambda p, b: Net().apply({"params": p}, b), params, x)
-    programs = [s.program for s in parts.segments]
-    inner = programs[1:-1]
-    assert len(set(inner)) == 2 and sorted(map(inner.count, set(inner))) == [1, 4]
 
 
 def test_parameters_cast_all_at_once_are_still_cut_by_layer():
@@ -156,23 +109,6 @@ def test_a_head_with_a_bias_is_one_segment_because_the_cut_would_carry_all_logit
     assert any({leaf.path for leaf in layer.leaves} == {"bias", "embed/embedding"} for layer in parts.layers)
 
 
-def test_a_value_used_by_many_segments_gets_all_its_cotangents():
-    def loss_fn(params, x):
-        h = jnp.tanh(x @ params["first"])
-        y = h
-        for name in ("a", "b", "c"):
-            y = jnp.tanh(y @ params[name] + h)
-        return (y * h).sum()
-
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {n: jax.random.normal(k, (8, 8)) / 3 for n, k in zip(("first", "a", "b", "c"), keys, strict=True)}
-    parts = assert_same_derivative(loss_fn, params, jnp.ones((2, 8)))
-    assert [s.name for s in parts.segments] == ["first", "a", "b", "c"]
-    task = models.Task(loss_fn, params, jnp.ones((2, 8)))
-    _, losses = train(jaxferry.train_step(loss_fn, optax.sgd(0.01)), task, 3)
-    np.testing.assert_allclose(losses, models.plain_loop(task, optax.sgd(0.01), 3)[1], rtol=LOSS_RTOL)
-
-
 def test_integer_and_boolean_values_cross_segments_without_a_derivative():
     def loss_fn(params, batch):
         h = batch["x"] @ params["a"]
@@ -201,12 +137,6 @@ def test_residuals_kept_are_no_more_bytes_than_jax_keeps():
     theirs = sum(leaf.nbytes for leaf in jax.tree.leaves(pullback) if leaf.shape not in weights)
     ours = differentiate(parts.graph, block)
     assert ours.saved_bytes + sum(parts.graph.num_bytes(block.inputs[i]) for i in ours.inputs_read) < 0.5 * theirs
-
-
-def test_remat_full_keeps_inputs_alone():
-    parts = parts_of(models.gpt())
-    full = differentiate(parts.graph, parts.segments[2], remat="full")
-    assert full.saved == () and full.inputs_read == (0,)
 
 
 def test_the_table_shows_every_segment():
@@ -285,15 +215,6 @@ def test_flat_names_of_modules_are_cut_into_blocks_as_nested_ones(blocks, granul
     assert [segment.name for segment in found.segments] == [segment.name for segment in expected.segments]
     assert {layer.name for layer in found.layers} == {layer.name for layer in expected.layers}
     assert len(found.segments) == 5
-
-
-def test_a_table_is_its_own_layer_wherever_its_module_lies():
-    tree = {
-        "embeddings": {"norm": {"scale": 0}, "position": {"embedding": 0}, "word": {"embedding": 0}},
-        "head": {"w": 0},
-    }
-    assert names(tree) == ["embeddings", "head"]
-    assert names(tree, tables={1, 2}) == ["embeddings", "embeddings/position", "embeddings/word", "head"]
 
 
 def test_a_later_partition_keeps_the_layers_of_an_earlier_one():

@@ -1,9 +1,7 @@
 """Values that segments keep: policies as in `jax.checkpoint`, and a choice for each segment."""
 
 import jax
-import jax.numpy as jnp
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 
 import models
 from jaxferry.errors import InputError
@@ -42,25 +40,6 @@ def test_a_policy_keeps_what_it_says_and_no_more(gpt):
     }
     assert 0 < kept["dots_saveable"].saved_bytes < kept["everything_saveable"].saved_bytes
     assert set(shapes(kept["dots_saveable"].saved)) <= products
-
-
-def named(params, x):
-    """A layer that names a value, between two others."""
-    hidden = jnp.tanh(x @ params["a"]["kernel"])
-    hidden = checkpoint_name(jnp.sin(hidden @ params["b"]["kernel"]), "chosen")
-    hidden = jnp.cos(hidden) @ params["b"]["back"]
-    return jnp.mean((hidden @ params["c"]["kernel"]) ** 2)
-
-
-def test_a_policy_of_names_keeps_the_values_of_that_name():
-    kernel = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    wide = {"kernel": jax.ShapeDtypeStruct((8, 24), jnp.float32), "back": jax.ShapeDtypeStruct((24, 8), jnp.float32)}
-    params = {"a": {"kernel": kernel}, "b": wide, "c": {"kernel": kernel}}
-    parts = partition(named, params, (jax.ShapeDtypeStruct((4, 8), jnp.float32),))
-    segment = next(s for s in parts.segments if s.name == "b")
-    derivative = differentiate(parts.graph, segment, POLICIES.save_only_these_names("chosen"))
-    assert shapes(derivative.saved) == [(4, 24)]
-    assert differentiate(parts.graph, segment, POLICIES.save_only_these_names("another")).saved == ()
 
 
 def test_a_policy_that_offloads_is_refused(gpt):

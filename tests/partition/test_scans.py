@@ -2,7 +2,6 @@
 
 import io
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,20 +38,6 @@ def test_iterations_with_dropout_and_remat_share_a_program(config):
     assert len(blocks(parts)) == DEPTH and parts.num_programs == 3
     residual_bytes = 2 * 5 * WIDTH * 4
     assert {segment.alive_bytes for segment in blocks(parts)} == {residual_bytes}
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        scanned.nnx_net,
-        lambda: scanned.plain(reverse=True),
-        *slow(scanned.plain, lambda: scanned.linen(axis=1), lambda: scanned.linen(remat=True)),
-    ],
-)
-def test_segments_in_a_row_have_the_loss_and_gradients_of_the_whole(make):
-    task = make()
-    parts = assert_same_derivative(task.loss_fn, task.params, task.batch)
-    assert len(blocks(parts)) == DEPTH
 
 
 def test_a_scan_in_reverse_meets_its_layers_in_reverse():
@@ -124,25 +109,6 @@ def test_a_scan_of_one_iteration_and_scans_within_scans_are_left_in_place():
     parts = assert_same_derivative(loss, {"one": stacked(1)["blocks"], "nested": nested}, X)
     assert [s.name for s in parts.segments] == ["one", "nested/0", "nested/1", "nested/2"]
     assert not parts.notes
-
-
-def test_a_recurrence_over_time_stays_whole():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            cell = nn.scan(
-                nn.SimpleCell, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1
-            )
-            positions = self.param("positions", nn.initializers.normal(), (6, WIDTH))
-            cell = cell(WIDTH, name="cell")
-            carry = cell.initialize_carry(jax.random.key(0), x[:, 0].shape)
-            return nn.Dense(4, name="head")(cell(carry, x + positions)[1])
-
-    x = jnp.ones((2, 6, WIDTH))
-    params = Net().init(jax.random.key(0), x)["params"]
-    parts = partition(lambda p, x: Net().apply({"params": p}, x).mean(), params, (x,))
-    assert [s.name for s in parts.segments] == ["positions", "cell", "head"] and not parts.notes
-    assert all(leaf.part is None for layer in parts.layers for leaf in layer.leaves)
 
 
 def also(read):

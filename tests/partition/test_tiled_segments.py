@@ -125,11 +125,6 @@ def test_blocks_share_their_programs_with_blocks_of_as_many_tiles():
     assert [s for s in tiled.segments if not s.tiling] == [s for s in parts.segments if s.name not in ("h_1", "h_2")]
 
 
-def test_one_tile_is_the_partition_itself():
-    parts, tiled = cut(models.mlp(), check_tiles("off"))
-    assert tiled is parts
-
-
 def test_what_cannot_be_tiled_stays_whole_and_the_table_names_the_operation_in_the_way():
     _, tiled = cut(heads.linen_multi_task(), 2)
     console = rich.console.Console(file=io.StringIO(), width=240)

@@ -10,7 +10,6 @@ from hypothesis import given
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.planner import make_plan, policies
 from jaxferry.step import (
-    NO_WAIT,
     Kind,
     Lane,
     Loads,
@@ -23,7 +22,6 @@ from jaxferry.step import (
     repeat,
     schedule_step,
     step_demand,
-    waits,
 )
 from profiles import UNLIMITED_BYTES, deterministic, drawn, examples, fused, planned, transformer, with_modes
 
@@ -110,13 +108,6 @@ every_kind = pytest.mark.parametrize(("loads", "updates"), list(itertools.produc
 
 
 @every_kind
-def test_copies_of_groups_of_any_shape_may_be_there_once_their_loads_can_start(loads, updates):
-    for together in (False, True):
-        for case in drawn(30, seed=3, programs=False, loads=[loads], updates=[updates], together=together):
-            check_copies(*case)
-
-
-@every_kind
 @pytest.mark.parametrize("modes", [tuple(Mode), pytest.param((Mode.GFGB, Mode.RELOAD), marks=pytest.mark.slow)])
 def test_a_chain_of_any_kind_never_holds_more_than_the_limit(loads, updates, modes):
     cases = {"loads": [loads], "updates": [updates], "modes": modes}
@@ -125,43 +116,6 @@ def test_a_chain_of_any_kind_never_holds_more_than_the_limit(loads, updates, mod
         step = schedule_step(profile, plan)
         for seed in range(3):
             assert peak_bytes(any_durations(step, seed)) <= limit
-
-
-@deterministic
-@given(planned(programs=True))
-def test_a_backward_waits_for_room_once_and_for_no_transfer_too_many(case):
-    profile, plan = case
-    held, needs = step_demand(profile, plan)
-    limit = max(needs.natural, plan.memory_bytes or 0)
-    found = waits(held, needs, plan.memory_bytes or 0)
-    plan = effective(profile, plan)
-
-    def fits(layer, rest):
-        """Whether all of the layer's program does."""
-        beside = sum(profile.layers[x].device_gradient_bytes for x in rest)
-        few = sum(profile.layers[x].device_gradient_bytes for x in rest if x < needs.beside_below)
-        members = slice(profile.program_ends[layer][0], layer + 1)
-        most, most_after = needs.backward[members].max(), needs.backward_after[members].max()
-        return most + beside <= limit and most_after + few <= limit
-
-    outstanding = []
-    for layer in reversed(range(len(profile.layers))):
-        own = profile.program_ends[layer][1]
-        if not profile.layers[layer].has_backward or layer != own:
-            assert found[layer] in (NO_WAIT, found[own])  # a program waits once
-            outstanding += [layer] * bool(held.offloads[layer])
-            continue
-        members = range(profile.program_ends[layer][0], layer + 1)
-        writers = [member for member in members if plan.gradients[member] is GradientPlace.HOST]
-        adds = [x for member in writers for x in profile.groups[profile.group_of[member]] if x in outstanding]
-        adds = min(adds, default=None)
-        rest, waited = list(outstanding), None
-        while rest and (not fits(layer, rest) or adds in rest):
-            waited = rest.pop(0)
-        assert found[layer] == (NO_WAIT if waited is None else waited)
-        outstanding = rest
-        if held.offloads[layer]:
-            outstanding.append(layer)
 
 
 def two_slot_waits(step):
@@ -221,28 +175,6 @@ def test_dependencies_grow_linearly_with_the_layers(name, activation_bytes):
         assert max(len(task.after) for task in tasks) <= 4
     by_layer = [count / size for count, size in zip(counts, (33, 65, 129), strict=True)]
     assert max(by_layer) <= 1.1 * min(by_layer)
-
-
-@deterministic
-@given(planned())
-def test_more_memory_is_never_slower_in_backward_order(case):
-    profile, plan = case
-    plan = dataclasses.replace(plan, update_order=UpdateOrder.BACKWARD)
-    before = np.inf
-    for memory_bytes in (None, 50, 100, 200, 400, UNLIMITED_BYTES):
-        step = schedule_step(profile, dataclasses.replace(plan, memory_bytes=memory_bytes))
-        assert machine.steady_step_s(step) <= before * (1 + 1e-12)
-        before = machine.steady_step_s(step)
-        assert memory_bytes is None or peak_bytes(step) <= max(memory_bytes, step_demand(profile, plan)[1].natural)
-
-
-def test_a_reloading_step_needs_the_same_memory_however_many_layers_it_has():
-    sizes = []
-    for num_layers in (13, 53):
-        layers = [dataclasses.replace(layer, activation_bytes=0) for layer in transformer(num_layers).layers]
-        profile = dataclasses.replace(transformer(num_layers), layers=tuple(layers))
-        sizes.append(int(step_demand(profile, with_modes(profile, [Mode.RELOAD] * num_layers))[1].natural))
-    assert sizes[0] == sizes[1]
 
 
 def test_gradients_take_the_place_of_activations():

@@ -9,7 +9,7 @@ from jaxferry.costs import Contention, Profile
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.planner import any_plan_lower_bound_s
 from jaxferry.step import UpdateOrder, machine, schedule_chain, schedule_step, simulate
-from profiles import deterministic, planned, profiles, with_modes
+from profiles import deterministic, planned, with_modes
 from profiles import unit_layer as layer
 
 ALONE = dict.fromkeys(("forward_read_s", "backward_read_s", "backward_write_s"), 0.0)
@@ -92,12 +92,6 @@ def test_what_programs_read_and_write_in_host_memory_takes_the_host_s_time_as_we
     assert simulate(profile, plan).steady_step_s == 60 + 1.0 * (1 + 0.5 + 1) + 0.5 * (6 + 1)
 
 
-def test_a_lane_with_time_to_wait_loses_nothing_that_counts():
-    layers = tuple(layer(name, forward_s=50) for name in "ab")
-    profile, plan = contended(layers, host={"H2D": 1.0}, D2H={"host": 1.0})
-    assert simulate(profile, plan).steady_step_s == simulate(Profile({}, layers), plan).steady_step_s
-
-
 @pytest.mark.parametrize("order", UpdateOrder)
 def test_it_counts_in_both_orders_of_updates_and_for_many_plans_at_once(order):
     profile, plan = contended(host_bound(backward_go_s=9, backward_write_s=8), host={"H2D": 1.0, "D2H": 0.5})
@@ -116,11 +110,3 @@ def test_sharing_makes_no_step_faster_and_no_link_carries_more_than_it_can(case)
     assert shared.forward_s >= separate.forward_s and shared.step_s >= separate.step_s
     assert shared.steady_step_s >= separate.steady_step_s * (1 - 1e-12)
     assert all(shared.steady_step_s >= use.busy_s * (1 - 1e-12) for use in shared.lanes.values())
-
-
-@deterministic
-@given(profiles(links=True))
-def test_loaded_layers_whose_gradients_stay_take_nothing_more(profile):
-    alone = Profile({}, tuple(dataclasses.replace(each, **ALONE) for each in profile.layers))
-    plan = with_modes(profile, [Mode.GFGB] * len(profile.layers))
-    assert simulate(profile, plan) == simulate(alone, plan)

@@ -54,26 +54,6 @@ def test_gradients_stay_on_the_device_within_the_budget_and_else_are_added_up_in
     assert set(tight.prepare(gpt.batch).modes) == {Mode.GFGB}
 
 
-def test_only_the_last_micro_batch_updates_and_tells_the_norm_of_the_mean(gpt, batches):
-    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), accumulate=N)
-    state = step.init(gpt.params)
-    gradient, gradients = jax.jit(jax.grad(gpt.loss_fn)), []
-    for batch in batches[:N]:
-        assert_same_bits(state.params, gpt.params)
-        gradients.append(gradient(gpt.params, batch))
-        state, metrics = step(state, batch)
-        assert ("grad_norm" in metrics) == (len(gradients) == N)
-    mean = jax.tree.map(lambda *leaves: sum(leaves) / N, *gradients)
-    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(mean)))
-    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
-    jax.tree.map(
-        lambda new, old, g: np.testing.assert_allclose(new, old - 0.1 * g, rtol=1e-4, atol=1e-6),
-        state.params,
-        gpt.params,
-        mean,
-    )
-
-
 def test_a_checkpoint_is_that_of_the_last_update(gpt, batches, tmp_path):
     step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2), accumulate=N)
     state, _ = train(step, gpt.params, batches[:5])

@@ -1,7 +1,6 @@
 """Evaluation: `step.apply` and `step.evaluate` against plain `jit`, under memory budgets."""
 
 import gc
-import itertools
 import signal
 
 import jax
@@ -12,11 +11,10 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.modes import Mode
 from jaxferry.native import is_available
 from jaxferry.step import Source
 from jaxferry.transport import Allocator, Placement
-from planned import assert_same_bits, plan_of, train
+from planned import assert_same_bits, train
 from slowly import slow
 from steps import after_each_program
 from tolerances import LOSS_RTOL
@@ -109,17 +107,6 @@ def test_a_function_is_traced_once_for_each_structure_of_its_arguments(gpt):
     step.apply(state, function, gpt.batch[:1])
     step.apply(state, function, gpt.batch)
     assert len(traced) == 4
-
-
-def test_applying_first_does_not_make_the_state_change_its_layers_back_and_forth(gpt):
-    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
-    state = step.init(gpt.params)
-    step.apply(state, lambda params: params["wte"]["embedding"].sum())
-    state, _ = step(state, gpt.batch)
-    layers = state.host.layers
-    step.apply(state, logits_fn, gpt.batch)
-    step.apply(state, lambda params: params["h_1"]["scale"].sum())
-    assert state.host.layers is layers
 
 
 def test_a_function_without_parameters_is_refused(gpt):
@@ -232,47 +219,6 @@ def test_the_smallest_budget_of_a_refusal_is_enough_beside_what_an_allocator_doe
     np.testing.assert_allclose(result, apply(None)[0], **RTOL)
     with pytest.raises(jaxferry.BudgetError):
         apply(peak.counted)
-
-
-@pytest.mark.slow
-def test_evaluation_has_the_budget_of_training_and_frees_what_that_keeps(gpt, monkeypatch):
-    def make(budget, **options):
-        return jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), memory_budget=budget, **options)
-
-    plan = plan_of(gpt, [Mode.RESIDENT])
-    free = make(None, plan=plan)
-    state, losses = train(free, gpt, 2)
-    budget = free.prepare(gpt.batch).peak.total
-    expected = float(free.evaluate(state, jnp.tile(gpt.batch, (8, 1))))
-    assert len(state.resident) == len(state.host.layers)
-    step = make(budget, plan=plan)
-    state, _ = train(step, gpt, 1)
-    assert len(state.resident) == len(state.host.layers)
-    wide = next(
-        wide
-        for wide in (jnp.tile(gpt.batch, (copies, 1)) for copies in range(2, 64))
-        if step.compiler.evaluator(gpt.loss_fn, (wide,), {}).peak.total
-        + sum(layer.num_bytes for layer in state.host.layers)
-        > budget
-    )
-    step.evaluate(state, wide)
-    assert not state.resident
-    state, metrics = step(state, gpt.batch)
-    assert float(metrics["loss"]) == losses[1]
-    np.testing.assert_allclose(float(step.evaluate(state, gpt.batch)), expected, rtol=LOSS_RTOL)
-    with pytest.raises(jaxferry.BudgetError, match="too small for this forward"):
-        step.evaluate(state, jnp.tile(gpt.batch, (512, 1)))
-
-
-def test_at_most_two_layers_are_on_the_device(gpt):
-    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
-    state = step.init(gpt.params)
-    step.apply(state, logits_fn, gpt.batch)
-    evaluator = step.compiler.evaluator(logits_fn, (gpt.batch,), {})
-    sizes = [state.host.layers[segment.group].num_bytes for segment in evaluator.partition.segments]
-    most = max(a + b for a, b in itertools.pairwise(sizes))
-    assert evaluator.transport.loaded_bytes.peak == most < sum(layer.num_bytes for layer in state.host.layers)
-    assert evaluator.transport.loaded_bytes.now == 0
 
 
 @pytest.mark.parametrize("at", [0, 3])

@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.training import Recent
 
 PARAMS = {"a": {"w": np.full((4, 4), 0.1, np.float32)}, "b": {"w": np.full((4, 4), 0.2, np.float32)}}
 
@@ -83,13 +82,3 @@ def test_evaluations_of_many_shapes_are_freed_too(loss_fn):
     found = [float(step.apply(state, function, batch(rows))) for rows in (1, 2, 1, 3, 1, 2)]
     assert found[0] == found[2] == found[4] and found[1] == found[5]
     assert [step.evaluate(state, batch(rows)) == found[rows - 1] for rows in (1, 2, 1)] == [True] * 3
-
-
-def test_a_value_that_cannot_be_made_drops_nothing():
-    dropped = []
-    recent = Recent(1, dropped.append)
-    assert recent.get("a", lambda: 1) == 1
-    with pytest.raises(ZeroDivisionError):
-        recent.get("b", lambda: 1 / 0)
-    assert list(recent) == [1] and not dropped
-    assert recent.get("b", lambda: 2) == 2 and dropped == [1]

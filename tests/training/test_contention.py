@@ -11,7 +11,7 @@ import jaxferry.training.contention
 from accelerator import emulate
 from jaxferry.costs import DOWN, HOST, UP, Contention
 from jaxferry.settings import own_settings
-from jaxferry.training import LEAST_S, HostUpdate, MeasurementCache, in_turn, measure_contention, speeds_in_pairs
+from jaxferry.training import LEAST_S, MeasurementCache, measure_contention, speeds_in_pairs
 from training.test_profile import Setting, Table, stack
 
 
@@ -63,23 +63,6 @@ def setting(width=1024):
     """Layers of `width` squared parameters; 1024 are just enough to be measured."""
     kernel = jax.ShapeDtypeStruct((width, width), jnp.float32)
     return Setting(stack, {"a": {"kernel": kernel}}, jax.ShapeDtypeStruct((8, width), jnp.float32))
-
-
-def test_updates_take_turns_on_arrays_of_their_own():
-    given = setting()
-    layers = given.partition.layers
-    [unit] = given.optimizer.units_of(layers)
-    masters = []
-
-    class Noted(HostUpdate):
-        def __call__(self, held):
-            super().__call__(held)
-            masters.append(held[0].masters[0].unsafe_buffer_pointer())
-
-    call = in_turn(Noted(given.optimizer, given.placement, unit, layers, [True]))
-    call()
-    call()
-    assert len(set(masters)) == 2
 
 
 @pytest.mark.parametrize("is_emulated", [False, True])

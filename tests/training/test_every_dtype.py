@@ -284,16 +284,6 @@ def test_bytes_hold_every_code(name, shape):
     assert_same(np.asarray(from_bytes(stored, array.dtype)), array)
 
 
-def test_four_bits_take_half_a_byte_on_the_host_and_on_the_device():
-    params = make_params("int4", (8, 8))
-    step = make_step("ferry")
-    state, _ = step(step.init(params), X)
-    [layer] = [layer for layer in state.host.layers if layer.name == "q"]
-    assert layer.num_bytes == 32
-    state.fill()
-    assert [vector.nbytes for vector in state.host.vectors[state.host.layers.index(layer)]] == [32]
-
-
 def test_layers_of_a_scan_are_cut_from_packed_stacks():
     generator = np.random.default_rng(0)
     params = {

@@ -1,9 +1,6 @@
 """Measured profiles: which time belongs to which layer, caching, and memory left in use."""
 
 import contextlib
-import gc
-import itertools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +19,10 @@ from jaxferry.optimizer import HostOptimizer
 from jaxferry.partition import partition
 from jaxferry.settings import own_settings
 from jaxferry.step import ProgramKey, ProgramKind, Source, Target
-from jaxferry.training import (
-    Effort,
-    MeasuredLayers,
-    MeasurementCache,
-    Work,
-    cold_caches,
-    measure_profile,
-    surroundings,
-)
+from jaxferry.training import MeasurementCache, Work, measure_profile, surroundings
 from jaxferry.transport import make_placement
-from models import chain
 from planned import assert_same_bits, train
 from slowly import slow
-from watched import live_arrays
 
 BACKWARDS = ("backward_s", "backward_dha_s", "backward_go_s")
 TIMES = ("load_s", "offload_s", "update_s", "forward_s", "forward_dha_s", *BACKWARDS)
@@ -164,23 +151,6 @@ def test_temporaries_are_those_of_the_compiled_programs(measured):
         assert layer.temporary_bytes.get("backward_dha_go", 0) == known[both]
 
 
-def test_a_program_that_segments_of_several_kinds_have_is_measured_once():
-    """The first segment's backward gives no cotangent, but its forward is that of the others."""
-    kept = []
-    cache = MeasurementCache(None, {})
-    cache.put = lambda content, seconds: kept.append(content)
-    stack_of(["a", "b", "c"], width=8, rows=4).measure(cache, budget_s=0.0)
-    assert len(kept) == len(set(kept)) > 0
-
-
-def test_equal_segments_have_equal_times(measured):
-    _, fast1, fast2, slow1, slow2, _ = measured[1].layers
-    for one, other in ((fast1, fast2), (slow1, slow2)):
-        assert [getattr(one, name) for name in TIMES] == [getattr(other, name) for name in TIMES]
-    for name in ("load_s", "offload_s", "update_s"):
-        assert getattr(fast1, name) == getattr(slow1, name)
-
-
 def test_a_layer_that_computes_more_measures_as_slower():
     """A machine where a product takes a second and everything else no time."""
 
@@ -252,13 +222,6 @@ def test_layers_share_the_update_of_a_joint_optimizer_by_their_bytes():
         assert layer.update_s * first.param_bytes == pytest.approx(first.update_s * layer.param_bytes)
 
 
-@pytest.mark.filterwarnings("ignore:the optimizer looks at all parameters")
-def test_a_joint_optimizer_s_update_is_measured():
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
-    profile = stack_of(["a", "b"], width=8, optimizer=optimizer).measure(budget_s=0)
-    assert profile.layers[0].update_s == profile.layers[1].update_s > 0
-
-
 def test_what_is_known_is_neither_measured_nor_compiled(tmp_path, count):
     cache = MeasurementCache(tmp_path, surroundings("cpu", "cpu"))
     first = stack_of(["a", "b"], width=8).measure(cache, budget_s=0)
@@ -277,59 +240,6 @@ def test_each_program_layout_and_update_is_measured_once_however_many_layers_sha
     few = len(count)
     stack_of([f"layer{number}" for number in range(9)], width=8).measure(budget_s=0)
     assert len(count) == 2 * few
-
-
-def test_an_interrupt_loses_only_what_is_under_way(tmp_path, count):
-    cache = MeasurementCache(tmp_path, {})
-    setting = stack_of(["a", "b"], width=8)
-
-    def stop(part, done, total):
-        if done == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        setting.measure(cache, budget_s=0, progress=stop)
-    assert len(count) == 4
-    values = [json.loads(path.read_text())["value"] for path in tmp_path.rglob("*.json")]
-    assert sum(isinstance(value, float) for value in values) == 4  # seconds; all others are bytes
-    setting.measure(cache, budget_s=0)
-    interrupted = len(count)
-    count.clear()
-    stack_of(["a", "b"], width=8).measure(budget_s=0)
-    assert interrupted == len(count)
-
-
-def test_nothing_is_left_between_two_measurements():
-    setting = stack_of(["a", "b", "c"])
-    layer_bytes = 128 * 128 * 4
-    gc.collect()
-    gc.disable()  # memory is freed at once, without Python's cycle collector
-    before = {id(array) for array in live_arrays()}
-    left = []
-
-    def look(part, done, total):
-        left.append(sum(array.nbytes for array in live_arrays() if id(array) not in before))
-
-    try:
-        setting.measure(progress=look, budget_s=0)
-        look("the end", 1, 1)
-    finally:
-        gc.enable()
-    *between, after = left
-    assert len(between) > 10
-    emptying = cold_caches(setting.placement.device)().nbytes  # shared by all measurements
-    assert {num_bytes // emptying for num_bytes in between} == {0, 1}
-    assert max(num_bytes % emptying for num_bytes in between) < layer_bytes
-    assert after < layer_bytes
-    cold_caches.cache_clear()
-
-
-def test_progress_tells_how_much_there_is_and_never_goes_back():
-    told = []
-    stack_of(["a", "b"], width=8).measure(budget_s=0, progress=lambda *args: told.append(args))
-    for (_, done, total), (_, done_next, total_next) in itertools.pairwise(told):
-        assert done < total
-        assert total_next != total or done <= done_next <= done + 1
 
 
 @pytest.mark.parametrize("kind", ["ferry", *slow("device_put")])
@@ -416,24 +326,3 @@ def test_lengths_up_to_half_and_twice_a_measured_one_are_not_measured(tmp_path, 
             measured.append(bool(count))
             count.clear()
     assert measured == [True, False, False, False, True, False, True]
-
-
-@pytest.mark.parametrize("kind", ["ferry", *slow("device_put")])
-def test_sums_of_more_bits_are_measured_as_they_run(monkeypatch, kind):
-    """One layer runs twice in 16 bits, so the host adds each gradient to an fp32 sum, which the update reads."""
-
-    loss_fn = chain(("often", "once", "often"))
-
-    emulate(monkeypatch)
-    params = {name: {"kernel": np.zeros((8, 8), np.float32)} for name in ("often", "once")}
-    with own_settings():
-        setting = Setting(loss_fn, params, np.ones((4, 8), np.float32), jaxferry.sgd(0.1), kind, jnp.bfloat16)
-        subjects = MeasuredLayers(setting.work(), kind).subjects
-        seconds = {
-            key: subject.time(Effort(min_repetitions=1, budget_s=0.0))
-            for key, subject in subjects.items()
-            if isinstance(key, tuple) and key[0] in ("offload", "sum", "update")
-        }
-    widens = [key[-1] for key in seconds if key[0] != "update"]
-    assert sorted(widens) == [False, True, True] and all(seconds[key] > 0 for key in seconds if key[0] == "update")
-    assert len({subjects[key].content for key in seconds}) == len(seconds) == 5

@@ -104,18 +104,6 @@ def test_copies_of_python_are_copies_of_the_state_and_pickles_are_refused(copied
         pickle.dumps(state)
 
 
-def test_a_copy_stays_as_the_state_goes_on_and_trains_as_the_state_does(step):
-    state = step.init(params_of())
-    after(step, state, 2)
-    kept = state.copy()
-    params, opt_state = state.params, state.opt_state
-    losses = after(step, state, 2)
-    assert kept.step == 2
-    assert_same_bits((kept.params, kept.opt_state), (params, opt_state))
-    assert after(step, kept, 2) == losses
-    assert_same_bits((kept.params, kept.opt_state), (state.params, state.opt_state))
-
-
 def test_a_state_is_described(step):
     state = step.init(params_of())
     after(step, state, 1)

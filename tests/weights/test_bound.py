@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import random
-import types
 
 import numpy as np
 import pytest
@@ -94,29 +93,6 @@ def test_the_bound_is_that_of_the_printed_formulation(seed: int) -> None:
     )
     instance = dataclasses.replace(instance, memory_bytes=instance.smallest_memory_bytes + rng.randint(0, 3))
     assert bound(instance).duration_s == pytest.approx(_dense_bound(instance), rel=1e-6)
-
-
-def test_three_layers_agree_as_well() -> None:
-    instance = Instance((4, 3, 5), (0, 1, 1, 1), (1, 1, 2), (2, 1, 2), 13, 1)
-    assert bound(instance).duration_s == pytest.approx(_dense_bound(instance), rel=1e-6)
-    assert bound(instance).duration_s > instance.compute_s
-
-
-def test_without_weights_the_computation_is_the_bound() -> None:
-    assert bound(Instance((0, 0), (1, 1, 1), (1, 2), (3, 4), 3, 1)).duration_s == 10
-
-
-def test_the_relaxation_is_a_bound_that_can_be_had_without_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    instance = Instance((4, 3, 5), (0, 1, 1, 1), (1, 1, 2), (2, 1, 2), 13, 1)
-    best_s, nothing = bound(instance).duration_s, types.SimpleNamespace(status=1, mip_dual_bound=0.0, x=None)
-    monkeypatch.setattr(scipy.optimize, "milp", lambda *args, **kwargs: nothing)
-    assert instance.compute_s < bound(instance).duration_s <= best_s * (1 + 1e-6)
-
-
-def test_no_time_is_still_a_bound() -> None:
-    instance = Instance((4, 3, 5), (0, 1, 1, 1), (1, 1, 2), (2, 1, 2), 13, 1)
-    hurried = bound(instance, time_limit_s=0.0)
-    assert instance.compute_s <= hurried.duration_s <= bound(instance).duration_s * (1 + 1e-6)
 
 
 def test_on_a_slow_link_the_transfers_alone_are_a_good_bound() -> None:

@@ -17,29 +17,6 @@ def _kinds(outcome: Outcome, layer: int) -> list[str]:
     return [event.kind for event in outcome.schedule.events if event.layer == layer]
 
 
-def test_the_own_weight_counts_once() -> None:
-    """Forwards need all four weights, backwards the gradient as well: 50 bytes, and nothing has to leave."""
-    assert select(EQUAL, 50) == ()
-    assert select(EQUAL, 49) != ()
-
-
-def test_the_selection_by_hand() -> None:
-    """With 45 bytes each backward lacks 5, and forwards lack none.
-
-    Choice (a) of the first layer covers three backwards, 5 bytes each; (b) of the last covers the other three. They
-    tie, and the last layer goes first. That leaves the last layer's backward, for which (a) of any earlier layer would
-    do; the largest, then last of them is layer 2.
-    """
-    assert select(EQUAL, 45) == (Choice(3, False), Choice(2, True))
-
-
-def test_ties_go_to_the_largest_weight() -> None:
-    """Both outer layers relieve the middle one by half of their weight, over the same forward and backward."""
-    instance = Instance((8, 0, 4), (0, 10, 20, 0), (1,) * 3, (1,) * 3, 1000, 1)
-    excess_free = sum(instance.weights) + 30
-    assert select(instance, excess_free - 1)[0] == Choice(0, True)
-
-
 def test_choice_b_comes_before_choice_a() -> None:
     """The middle layer's weight is all that can leave; (a) and (b) cover one neighbour each, both in excess."""
     instance = Instance((0, 8, 0), (0, 0, 0, 0), (1,) * 3, (1,) * 3, 1000, 1)

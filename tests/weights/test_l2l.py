@@ -1,7 +1,5 @@
 """L2L against the published column of Table 1, and its memory."""
 
-import dataclasses
-
 import pytest
 
 from jaxferry.weights import Instance, l2l
@@ -42,26 +40,6 @@ def test_table_1_of_gpt_2_to_the_millisecond(depth: int, batch: int, compute_ms:
     assert abs(outcome.duration_s * 1000 - expected_ms) < 1
     assert outcome.schedule is not None
     validate(instance, outcome.schedule)
-
-
-def test_l2l_runs_in_the_smallest_memory() -> None:
-    instance = Instance((3, 5, 4), (0, 1, 1, 1), (9, 9, 9), (9, 9, 9), 0, 1)
-    instance = dataclasses.replace(instance, memory_bytes=instance.smallest_memory_bytes)
-    outcome = l2l(instance)
-    assert outcome.schedule is not None
-    validate(instance, outcome.schedule)
-    assert outcome.duration_s == 6 * 9 + 2 * 12
-
-
-def test_each_operation_waits_for_its_weights() -> None:
-    """No load overlaps the computation: what distinguishes L2L from all other policies."""
-    instance = Instance((3, 5, 4), (0, 1, 1, 1), (9, 9, 9), (9, 9, 9), 100, 1)
-    schedule = l2l(instance).schedule
-    assert schedule is not None
-    events = schedule.events
-    operations = [event for event in events if event.kind in ("forward", "backward")]
-    for load in (event for event in events if event.kind == "prefetch"):
-        assert all(load.end_s <= e.start_s or e.end_s <= load.start_s for e in operations)
 
 
 def test_offloads_that_fall_behind_use_the_time_that_the_formula_charges_for_nothing() -> None:

@@ -15,7 +15,6 @@ from jaxferry.weights import (
     bound,
     greedy,
     greedy_best,
-    l2l,
     schedule_transfers,
     solve,
     transfer_bound_s,
@@ -114,14 +113,6 @@ def test_greedy_best_never_loses_to_greedy(instance: Instance) -> None:
     assert greedy_best(instance).duration_s <= greedy(instance).duration_s
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
-@given(instances())
-def test_l2l_is_the_formula(instance: Instance) -> None:
-    expected = sum(instance.forward_s) + sum(instance.backward_s)
-    expected += 2 * sum(instance.weights) / instance.bandwidth_bytes_per_s
-    assert l2l(instance).duration_s == pytest.approx(expected, rel=ROUNDING)
-
-
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(instances())
 def test_less_than_the_smallest_memory_is_refused_with_the_smallest(instance: Instance) -> None:
@@ -132,14 +123,6 @@ def test_less_than_the_smallest_memory_is_refused_with_the_smallest(instance: In
                 solve(dataclasses.replace(instance, memory_bytes=smallest - 1), policy)
             assert caught.value.smallest_bytes == smallest
         solve(dataclasses.replace(instance, memory_bytes=smallest), policy)
-
-
-def test_with_memory_for_everything_nothing_moves() -> None:
-    instance = Instance((4, 6), (1, 1, 1), (1, 2), (3, 4), 4 + 6 + 6 + 3, 1)
-    outcome = greedy(instance)
-    assert (outcome.duration_s, outcome.choices) == (10, ())
-    assert outcome.schedule is not None
-    assert {event.kind for event in outcome.schedule.events} == {"forward", "backward"}
 
 
 def test_an_unknown_policy_is_answered_with_the_known_ones() -> None:
