@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxferry.costs.counts import (
     ATTENTION,
@@ -256,6 +257,12 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
     return tuple(result)
 
 
+def _live(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The operations that XLA keeps: a backward that runs its forward again needs no outputs of that, for example."""
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return core.ClosedJaxpr(jaxpr, closed.consts)
+
+
 class _ProgramCosts:
     """The costs of a segment's forward and backward programs."""
 
@@ -265,8 +272,8 @@ class _ProgramCosts:
         read = (segment.weights, segment.inputs, segment.nondiff_inputs)
         avals = [[graph.avals[value] for value in values] for values in read]
         self._arguments = [[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in each] for each in avals]
-        forward = jax.make_jaxpr(derivative.forward)(*self._arguments)
-        backward = jax.make_jaxpr(derivative.backward)(*derivative.backward_arguments(graph))
+        forward = _live(jax.make_jaxpr(derivative.forward)(*self._arguments))
+        backward = _live(jax.make_jaxpr(derivative.backward)(*derivative.backward_arguments(graph)))
         self._jaxprs = forward, backward
         weights = segment.by_group(range(len(segment.weights)))
         self.forward: Costs = jaxpr_costs(forward)
@@ -284,7 +291,7 @@ class _ProgramCosts:
             if is_last:  # one program: the forward and, for cotangents of 1, the backward
                 ones = functools.partial(jax.tree.map, jnp.ones_like)
                 both = functools.partial(self.derivative.both, ones)
-                forward = backward = jax.make_jaxpr(both)(*self._arguments)
+                forward = backward = _live(jax.make_jaxpr(both)(*self._arguments))
             self._temporary_bytes = temporary_bytes(forward), temporary_bytes(backward)
         return self._temporary_bytes
 

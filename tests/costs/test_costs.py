@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxferry.costs import Costs, host_reads, jaxpr_costs, touched_bytes
+import models
+from jaxferry.costs import Costs, host_reads, jaxpr_costs, partition_costs, touched_bytes
+from jaxferry.partition import differentiate, partition, with_remat
 from jaxferry.settings import for_planned_gpu
 
 
@@ -138,6 +140,24 @@ def test_a_step_of_a_small_network_agrees_with_xla() -> None:
     counted = costs(jax.grad(loss), *arguments)
     analysis: Any = compiled.cost_analysis()
     assert counted.flops == pytest.approx(analysis["flops"], rel=0.02)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_operations_of_a_block_agree_with_xla(remat: str) -> None:
+    """A backward that runs its forward again leaves out the last product, which only its result needs."""
+    task = models.gpt(width=64)
+    batch = jax.random.randint(jax.random.key(1), (8, 33), 0, 128)
+    parts = partition(task.loss_fn, task.params, (batch,))
+    parts = with_remat(parts, [remat] * len(parts.segments))
+    graph, segment = parts.graph, parts.segments[2]
+    avals = [[graph.avals[v] for v in own] for own in (segment.weights, segment.inputs, segment.nondiff_inputs)]
+    arguments = [[shape(*aval.shape, dtype=aval.dtype) for aval in own] for own in avals]
+    derivative, counted = differentiate(graph, segment), partition_costs(parts)[2]
+    forward = jax.jit(derivative.forward).lower(*arguments).compile()
+    backward = jax.jit(derivative.backward).lower(*derivative.backward_arguments(graph)).compile()
+    for compiled, flops in ((forward, counted.forward_flops), (backward, counted.backward_flops)):
+        analysis: Any = compiled.cost_analysis()
+        assert flops == pytest.approx(analysis["flops"], rel=0.02)
 
 
 def turned(weight: Any, x: Any) -> Any:
