@@ -24,7 +24,7 @@ from jaxferry.modes import GradientPlace, UpdatePlace
 from jaxferry.planner.base import Objective, Policy, Request, capacity_bytes, gains_s
 from jaxferry.planner.baselines import L2L, NativeOverlapped
 from jaxferry.planner.columns import ALL_PLACES, Columns
-from jaxferry.planner.judge import Judged
+from jaxferry.planner.judge import Judge, Judged
 from jaxferry.planner.memferry import GOMemFerry, MemFerry
 from jaxferry.planner.preference import longest_equal_s
 from jaxferry.planner.search import Search
@@ -66,9 +66,8 @@ class AutoSearch:
         self._sizes = [layer.grad_bytes for layer in profile.layers]
         self._no_gain = np.array(gains_s(profile)) <= 0
         self._trained = np.array([layer.has_gradient for layer in profile.layers])
-        self.search = Search(
-            self.columns, Auto.name, Objective.STEADY, self._allows, self._reserve_factor, self._starts, request.report
-        )
+        judge = Judge(self.columns, Auto.name, Objective.STEADY, self._reserve_factor)
+        self.search = Search(judge, self._allows, self._starts, request.report)
 
     def plan(self, budget_bytes: int | None) -> Plan:
         """The plan to take within the budget, by `planner/preference.py`. None means no limit.

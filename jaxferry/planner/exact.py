@@ -24,7 +24,7 @@ from jaxferry.modes import Mode
 from jaxferry.planner.base import Objective, Policy, Request, best_order, gradients_to_host
 from jaxferry.planner.baselines import NativeOffload, NativeOverlapped, ZeroOffload
 from jaxferry.planner.columns import Columns
-from jaxferry.planner.judge import Judged
+from jaxferry.planner.judge import Judge, Judged
 from jaxferry.planner.memferry import GOMemFerry, MemFerry
 from jaxferry.planner.preference import longest_equal_s, preferred
 from jaxferry.planner.search import Search
@@ -88,9 +88,8 @@ def _search(profile: Profile, request: Request, factor: float) -> Search:
         plans = [policy().plan(profile, Request(factor)) for policy in _POLICIES]
         return [*plans, _with_first_by_dha(profile, plans[0])] if request.objective is Objective.STEADY else plans
 
-    return Search(
-        columns, Exact.name, request.objective, lambda _: True, lambda _: factor, starts, request.report, None
-    )
+    judge = Judge(columns, Exact.name, request.objective, lambda _: factor)
+    return Search(judge, lambda _: True, starts, request.report, None)
 
 
 def _with_first_by_dha(profile: Profile, plan: Plan) -> Plan:

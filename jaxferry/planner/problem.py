@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxferry.costs import Profile
 from jaxferry.modes import GradientPlace, Mode, Remat
-from jaxferry.planner.base import Objective
-from jaxferry.planner.columns import Column, Columns
+from jaxferry.planner.columns import Column
 from jaxferry.planner.judge import Judge
 from jaxferry.planner.moves import Estimates
 from jaxferry.step import Plan
@@ -23,46 +22,32 @@ MOST_CHECKED = 40
 """The most moves, the likeliest first, of which a search finds out whether they fit."""
 
 
+@dataclasses.dataclass(eq=False)
 class Problem:
     """What a search is about, and what it knows for any budget.
 
-    Args:
-      columns: what the plans consist of.
-      policy: the name that the plans carry.
-      objective: what is to be least.
+    Attributes:
+      judge: simulates the plans, which consist of its columns.
       allows: whether a plan with these columns, (layers,), may be taken.
-      reserve_factor_of: the reserve factor of a plan with these columns.
-      starts: plans of other policies.
+      of_policies: makes plans of other policies.
       report: called with a short description as each part of a long search starts.
       memory_bytes: `memory_bytes` of plans without a budget.
     """
 
-    def __init__(
-        self,
-        columns: Columns,
-        policy: str,
-        objective: Objective,
-        allows: Callable[[np.ndarray], bool],
-        reserve_factor_of: Callable[[np.ndarray], float],
-        starts: Callable[[], Sequence[Plan]],
-        report: Callable[[str], None],
-        memory_bytes: int | None = UNLIMITED_BYTES,
-    ):
-        self.columns, self.policy, self.objective = columns, policy, objective
-        self.allows, self.report, self.memory_bytes = allows, report, memory_bytes
-        self.judge = Judge(columns, policy, objective, reserve_factor_of)
-        self._of_policies = starts
+    judge: Judge
+    allows: Callable[[np.ndarray], bool]
+    of_policies: Callable[[], Sequence[Plan]]
+    report: Callable[[str], None]
+    memory_bytes: int | None = UNLIMITED_BYTES
 
-    @property
-    def profile(self) -> Profile:
-        """The layers."""
-        return self.columns.profile
+    def __post_init__(self) -> None:
+        self.columns, self.profile = self.judge.columns, self.judge.profile
 
     @functools.cached_property
     def starts(self) -> Sequence[Plan]:
         """Plans of other policies."""
         self.report("plans of all policies")
-        return self._of_policies()
+        return self.of_policies()
 
     @functools.cached_property
     def estimates(self) -> Estimates:

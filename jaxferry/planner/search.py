@@ -109,7 +109,7 @@ class Search(Problem):
             if budget_bytes is not None:
                 least, codes = self.judge.needed_bytes(self.leanest), self.leanest
                 again = sum(self.columns.all[code].remat is Remat.FULL for code in codes)
-                check_budget(self.policy, budget_bytes, least, again)
+                check_budget(self.judge.policy, budget_bytes, least, again)
             self.searched[key] = _BudgetSearch(self, budget_bytes, share)
             with _without_collector():
                 self.searched[key].run()
@@ -166,7 +166,7 @@ class _BudgetSearch:
         if self._enumerated():
             return
         self._try_plain()
-        self.solution = solve(self.profile, self.budget_bytes, self.columns, self.search.objective)
+        self.solution = solve(self.profile, self.budget_bytes, self.columns, self.judge.objective)
         if self._is_proven:
             return
         self._try_starts()
@@ -270,7 +270,7 @@ class _BudgetSearch:
             is_same = share == 1.0
             yield from rounded(
                 self.columns,
-                self.solution if is_same else solve(self.profile, budget, self.columns, self.search.objective),
+                self.solution if is_same else solve(self.profile, budget, self.columns, self.judge.objective),
             )
 
     def _try_families(self) -> None:
