@@ -335,8 +335,8 @@ def weights(
     """Choose the weights to offload under a memory limit (Weight Offloading Strategies).
 
     Schedules the transfers too. With a profile, -o writes a plan of GFGB and RELOAD modes. The algorithms come from
-    "Weight Offloading Strategies for Training Large DNN Models" (Beaumont et al., 2022). `bound` is a lower bound on the
-    duration of any schedule.
+    "Weight Offloading Strategies for Training Large DNN Models" (Beaumont et al., 2022). `bound` is a lower bound on
+    the duration of any schedule.
     """
     check_policy(policy)
     budget = read_budget(memory_budget)

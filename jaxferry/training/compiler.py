@@ -26,7 +26,7 @@ from jaxferry.engine import (
 )
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import FASTER, MODULE, Remat
-from jaxferry.partition import AUTO, Graph, Layer, Partition, with_tiles
+from jaxferry.partition import AUTO, Layer, Partition, with_tiles
 from jaxferry.processes import check_same
 from jaxferry.settings import ThreadPool, check_may_trace
 from jaxferry.step import Plan, StepProgram
@@ -178,7 +178,11 @@ class Compiler:
         self, cut: Cut, args: Any, kwargs: Mapping[str, Any], state: TrainState | None
     ) -> tuple[Prepared, Cut]:
         graph = cut.parts.graph
-        _check_shared(graph)
+        if graph.num_devices > 1 and not graph.batch_size:
+            raise InputError(
+                "a batch is split over the mesh along its first axis, whose size must be a multiple of "
+                f"{graph.num_devices} devices: got {graph.num_rows or 'no arrays'}"
+            )
         if self._shared.placement.num_processes > 1:
             check_same("the shapes of their batches", ", ".join(str(graph.avals[value]) for value in graph.batch))
             check_same("their optimizers", self.model.update_text)
@@ -299,15 +303,6 @@ class Compiler:
                 self.model.transport, self._shared.placement, layers, self._options.numerics.accumulate > 1
             )
         return self._transports[layers]
-
-
-def _check_shared(graph: Graph) -> None:
-    """Raises InputError if the devices of a mesh cannot share a batch."""
-    if graph.num_devices > 1 and not graph.batch_size:
-        raise InputError(
-            "a batch is split over the mesh along its first axis, whose size must be a multiple of "
-            f"{graph.num_devices} devices: got {graph.num_rows or 'no arrays'}"
-        )
 
 
 def _check_fixed_remat(parts: Partition, plan: Plan | None) -> None:
