@@ -37,7 +37,10 @@ class Recorder:
         ends_s = [end for work, _ in steps for end in work.ends_s]
         chain = repeat(steps[0][0].list.schedule, len(steps))
         if any(marks is not None for _, marks in steps):
-            starts_s, ends_s = on_the_device(chain, starts_s, ends_s, _times(steps))
+            size = len(steps[0][0].list.tasks)
+            times = [{} if marks is None else marks.times() for _, marks in steps]
+            known = {number * size + index: seen for number, own in enumerate(times) for index, seen in own.items()}
+            starts_s, ends_s = on_the_device(chain, starts_s, ends_s, known)
         begin_s = steps[0][0].begin_s
         return Run(chain, tuple(s - begin_s for s in starts_s), tuple(e - begin_s for e in ends_s))
 
@@ -68,13 +71,3 @@ def on_the_device(
 def _later(time_s: float, other_s: float) -> float:
     """Returns the later of two times; the second may be NaN (unknown)."""
     return time_s if math.isnan(other_s) else max(time_s, other_s)
-
-
-def _times(steps: Sequence[tuple[StepRun, StepMarks | None]]) -> dict[int, tuple[float, float]]:
-    known: dict[int, tuple[float, float]] = {}
-    offset = 0
-    for work, marks in steps:
-        times = {} if marks is None else marks.times()
-        known |= {index + offset: seen for index, seen in times.items()}
-        offset += len(work.list.tasks)
-    return known

@@ -27,7 +27,7 @@ from jaxferry.engine import (
 )
 from jaxferry.errors import InputError
 from jaxferry.modes import FASTER, MODULE, Remat
-from jaxferry.partition import AUTO, Graph, Layer, Partition, with_tiles
+from jaxferry.partition import AUTO, Layer, Partition, with_tiles
 from jaxferry.planner import first_that_fits
 from jaxferry.processes import check_same
 from jaxferry.settings import ThreadPool, check_may_trace
@@ -190,7 +190,12 @@ class Compiler:
         self, cut: Cut, args: Any, kwargs: Mapping[str, Any], state: TrainState | None
     ) -> tuple[Prepared, Cut]:
         """Prepares a step in the first tiles that fit."""
-        _check_shared(cut.parts.graph)
+        graph = cut.parts.graph
+        if graph.num_devices > 1 and not graph.batch_size:
+            raise InputError(
+                "a batch is split over the mesh along its first axis, whose size must be a multiple of "
+                f"{graph.num_devices} devices: got {graph.num_rows or 'no arrays'}"
+            )
         attempts = (
             functools.partial(self._compiled_in, tiles, cut, args, kwargs, state) for tiles in self._tilings(cut)
         )
@@ -315,15 +320,6 @@ class Compiler:
                 self.model.transport, self._shared.placement, layers, self._options.numerics.accumulate > 1
             )
         return self._transports[layers]
-
-
-def _check_shared(graph: Graph) -> None:
-    """Raises InputError if the devices of a mesh cannot share a batch."""
-    if graph.num_devices > 1 and not graph.batch_size:
-        raise InputError(
-            "a batch is split over the mesh along its first axis, whose size must be a multiple of "
-            f"{graph.num_devices} devices: got {graph.num_rows or 'no arrays'}"
-        )
 
 
 def _check_fixed_remat(parts: Partition, plan: Plan | None) -> None:

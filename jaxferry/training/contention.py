@@ -242,10 +242,10 @@ def _calls_per_s(calls: Sequence[Callable[[], Any]], window_s: float) -> list[fl
         return list(threads.map(with_own_settings(run), calls))
 
 
-def transfers(placement: Placement, num_bytes: int = TRANSFER_BYTES) -> dict[str, InQueue]:
-    """Loads and offloads of so many bytes by all devices, by lane."""
+def transfers(placement: Placement) -> dict[str, InQueue]:
+    """Loads and offloads of `TRANSFER_BYTES` by all devices, by lane."""
     return {
-        lane: InQueue(transfer(placement, kind)(num_bytes // 4))
+        lane: InQueue(transfer(placement, kind)(TRANSFER_BYTES // 4))
         for lane, kind in ((UP, "pinned_host"), (DOWN, "device"))
     }
 

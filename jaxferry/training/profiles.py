@@ -72,7 +72,8 @@ def measure_shares(
     partition, programs, placement = work.partition, work.programs, work.placement
     alone, own = _measured_alone(share, partition, placement, progress)
     layers = _alike(alone, placement)
-    keys = list(dict.fromkeys(key for named in work.variants for key in named.values()))
+    variants = work.variants
+    keys = list(dict.fromkeys(key for named in variants for key in named.values()))
     # Several processes compile together, so none may know more than the others.
     cache = default_cache(placement) if placement.num_processes == 1 else MeasurementCache(None, {})
     temporaries = temporary_bytes_of(keys, programs, cache, progress)
@@ -80,7 +81,7 @@ def measure_shares(
     devices = Devices(links, placement.num_devices, placement.num_processes)
     made = []
     for one, use in zip(layers, partition.uses, strict=True):
-        known = work.variants[use.segment] if use.place == 0 else {}
+        known = variants[use.segment] if use.place == 0 else {}
         layer = devices.exchanging(one, (one.param_bytes, one.grad_bytes), {}, partition.layers[use.group].is_whole)
         sizes = {name: temporaries[key] for name, key in known.items()}
         made.append(dataclasses.replace(layer, temporary_bytes=sizes))
