@@ -46,12 +46,6 @@ def test_each_device_has_its_part_of_the_work_and_of_what_moves(num, load_s):
     assert (layer.state_up_s is None) == (layer.state_down_s is None) == (num > 1)
 
 
-def test_devices_exchange_over_their_links_if_no_other_way_is_known():
-    machine = dataclasses.replace(MACHINE, interconnect_bytes_per_s=None)
-    (layer,) = estimate_profile([COSTS], machine, num_devices=4).layers
-    assert layer.load_s == pytest.approx(2.0 + 6.0)
-
-
 def test_processes_exchange_shares_over_their_network_and_update_their_own():
     """Two machines of two devices: quarters of layers, and a ring whose slowest connection is the network."""
     machine = dataclasses.replace(MACHINE, network_bytes_per_s=5.0)

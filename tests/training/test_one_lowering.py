@@ -195,14 +195,3 @@ def test_any_plan_runs_unchanged_within_the_budget_that_it_needs(model, seed):
         made = prepared(task, options, profile, plan=plan, memory_budget=budget)
         assert [made.plan.layers, made.plan.memory_bytes] == [plan.layers, plan.memory_bytes]
         assert 0.6 * needed <= made.peak.total <= budget
-
-
-def test_a_budget_that_turns_layers_into_reload_is_in_the_plan_that_runs(capsys, tmp_path):
-    task, _, profile = profile_of("gpt")
-    profile.save(tmp_path / "p.json")
-    free = prepared(task, {}, tmp_path / "p.json", policy="native-overlapped")
-    made = prepared(task, {}, tmp_path / "p.json", policy="native-overlapped", memory_budget=int(0.9 * free.peak.total))
-    assert "RELOAD" in made.plan.modes and made.modes == made.plan.modes
-    (tmp_path / "plan.json").write_text(json.dumps(made.plan.to_json()))
-    found = shown(capsys, "simulate", tmp_path / "p.json", tmp_path / "plan.json")
-    assert found["step_s"] == machine.step_s(machine.run(made.schedule))
