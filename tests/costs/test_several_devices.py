@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import example_costs
 import jaxferry
 import jaxferry.training.contention
+import models
 from jaxferry.cli import main
 from jaxferry.cli.plan import host_memory_lines
 from jaxferry.costs import Profile, estimate_profile, shared_by
@@ -145,12 +146,7 @@ def test_a_profile_says_of_how_many_devices_it_is():
             Profile.from_json({**document, "num_devices": wrong})
 
 
-def loss_fn(params, batch):
-    for name in params:
-        batch = jnp.tanh(batch @ params[name]["w"])
-    return jnp.mean(batch**2)
-
-
+loss_fn = models.chain()
 PARAMS = {f"l{i}": {"w": np.full((16, 16), 0.1, np.float32)} for i in range(3)}
 BATCH = np.ones((4, 16), np.float32)
 

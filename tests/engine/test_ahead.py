@@ -26,10 +26,7 @@ LOADED_BYTES = DEPTH // 2 * 4 * WIDTH**2
 def perceptron():
     generator = np.random.default_rng(0)
     params = {f"l{i}": {"w": generator.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.1} for i in range(DEPTH)}
-
-    loss_fn = chain()
-
-    return loss_fn, params
+    return chain(), params
 
 
 def made(modes=(Mode.DHA,) * (DEPTH // 2) + (Mode.GFGB,) * (DEPTH // 2), gradient=GradientPlace.DEVICE, **options):

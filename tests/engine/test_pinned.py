@@ -14,6 +14,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import make_placement, pinned
+from models import chain
 from planned import assert_same_bits
 from slowly import slow
 
@@ -69,13 +70,6 @@ def test_a_client_that_tells_no_addresses_has_no_views(monkeypatch):
     assert not pinned.can_view.__wrapped__(make_placement())
 
 
-def loss_fn(params, tokens):
-    x = params["table"]["w"][tokens]
-    for i in range(DEPTH):
-        x = jnp.tanh(x @ params[f"l{i}"]["w"] + params[f"l{i}"]["b"])
-    return jnp.mean(x**2)
-
-
 def parameters():
     generator = np.random.default_rng(0)
     params = {"table": {"w": generator.normal(size=(WORDS, WIDTH)).astype(np.float32)}}
@@ -98,7 +92,7 @@ def train(transport, optimizer="fused", plan="loads", num_steps=NUM_STEPS, **opt
     names = ["table", *(f"l{i}" for i in range(DEPTH))]
     layers = [LayerPlan(*of_layer) for of_layer in zip(names, modes, places, strict=True)]
     step = jaxferry.train_step(
-        loss_fn,
+        chain(),
         OPTIMIZERS[optimizer](1e-2),
         plan=Plan("any", 1.0, tuple(layers)),
         transport=transport,

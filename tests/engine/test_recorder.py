@@ -91,10 +91,7 @@ def test_whoever_waits_for_an_array_survives_its_end():
 
 def perceptron(num_layers=4):
     params = {f"l{i}": {"w": np.full((WIDTH, WIDTH), 0.01, np.float32)} for i in range(num_layers)}
-
-    loss_fn = chain()
-
-    return loss_fn, params, np.ones((4, WIDTH), np.float32)
+    return chain(), params, np.ones((4, WIDTH), np.float32)
 
 
 @pytest.fixture
