@@ -110,16 +110,6 @@ def test_a_sharded_batch_has_its_sharding_in_its_type():
     assert str(caught.value) == str(expected.value)
 
 
-def test_evaluate_and_apply_trace_under_the_mesh_too():
-    loss_fn = through(LAYERS["reshard"])
-    with jax.set_mesh(mesh(1)):
-        step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
-        state = step.init(params())
-        expected = float(jax.jit(loss_fn)(params(), batch()))
-        assert float(step.evaluate(state, batch())) == pytest.approx(expected, rel=1e-5)
-        assert float(step.apply(state, lambda p, x: loss_fn(p, x), batch())) == pytest.approx(expected, rel=1e-5)
-
-
 def test_what_needs_the_mesh_itself_is_refused_with_the_remedy():
     def loss_fn(params, x):
         own_rows = jax.shard_map(lambda x: jax.lax.psum(x, "data"), in_specs=ROWS, out_specs=PartitionSpec())

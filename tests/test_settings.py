@@ -182,19 +182,6 @@ def test_settings_of_numerics_reach_the_loss_function():
     assert seen[1:] == [(None, "standard")]
 
 
-def test_what_strict_promotion_refuses_in_the_loss_function_is_an_error_before_the_step():
-    def mixed(params, x):
-        return loss_fn(params, x.astype(jnp.bfloat16))
-
-    step = jaxferry.train_step(mixed, optax.sgd(0.1))
-    state = step.init(make_params())
-    with jax.numpy_dtype_promotion("strict"), pytest.raises(jax.dtypes.TypePromotionError, match="strict"):
-        step(state, X)
-    assert state.step == 0
-    assert_same_bits(state.params, make_params())
-    step(state, X)
-
-
 def test_a_program_forbidden_by_name_leaves_the_state_as_it_was():
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
     state, _ = step(step.init(make_params()), X)
@@ -237,24 +224,6 @@ def test_who_looks_for_a_nan_is_told_its_layer_and_keeps_the_state(flag, value):
         step(state, np.full((4, 8), value, np.float32))
     assert caught.value.layer in ("first", "second")
     assert_same_bits(state.params, before)
-
-
-def test_optimizers_compiled_under_other_settings_are_not_shared():
-    """Python's numbers in an optimizer are of 64 bits with `jax_enable_x64`, so its update is another program."""
-
-    def losses(wide):
-        with jax.enable_x64(wide):
-            step = jaxferry.train_step(loss_fn, optax.adamw(1e-2))
-            state, found = step.init(make_params()), []
-            for _ in range(4):
-                state, metrics = step(state, X)
-                found.append(float(metrics["loss"]))
-        return step, found
-
-    held, narrow = losses(False)
-    assert losses(True)[1] != narrow
-    assert losses(False)[1] == narrow
-    del held
 
 
 def test_a_program_without_donation_is_refused_before_anything_is_written(monkeypatch):

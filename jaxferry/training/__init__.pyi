@@ -30,14 +30,11 @@ from .profile_cache import installed_version as installed_version
 from .profile_cache import surroundings as surroundings
 from .samples import made_on_device as made_on_device
 from .samples import sample as sample
-from .samples import sample_gradient as sample_gradient
 from .saving import BackgroundSaves as BackgroundSaves
 from .saving import finish as finish
 from .step import Prepared as Prepared
 from .step import StepCompiler as StepCompiler
-from .timers import SUSTAINED_S as SUSTAINED_S
 from .timers import UNKNOWN_BYTES as UNKNOWN_BYTES
-from .timers import ColdCaches as ColdCaches
 from .timers import Copy as Copy
 from .timers import DeviceTimer as DeviceTimer
 from .timers import Effort as Effort

@@ -11,7 +11,7 @@ import pytest
 
 import jaxferry
 import models
-from planned import assert_same_bits, step_of, train
+from planned import assert_same_bits, step_of
 
 ADAMW = optax.adamw(1e-2)
 X = jnp.ones((2, 4))
@@ -88,16 +88,3 @@ def test_a_checkpoint_with_other_dtypes_of_the_optimizer_is_refused(gpt, tmp_pat
     step.save(step.init(gpt.params), tmp_path / "saved")
     with pytest.raises(jaxferry.CheckpointError, match="is bfloat16 in the checkpoint and float32 in the optimizer"):
         jaxferry.train_step(gpt.loss_fn, optax.adam(1e-3)).restore(tmp_path / "saved", gpt.params)
-
-
-@pytest.mark.slow
-def test_a_16_bit_model_is_restored_as_one(tmp_path, gpt):
-    half = models.Task(gpt.loss_fn, jax.tree.map(lambda x: x.astype(jnp.bfloat16), gpt.params), gpt.batch)
-    step = jaxferry.train_step(half.loss_fn, optax.sgd(0.1))
-    state, _ = train(step, half, 1)
-    step.save(state, tmp_path / "saved")
-    fresh = jaxferry.train_step(half.loss_fn, optax.sgd(0.1))
-    restored, again = fresh(fresh.restore(tmp_path / "saved"), half.batch)
-    state, metrics = step(state, half.batch)
-    assert float(again["loss"]) == float(metrics["loss"])
-    assert {v.dtype for vectors in restored.host.vectors for v in vectors} == {jnp.dtype("bfloat16")}

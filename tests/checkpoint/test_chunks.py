@@ -118,17 +118,6 @@ def stored(folder, name):
     return leaves.open_one(folder / "saved/save_0/arrays", name)
 
 
-@pytest.mark.parametrize("shape", [(20, 1024, 512), (3 * 10243, 512), (2, 20 * MIB), (21 * MIB,)])
-def test_a_new_checkpoint_has_chunks_of_a_few_mib(shape, tmp_path):
-    """Also where the first axis has few divisors: a vocabulary of 32,001 words made chunks of 3 rows."""
-    leaf = np.zeros(shape, np.int8)
-    saved = dataclasses.replace(content(), params={"['x']": leaf}, dtypes=["int8"], dictionary_paths=[["x"]])
-    checkpoint.save(saved, tmp_path / "saved")
-    num_bytes = math.prod(stored(tmp_path, "params.0").chunk_layout.read_chunk.shape)
-    assert MIB < num_bytes <= 4 * MIB
-    np.testing.assert_array_equal(checkpoint.load(tmp_path / "saved").params["['x']"], leaf)
-
-
 PEAKS = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np, optax, jaxferry

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from jaxferry.costs import Profile
 from jaxferry.step import Plan
 from jaxferry.units import format_bytes
 
@@ -86,13 +85,6 @@ def test_a_machine_states_its_host_memory(jaxferry, user_model, tmp_path):
     assert f"does not fit: training needs {needed} of host memory, and there are 64.0 KiB: add memory" in result.out
 
 
-def test_too_little_device_memory_is_an_answer_with_the_need(jaxferry, user_model):
-    name = user_model("shapes")
-    found = fit(jaxferry, name, *A100, "--memory-budget", "1KiB")
-    assert (found["fits"], found["rows"], found["largest_batch_size"]) == (False, [], 0)
-    assert fit(jaxferry, name, *A100, "--batch", 1, "--memory-budget", found["smallest_bytes"])["fits"]
-
-
 def test_arrays_of_a_batch_change_their_leading_axis(jaxferry, user_model, tmp_path):
     name = user_model("functions").split(":")[0]
     with (tmp_path / f"{name}.py").open("a") as file:
@@ -111,13 +103,3 @@ def test_a_batch_without_rows_is_refused(refused, user_model, tmp_path):
     with (tmp_path / f"{name}.py").open("a") as file:
         file.write("\n\ndef empty():\n    return loss_fn, init, jax.tree.map(lambda leaf: leaf[:0], batch(0))\n")
     assert "returns a batch of 0 rows: give arrays of one row or more" in refused("fit", f"{name}:empty", *A100)
-
-
-def test_it_plans_layers_of_modules(jaxferry, user_model, tmp_path):
-    options, name = ("--granularity", "module"), user_model("modules")
-    own = fit(jaxferry, name, *A100, *options, "--batch", 2)["rows"][0]
-    assert jaxferry("profile", "--model", name, *A100, *options, "-o", tmp_path / "profile.json").status == 0
-    layers = Profile.load(tmp_path / "profile.json").layers
-    assert any(layer.shares_program for layer in layers)
-    assert [layer["name"] for layer in own["plan"]["layers"]] == [layer.name for layer in layers]
-    assert own["step_s"] == own["plan"]["predicted"]["steady_step_s"]

@@ -16,6 +16,7 @@ from jaxferry.step import needed_bytes
 from jaxferry.training import StepCompiler
 from jaxferry.transport import Allocator, Placement
 from jaxferry.units import format_apart
+from models import chain
 
 MACHINE = find_machine("a100-pcie4")
 WIDTH, DEPTH = 64, 3
@@ -111,12 +112,6 @@ def test_too_little_host_memory_does_not_fit_and_is_named():
     assert "training needs 1000 B of host memory, and there are 999 B" in fit.problem
 
 
-def deep(params, batch):
-    for name in sorted(params):
-        batch = batch + jnp.tanh(batch @ params[name])
-    return jnp.mean(batch**2)
-
-
 @pytest.mark.parametrize(
     ("compute_dtype", "granularity", "tiles"), [(None, "module", 1), (jnp.bfloat16, "block", 1), (None, "block", 4)]
 )
@@ -124,7 +119,7 @@ def test_the_least_budget_is_what_a_step_accepts_to_the_byte_where_temporaries_a
     compute_dtype, granularity, tiles, monkeypatch
 ):
     params = {f"w{i}": jax.ShapeDtypeStruct((64, 64), np.float32) for i in range(4)}
-    batch = jax.ShapeDtypeStruct((8, 64), np.float32)
+    deep, batch = chain(residual=True), jax.ShapeDtypeStruct((8, 64), np.float32)
     made = trace(8, deep, params, batch, find_machine("h100-pcie5"), compute_dtype, granularity, tiles=tiles)
 
     def counted(self, program):

@@ -18,7 +18,7 @@ from jaxferry.errors import InputError
 from jaxferry.planner import EQUAL_WITHIN, SweepPoint, make_plan, policies
 from jaxferry.step import LayerPlan, Plan, Predicted, Updates, needed_bytes, simulate
 from jaxferry.units import format_bytes
-from profiles import recomputing, smallest_peak_bytes, transformer
+from profiles import transformer
 
 
 @pytest.fixture
@@ -105,18 +105,6 @@ def test_a_comparison_writes_the_policy_s_plan_or_says_why_not(jaxferry, refused
     assert not path.exists()
     assert jaxferry(*some, "--policy", "auto").status == 0
     assert Plan.load(path).policy == "auto"
-
-
-def test_a_plan_that_recomputes_says_where_and_simulates_as_predicted(jaxferry, profile, tmp_path):
-    made, path = recomputing(transformer(6)), tmp_path / "plan.json"
-    made.save(profile)
-    budget = smallest_peak_bytes(made)
-    told = jaxferry("plan", profile, "--policy", "auto", "--memory-budget", str(budget), "-o", path).out
-    assert "remat" in told and "full" in told
-    plan = Plan.load(path)
-    assert plan.recomputes == (True,) * 5 + (False,)
-    simulated = json.loads(jaxferry("simulate", profile, path, "--json").out)
-    assert simulated["peak_device_bytes"] == plan.predicted.peak_device_bytes == budget
 
 
 def test_the_program_prints_letters_and_brackets_on_any_terminal_and_ends_with_a_status(tmp_path):
@@ -254,16 +242,3 @@ def test_nothing_is_written_over_the_points_of_a_plot():
     assert not axes.texts
     assert not legend.get_window_extent().overlaps(axes.get_window_extent())
     assert [text.get_text() for text in legend.get_texts()] == ["Pareto front", "reserve factor 1", "knee"]
-
-
-def test_a_plot_joins_only_the_points_that_no_other_beats():
-    known = [(20, 3.0), (95, 1.2), (10, 10.0), (20, 2.0), (90, 1.2)]
-    points = [point(*place, factor=number / 10) for number, place in enumerate(known)]
-    (axes,) = sweep_figure(points, points[3]).axes
-    joined = [line for line in axes.lines if line.get_linestyle() != "None"]
-    assert len(joined) == 1 and joined[0].get_drawstyle() == "steps-post"
-    assert list(joined[0].get_ydata()) == [10.0, 2.0, 1.2, 1.2]
-    assert [bytes * 2**30 for bytes in joined[0].get_xdata()] == [10, 20, 90, 95]
-    dots = [line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())]
-    faint = [(line.get_ydata()[0], line.get_alpha()) for line in dots if line.get_alpha() != 1]
-    assert len(dots) == 5 and faint == [(3.0, 0.3), (1.2, 0.3)]

@@ -131,14 +131,6 @@ def test_a_forward_that_is_run_again_reads_its_weights_again() -> None:
     assert again.dha_bytes_backward == kept.dha_bytes_backward + kept.dha_bytes_forward
 
 
-def test_compute_without_parameters_goes_between_the_layers() -> None:
-    (without,) = estimate_profile([COSTS], MACHINE).layers
-    costs = dataclasses.replace(COSTS, inter_forward_flops=500, inter_backward_bytes=200)
-    (layer,) = estimate_profile([costs], MACHINE).layers
-    assert (without.inter_forward_s, without.inter_backward_s) == (0, 0)
-    assert (layer.inter_forward_s, layer.inter_backward_s) == (1.0, 2.0)
-
-
 def test_estimates_are_marked_and_name_the_machine() -> None:
     profile = estimate_profile([COSTS], MACHINES["h200-pcie5"], {"model": "mine"})
     assert profile.machine["estimated"] is True
@@ -226,13 +218,6 @@ def test_a_value_that_two_backwards_read_is_kept_once() -> None:
     read |= {d.segment.outputs[index] for d in derivatives for index in d.outputs_read}
     expected = sum(d.saved_bytes for d in derivatives) + sum(map(parts.graph.num_bytes, read))
     assert sum(layer.activation_bytes for layer in partition_costs(parts)) == expected > 0
-
-
-def test_recomputing_costs_operations_and_saves_memory() -> None:
-    parts = partition(*_tied_model())
-    kept, recomputed = partition_costs(parts), partition_costs(parts, remat="full")
-    assert sum(c.backward_flops for c in recomputed) > sum(c.backward_flops for c in kept)
-    assert sum(c.activation_bytes for c in recomputed) <= sum(c.activation_bytes for c in kept)
 
 
 def test_a_partition_becomes_a_profile_with_shared_parameters() -> None:

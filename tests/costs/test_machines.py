@@ -32,10 +32,6 @@ def test_every_figure_has_a_source(machine: Machine) -> None:
     assert all(machine.sources.values())
 
 
-def test_the_machines_of_the_papers_are_there() -> None:
-    assert {"v100-pcie3", "a100-pcie3", "a100-pcie4", "h100-pcie5", "h200-pcie5", "rtx4090-pcie4"} == set(MACHINES)
-
-
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 def test_memory_is_faster_than_the_link_and_16_bits_than_32(machine: Machine) -> None:
     """Every offloading decision depends on these figures; an error of a power of ten would break it."""
@@ -52,11 +48,6 @@ def test_products_of_the_h200_take_what_they_take_without_a_pause() -> None:
     # Each took some 0.04 s.
     sustained = 1e12 * statistics.median(rates[4:])
     assert machine.flops_per_s * machine.product_efficiency == pytest.approx(sustained, rel=0.01)
-
-
-@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
-def test_json_round_trips(machine: Machine) -> None:
-    assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
 
 
 def test_names_are_found_in_any_case_and_files_by_their_path(tmp_path: pathlib.Path) -> None:
@@ -94,10 +85,6 @@ def test_missing_figures_are_named() -> None:
     for key in set(DOCUMENT) - {"format"}:
         with pytest.raises(InputError, match=f'"{key}" is missing'):
             Machine.from_json({name: value for name, value in DOCUMENT.items() if name != key})
-
-
-def test_no_latency_is_a_latency() -> None:
-    assert Machine.from_json(DOCUMENT | {"launch_s": 0, "link_latency_s": 0}).launch_s == 0
 
 
 def test_an_unknown_machine_is_answered_with_the_known_ones() -> None:

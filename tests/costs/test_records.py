@@ -8,7 +8,7 @@ from hypothesis import given
 
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
-from profiles import deterministic, profiles, recomputing, transformer
+from profiles import deterministic, profiles, transformer
 
 
 def document(**changes):
@@ -129,11 +129,6 @@ def test_an_unknown_key_is_named_with_its_layer_and_the_known_ones(key):
         Profile.from_json(document(**{key: 1}))
 
 
-def test_facts_about_the_machine_are_anyone_s():
-    facts = {"gpu": "any", "comment": ["what", {"one": "likes"}]}
-    assert Profile.from_json(document() | {"machine": facts}).machine == facts
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -187,13 +182,6 @@ def test_recomputation_adds_the_forward_once_more_and_by_dha_the_slower_one():
     assert layer.backward_for(by_dha=False, grad_on_host=True, recomputes=True) == 5 + 1.5
     assert layer.backward_for(by_dha=True, grad_on_host=False, recomputes=True) == 3 + 1.5 + 3
     assert layer.backward_for(by_dha=True, grad_on_host=True, recomputes=True) == 6 + 1.5 + 3
-
-
-def test_a_profile_can_be_kept_from_recomputing():
-    profile = recomputing(transformer(4))
-    only = profile.only_recomputing([True, False, True, False])
-    assert [layer.can_recompute for layer in only.layers] == [True, False, True, False]
-    assert profile.only_recomputing([False] * 4) == transformer(4)
 
 
 def test_temporaries_are_bytes_by_program():

@@ -18,6 +18,7 @@ from jaxferry.partition import partition
 from jaxferry.planner import make_plan
 from jaxferry.step import Operation, needed_bytes
 from jaxferry.transport import Placement
+from models import chain
 from slowly import slow
 from updated import (
     ALL,
@@ -271,13 +272,7 @@ def test_more_memory_is_never_slower_although_updates_need_more_than_the_profile
     emulate(monkeypatch)
     width, draw = 64, np.random.default_rng(0)
     params = {f"layer_{i}": draw.normal(scale=1 / 8, size=(width, width)).astype(np.float32) for i in range(5)}
-
-    def loss_fn(params, x):
-        for kernel in params.values():
-            x = x + jnp.tanh(x @ kernel)
-        return jnp.mean(x**2)
-
-    x = jnp.ones((4, width))
+    loss_fn, x = chain(residual=True), jnp.ones((4, width))
     known = jaxferry.train_step(loss_fn, optax.adamw(1e-2)).measure(params, x)
     seconds = {"update_s": 0.02, "update_gpu_s": 1e-4, "state_up_s": 2e-4, "state_down_s": 2e-4}
     seconds |= dict.fromkeys(("load_s", "offload_s", "forward_read_s", "backward_read_s", "backward_write_s"), 1e-4)

@@ -13,11 +13,11 @@ from jaxferry.errors import JaxFerryError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.optimizer import arrays
 from jaxferry.step import LayerPlan, Plan
-from jaxferry.transport import base, make_placement
+from jaxferry.transport import base
 from models import chain
 from planned import taken
 from steps import transport_of
-from watched import becomes, compiled
+from watched import compiled
 
 WIDTH, DEPTH = 64, 4
 BATCH = np.ones((4, WIDTH), np.float32)
@@ -92,18 +92,6 @@ def test_nothing_is_made_for_a_plan_alone(makers):
     assert not makers["gradient"] and not makers["compute copy"]
 
 
-def test_preparation_makes_them_before_the_first_step(makers):
-    step = made()
-    state = step.init(parameters())
-    step.prepare(BATCH)
-    assert becomes(lambda: len(makers["gradient"]) == len(makers["compute copy"]) == DEPTH)
-    transport = transport_of(step, BATCH)
-    assert len(transport.made_ahead) == DEPTH
-    del state
-    gc.collect()
-    assert not transport.made_ahead
-
-
 def test_a_thread_that_finds_no_memory_leaves_the_error_to_the_step(monkeypatch, accelerator):
     original, fails = base.empty, [True]
 
@@ -158,18 +146,6 @@ def test_on_a_cpu_only_what_computes_or_copies_is_compiled(caplog, transport, wi
         _, metrics = step(step.init(parameters(width)), np.ones((4, width), np.float32))
         assert np.isfinite(metrics["grad_norm"])
     assert names == {"forward": 2, "returned": 3, "flat_update": 1} | copies
-
-
-@pytest.mark.cpu_device
-@pytest.mark.parametrize("size", [3, 64, 1000, 2**20])
-def test_a_cpus_programs_overwrite_the_vectors_that_it_allocates(size):
-    where = make_placement().pinned
-    overwrite = jax.jit(lambda vector: vector + 1, donate_argnums=0, out_shardings=where)
-    for _ in range(8):  # NumPy's memory is aligned by chance, and JAX would use it as it is
-        vector = base.empty(size, np.float32, where)
-        address = vector.unsafe_buffer_pointer()
-        made = overwrite(vector)
-        assert made.unsafe_buffer_pointer() == address and np.all(np.asarray(made) == 1)
 
 
 @pytest.mark.parametrize("has_state", [True, False])

@@ -14,7 +14,6 @@ import jaxferry
 import model as gpt2
 from jaxferry.engine import derivatives_of, lower_traced, trace_program
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
-from jaxferry.native import targets
 from jaxferry.partition import host_stores, partition
 from jaxferry.settings import own_settings
 from jaxferry.step import LayerPlan, Plan, ProgramKind, Source, Target, program_keys
@@ -124,13 +123,6 @@ def test_gradients_of_products_are_never_whole_on_the_device(direct, model):
     assert any(i.target == "jaxferry_dha_matmul_gradient" for i in instructions(direct[use]))
     made = [i for i in instructions(direct[use]) if f"[{table[0]},{table[1]}]" in i.type]
     assert made == []
-
-
-def test_a_loaded_layer_is_an_ordinary_argument_and_its_gradient_an_ordinary_result(model):
-    for use in model.uses(Mode.GFGB, GradientPlace.DEVICE):
-        executable = model.compile(use)
-        assert "S(5)" not in text(executable)
-        assert executable.get_compiled_memory_stats().host_argument_size_in_bytes == 0
 
 
 @pytest.mark.parametrize("kind", [ProgramKind.FORWARD, ProgramKind.BACKWARD])
@@ -257,21 +249,6 @@ def test_marks_stay_behind_the_copies_that_they_time(model, name, moves):
         found[len(tokens)] = [target for target in targets if target != "jaxferry_scratch"]
     assert found[0] == [f"jaxferry_{moves}"] * len(found[0])
     assert found[1] == [*found[0], "jaxferry_mark"]
-
-
-def test_reading_in_place_needs_less_device_memory_than_loading():
-    cuda_library()
-    model = make_model(dataclasses.replace(CONFIG, vocab_size=50257))
-    (use,) = [u for u in model.uses(Mode.DHA, GradientPlace.HOST) if u.kind is ProgramKind.LOSS]
-    loaded = dataclasses.replace(use, reads=(Source.DEVICE,), writes=(Target.DEVICE,))
-    there, here = (model.compile(u).get_compiled_memory_stats() for u in (loaded, use))
-    size = model.layer(use).num_bytes
-
-    def total(stats):
-        return stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
-
-    # Neither the table nor its gradient, but for the panels' scratch.
-    assert total(there) - total(here) >= 2 * size - targets.SCRATCH_BYTES
 
 
 def test_programs_of_several_layers_read_and_write_some_of_them_in_host_memory(model):

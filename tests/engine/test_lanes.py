@@ -184,21 +184,6 @@ def test_a_wait_that_fails_fails_its_task_and_stopping_waits_for_it():
     assert work.failure.index == first and "the copy failed" in str(work.failure.error)
 
 
-def test_one_thread_issues_copies_a_few_layers_ahead_of_programs_and_not_all_of_them():
-    """Each issue takes time, in which a device without a program does nothing."""
-    schedule = loaded_once(12)
-    lanes, done = Lanes(TOGETHER), []
-    work = lanes.make(TaskList(schedule), done.append)
-    lanes.submit(work)
-    work.wait()
-    place = {(schedule.tasks[i].kind, schedule.tasks[i].segment): done.index(i) for i in done}
-    ahead = [
-        sum(place[Kind.LOAD, other] < place[Kind.FORWARD, segment] for other in range(segment + 1, 12))
-        for segment in range(8)
-    ]
-    assert set(ahead) <= {2, 3}
-
-
 def test_an_arrival_that_fails_is_left_to_the_update_and_stopping_waits_for_one_that_hangs():
     schedule = loaded_once(4)
     begun, may_end, lanes, done = threading.Event(), threading.Event(), Lanes(TOGETHER), []

@@ -296,23 +296,6 @@ def test_a_step_hands_on_the_arguments_of_its_own_to_the_optimizer(options):
     assert_near(state.params, expected.params, rtol=1e-5, atol=1e-6)
 
 
-def test_the_user_may_hand_on_another_value_than_the_loss():
-    optimizer = optax.polyak_sgd(0.5)
-    step = jaxferry.train_step(TASK.loss_fn, optimizer, extra_args={"value": 0.0})
-    with pytest.warns(UserWarning, match="updates do not overlap"):
-        state = step.init(TASK.params)
-    state, _ = step(state, TASK.batch)
-    assert_same_bits(state.params, TASK.params)
-    state, _ = step(state, TASK.batch, extra_args={"value": 1e-3})
-    updates, _ = optimizer.update(
-        jax.grad(TASK.loss_fn)(TASK.params, TASK.batch), optimizer.init(TASK.params), TASK.params, value=1e-3
-    )
-    for ours, theirs in zip(
-        jax.tree.leaves(state.params), jax.tree.leaves(optax.apply_updates(TASK.params, updates)), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -6,7 +6,6 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.engine import executor
 from models import chain
 
 loss_fn = chain()
@@ -39,16 +38,3 @@ def test_a_trace_holds_every_task_by_kind_and_layer(trained, tmp_path):
     tasks = {found.task.name for found in program.instructions if found.index not in program.trivial}
     assert {"load layer_0", "forward layer_0", "backward layer_0", "update layer_0"} <= tasks
     assert tasks <= names_of(tmp_path)
-
-
-def test_a_step_that_nobody_traces_makes_no_annotation(trained, monkeypatch):
-    class Forbidden:
-        is_enabled = staticmethod(executor.TraceAnnotation.is_enabled)
-
-        def __init__(self, name):
-            raise AssertionError(name)
-
-    monkeypatch.setattr(executor, "TraceAnnotation", Forbidden)
-    step, state, batch = trained
-    step(state, batch)
-    state.block_until_ready()

@@ -132,30 +132,6 @@ def test_what_changes_the_trace_is_traced_again(counted):
     assert len(traced) == 5
 
 
-@pytest.mark.parametrize("values", [(1.0, 1, True), (0.0, -0.0)])
-def test_partials_are_functions_of_their_own(values):
-    """As for `jax.jit`: arguments that are equal may still be traced differently."""
-
-    def base(value, params, x):
-        scale = {bool: 2.0, int: 3.0, float: 4.0}[type(value)]
-        return np.copysign(scale, value) * network(1.0)(params, x)
-
-    for value in values:
-        loss_fn = functools.partial(base, value)
-        assert trained(loss_fn, optax.sgd(0.1))[1] == pytest.approx(float(loss_fn(PARAMS, BATCH)), rel=1e-6)
-
-
-def test_a_policy_of_remat_may_be_any_object():
-    class Policy:
-        __hash__ = None
-
-        def __call__(self, *_, **__):
-            return False
-
-    expected = trained(network(1.0), optax.sgd(0.1))[1]
-    assert trained(network(1.0), optax.sgd(0.1), remat=Policy())[1] == pytest.approx(expected, rel=1e-6)
-
-
 @dataclasses.dataclass(eq=False)
 class Printed:
     """A callback that prints alike whatever it computes."""

@@ -11,17 +11,14 @@ import pytest
 import jaxferry
 import jaxferry.training.measured_profile
 import models
-from accelerator import emulate
 from jaxferry.engine import without_times
 from jaxferry.modes import Mode, Subgroups, UpdatePlace
 from jaxferry.partition import partition
 from jaxferry.step import Kind, LayerPlan, Plan
 from jaxferry.step import streaming as planned_streaming
 from jaxferry.training import step as compiled_step
-from models import chain
 from planned import take_steps
 from updated import ALL, PARAMS, assert_close, batch, loss_fn, make, plan_with, streaming, train
-from watched import Watch
 
 STREAM = (Kind.UPDATE, Kind.STATE_UP, Kind.STATE_DOWN)
 COPIES = pytest.mark.parametrize("mode", [Mode.GFGB, Mode.RESIDENT])
@@ -153,26 +150,6 @@ def test_a_budget_below_moves_updates_to_the_host(mode):
         state, _ = train(tight, tight.init(PARAMS), 1)
         assert fewest <= len(streaming(state)) <= most
         assert tight.prepare(batch(0)).peak.total <= budget
-
-
-@pytest.mark.parametrize("mode", [Mode.DHA, Mode.RESIDENT])
-def test_the_first_step_needs_no_more_memory_than_the_next(mode, monkeypatch):
-    """It would keep all gradients on the device if its updates waited for them."""
-    monkeypatch.setattr(planned_streaming, "SUBGROUP_BYTES", 4000)
-    emulate(monkeypatch)
-    params = {f"layer_{i:02}": {"w": np.eye(32, dtype=np.float32)} for i in range(12)}
-
-    loss = chain()
-
-    x = jnp.ones((2, 32))
-    names = [segment.name for segment in partition(loss, params, (x,)).segments]
-    plan = Plan("test", 1.0, tuple(LayerPlan(name, mode, update=UpdatePlace.GPU) for name in names))
-    step = jaxferry.train_step(loss, jaxferry.adamw(1e-2), plan=plan, compute_dtype=jnp.float32)
-    state = step.init(params)
-    watch = Watch(step, x, monkeypatch)
-    watch.start(state)
-    step(state, x)
-    assert 0 < watch.most <= step.prepare(x).peak.total
 
 
 @pytest.mark.parametrize("is_stated", [True, False])

@@ -131,22 +131,6 @@ def test_gradients_of_a_layers_uses_are_summed_in_fp32(transport, way, options):
     np.testing.assert_allclose(float(metrics["grad_norm"]), norm, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("transport", "optimizer"),
-    [("ferry", jaxferry.sgd(1.0)), ("device_put", optax.sgd(1.0))],
-    ids=["ferry, fused", "device_put, compiled"],
-)
-def test_batches_may_use_a_layer_any_number_of_times(monkeypatch, transport, optimizer):
-    emulate(monkeypatch)
-    step = jaxferry.train_step(used_often, optimizer, compute_dtype=jnp.bfloat16, transport=transport)
-    state, expected = step.init(UNUSED), np.zeros(64, np.float32)
-    for num in (1, NUM_USES, 1, 2, NUM_USES):
-        state, _ = step(state, BATCHES[0][:num])
-        expected = expected - summed(reversed(BATCHES[0][:num]))
-    for name in "ab":
-        np.testing.assert_array_equal(state.params[name]["w"], np.stack([expected, expected], 1), name)
-
-
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
 def test_what_is_pinned_for_the_uses_of_a_layer_is_counted(monkeypatch, transport):
     def pinned():

@@ -102,13 +102,6 @@ def read_scalars(file):
     return shown
 
 
-def test_validation_leaves_what_is_carried_alone():
-    run = started()
-    run.train(3, None, append=False)
-    run.validate()
-    assert run.carried["past"]["count"] == 3
-
-
 def test_what_is_carried_is_saved_with_the_state(tmp_path):
     run = started()
     run.finish(3, save=tmp_path / "saved")
@@ -165,10 +158,3 @@ def test_a_separator_follows_each_text():
     assert [i for i, token in enumerate(tokens) if token == 0] == [first, first + 1, len(tokens) - 1]
     assert tokenizer.decode(tokens[:first]) == "one"
     assert tokenizer.decode(tokens) == "one" + "two" * text.PIECE_CHARS
-
-
-def test_many_tokens_need_wider_numbers():
-    tokenizer = text.train_byte_bpe(["x"], 300)
-    assert text.encode(tokenizer, ["x"]).dtype == np.uint16
-    tokenizer.add_tokens([f"<{i}>" for i in range(1 << 16)])
-    assert text.encode(tokenizer, ["<65000>"]).tolist() == [tokenizer.token_to_id("<65000>")]

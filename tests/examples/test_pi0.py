@@ -171,16 +171,6 @@ def test_checkpoints_of_nnx_states_are_read_like_those_of_dictionaries(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, train.read_params(tmp_path / "params"), state.to_pure_dict())
 
 
-@pytest.mark.slow
-def test_what_a_configuration_freezes_stays(openpi):
-    before = train.make_init(CREATE)(jax.random.key(7))
-    trainable = train.trained_by(train.find("frozen"))
-    run = train.start(CREATE, train_optimizer(), observations(), ROWS, 7, trainable=trainable)
-    run.train_one(lambda record: None, True)
-    same = jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), run.state.params, before)
-    assert all(jax.tree.leaves(same["img"])) and not all(jax.tree.leaves(same["llm"]))
-
-
 def test_without_openpi_the_command_says_so(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "openpi", None)
     assert train.main(["pi0_libero"]) == 2

@@ -286,17 +286,20 @@ def adapters(depth: int = 4, width: int = 16, rank: int = 2, vocab: int = 32) ->
     return Task(loss_fn, params, generator.integers(0, vocab, (3, 6)))
 
 
-def chain(names: Sequence[str] | None = None) -> Callable[..., Any]:
+def chain(names: Sequence[str] | None = None, residual: bool = False) -> Callable[..., Any]:
     """The loss function of a perceptron whose layers have these names in turn; by default each parameter's, once.
 
-    A layer is a matrix, alone or as `w` or `kernel`, beside which there may be a bias `b`.
+    A layer is a matrix, alone or as `w` or `kernel`, beside which there may be a bias `b`. If there is a table, the
+    batch is looked up in it.
     """
 
     def loss_fn(params: Any, x: Any) -> jax.Array:
-        for name in names or sorted(params):
+        x = params["table"]["w"][x] if "table" in params else x
+        for name in names or sorted(params.keys() - {"table"}):
             layer = params[name] if isinstance(params[name], dict) else {"w": params[name]}
-            x = x @ (layer["kernel"] if "kernel" in layer else layer["w"])
-            x = jnp.tanh(x + layer["b"] if "b" in layer else x)
+            y = x @ (layer["kernel"] if "kernel" in layer else layer["w"])
+            y = jnp.tanh(y + layer["b"] if "b" in layer else y)
+            x = x + y if residual else y
         return jnp.mean(x**2)
 
     return loss_fn

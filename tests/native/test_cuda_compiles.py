@@ -43,17 +43,6 @@ def test_the_library_says_what_it_is_and_what_made_it(library):
     assert library.jaxferry_abi() == 6
 
 
-@pytest.mark.slow
-def test_it_compiles_for_all_architectures_that_nvcc_knows(tmp_path):
-    library = ctypes.CDLL(str(cuda_build.build(tmp_path)))
-    library.jaxferry_build_info.restype = ctypes.c_char_p
-    assert {80, 90, 120} <= set(json.loads(library.jaxferry_build_info())["architectures"])
-
-
-def test_synchronizing_without_a_gpu_returns(library):
-    library.jaxferry_ferry_synchronize()
-
-
 def test_only_the_contract_is_exported(path):
     listed = cuda_build.run("nm", "-D", "--defined-only", path)
     functions = {"jaxferry_build_info", "jaxferry_abi", "jaxferry_ferry_synchronize", "jaxferry_ferry_wait_for"}
@@ -89,14 +78,11 @@ MARKED = jax.ShapeDtypeStruct((1,), jnp.uint8)
 
 
 @pytest.mark.usefixtures("registered")
-class TestProgramsForAnH200:
-    @pytest.mark.parametrize("where", [*slow(DEVICE), HOST])
-    def test_a_mark_of_a_program_is_one_call_that_copies_nothing(self, where):
-        def mark(token, result):
-            return call("mark", MARKED, queue=0)(token, result)
+@pytest.mark.parametrize("where", [*slow(DEVICE), HOST])
+def test_a_mark_of_a_program_is_one_call_that_copies_nothing(where):
+    def mark(token, result):
+        return call("mark", MARKED, queue=0)(token, result)
 
-        executable = compile_for_gpu(
-            mark, struct((1,), DEVICE, jnp.uint8), struct((5000,), where), out_shardings=DEVICE
-        )
-        assert {found.opcode for found in instructions(executable)} == {"parameter", "custom-call"}
-        assert executable.get_compiled_memory_stats().temp_size_in_bytes == 0
+    executable = compile_for_gpu(mark, struct((1,), DEVICE, jnp.uint8), struct((5000,), where), out_shardings=DEVICE)
+    assert {found.opcode for found in instructions(executable)} == {"parameter", "custom-call"}
+    assert executable.get_compiled_memory_stats().temp_size_in_bytes == 0

@@ -77,14 +77,6 @@ def test_a_link_that_is_opened_carries_the_next_copy_at_once(stopped):
         np.testing.assert_array_equal(host, small)
 
 
-def test_a_wait_for_other_arrays_does_not_wait(stopped, vector):
-    [array] = load([vector], [fresh(vector)])
-    jax.block_until_ready(wait([fresh(vector)]))
-    assert last_number(array) == -1.0
-    open_link(stopped)
-    stopped.synchronize()
-
-
 def test_a_source_is_waited_for_as_well(stopped, vector):
     source = fresh(vector) + vector
     array = load([source], [fresh(vector)])

@@ -215,11 +215,6 @@ def test_parameters_lie_anywhere_in_their_vectors(steps, simd):
     assert_same_bits(new_copies, expected_copies)
 
 
-def test_without_parameters_nothing_happens(steps):
-    masters, moments, copies = run("adam", [], [], [[], []], [], [])
-    assert (masters, moments, copies) == ([], [[], []], [])
-
-
 @pytest.mark.parametrize(
     "wrong",
     [np.ones(10), np.ones(9, np.float32), np.ones(20, np.float32)[::2], np.broadcast_to(np.float32(1), (10,))],
@@ -254,30 +249,6 @@ def test_a_step_counts_itself_and_does_nothing_with_factors_of_another_step(step
     assert step.run() and not step.run()
     assert (master == 0.5).all() and (copy == 0.5).all()
     assert [int(count) for count in counts] == [4, 2**31 - 1]
-
-
-WAKES = """
-import os
-import numpy as np
-from jaxferry.native import library
-from jaxferry.native.host_steps import HostStep, StepFactors, StepPart, StepRule
-
-library("cpu").set_host_threads(4)
-for sizes in ([100] * 300, [100_000]):
-    arrays = [[np.ones(size, np.float32) for size in sizes] for _ in range(3)]
-    dtypes = [np.dtype(np.float32)] * len(sizes)
-    parts = [StepPart(i, 0, False) for i in range(len(sizes))]
-    step = HostStep(StepRule("sgd"), parts, arrays[0], [], dtypes, dtypes, [], StepFactors(0))
-    for addresses, each in zip((step.gradients, step.copies), arrays[1:]):
-        addresses[:] = [array.ctypes.data for array in each]
-    before = len(os.listdir("/proc/self/task"))
-    step.run()
-    print(len(os.listdir("/proc/self/task")) - before)
-"""
-
-
-def test_many_small_parameters_wake_no_thread_and_many_elements_do():
-    assert run_python("-c", WAKES).split() == ["0", "3"]
 
 
 def test_the_number_of_threads_comes_from_the_environment_and_can_be_set(steps):

@@ -40,18 +40,6 @@ def stored(cpu, operations):
     )
 
 
-@pytest.fixture
-def gradient_of(cpu, operations):
-    """The product of x and dy, added to a number."""
-
-    def run(x, dy, before=0.0, panel=1 << 12, **options):
-        destination = operations.host(np.full(x.shape[1] * dy.shape[1], before, np.float32))
-        options |= {"accumulate": bool(before), "scratch_bytes": panel}
-        return operations.matmul_gradient(destination, operations.device(x), operations.device(dy), **options)
-
-    return run
-
-
 def bits(array):
     array = np.asarray(array)
     return array.view({2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
@@ -95,13 +83,5 @@ def test_a_product_does_not_depend_on_the_size_of_its_panels(cpu, operations, dt
     sizes = [2 * 200 * 4 * num_columns for num_columns in (0, 1, 7, 64, 65, 300, 1023, 1024, 1100, 2048, 2300)]
     operands = operations.device(x), operations.host(w), (200, 2300)
     results = [operations.matmul(*operands, transpose=transpose, scratch_bytes=size) for size in sizes]
-    for result in results[1:]:
-        assert_same_bits(result, results[0])
-
-
-def test_a_gradient_does_not_depend_on_the_size_of_its_panels(gradient_of):
-    x, dy = normal((50, 2300), np.float32), normal((50, 60), np.float32, 1)
-    sizes = [2 * 60 * 4 * num_rows for num_rows in (0, 1, 50, 64, 100, 1023, 1024, 1100, 2048, 2300)]
-    results = [gradient_of(x, dy, panel=size) for size in sizes]
     for result in results[1:]:
         assert_same_bits(result, results[0])

@@ -83,10 +83,6 @@ def test_settings_of_the_host_step_are_checked():
         native.set_host_simd("neon")
 
 
-def test_a_library_for_an_older_minor_version_is_taken(fake):
-    assert inspect_library(fake(minor=1), "cpu").is_available
-
-
 MAJOR, MINOR = ffi_version()
 REFUSED = {
     "a newer minor version": (
@@ -139,11 +135,6 @@ def test_without_a_library_the_message_names_the_places_the_cost_and_the_remedy(
     assert found.message.startswith(f"there is no libjaxferry_cuda.so in {tmp_path}, so plain JAX copies move layers")
     remedy = "build it with `jaxferry build-native`"
     assert found.message.endswith(f"; {remedy}" if has_compiler else f"; install a C++ compiler, then {remedy}")
-
-
-def test_jax_has_two_names_for_the_platform_of_nvidia(cpu):
-    assert status("gpu") is status("cuda") is status("CUDA")
-    assert status("cpu").platform == "cpu"
 
 
 def test_another_platform_is_an_input_error():

@@ -40,13 +40,3 @@ class TestMarks(MarkSuite):
         assert spans[-1][1] <= now_s
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
         assert sum(end_s - start_s for start_s, end_s in spans) == pytest.approx(SECONDS)
-
-    def test_a_store_takes_the_time_that_the_emulated_link_takes(self, operations, marks, tokens):
-        marks.set_bandwidth("store", NUM_BYTES / SECONDS)
-        size, token = NUM_BYTES // 4, tokens()
-        out, array = operations.host(np.zeros(size, np.float32)), operations.device(np.ones(size, np.float32))
-        out = operations.ferry_store([array], out, [0])
-        jax.block_until_ready(operations.mark(token, out, queue=2))
-        jax.block_until_ready(operations.wait(out))
-        [(start_s, end_s)] = self.read(marks, (token, 0))
-        assert end_s - start_s == pytest.approx(SECONDS)

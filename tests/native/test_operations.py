@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxferry.errors import InputError
 from jaxferry.native import GatherShape, ProductShape, is_available, status, targets, twins
-from jaxferry.native import operations as operations_of_package
+from jaxferry.native import operations as ops
 from jaxferry.transport import make_placement
 from native.native_operations import DTYPES as DTYPES_BY_NAME
 from native.native_operations import ROUNDING, Operations
@@ -51,18 +51,18 @@ class Public(Operations):
         return jax.jit(own, donate_argnums=0, out_shardings=PLACEMENT.pinned)(*operands)
 
     def gather(self, table, indices, offset, rows, columns):
-        return self.run(operations_of_package.dha_gather, table, indices, shape=GatherShape(rows, columns, offset))
+        return self.run(ops.dha_gather, table, indices, shape=GatherShape(rows, columns, offset))
 
     def matmul(self, x, w, shape, *, offset=0, transpose=False, result=None, scratch_bytes=1 << 16):
         options = {"shape": ProductShape(*shape, transpose, offset), "out_dtype": result and DTYPES_BY_NAME[result]}
-        return self.run(operations_of_package.dha_matmul, x, w, **options, scratch_bytes=scratch_bytes)
+        return self.run(ops.dha_matmul, x, w, **options, scratch_bytes=scratch_bytes)
 
     def read(self, vector, shapes, offsets):
-        return self.run(operations_of_package.dha_read, vector, shapes=shapes, offsets=offsets)
+        return self.run(ops.dha_read, vector, shapes=shapes, offsets=offsets)
 
     def store(self, destination, gradient, offset=0, accumulate=False):
         options = {"offset": offset, "accumulate": accumulate, "native": self.native}
-        return self.into(operations_of_package.gradient_store, destination, gradient, **options)
+        return self.into(ops.gradient_store, destination, gradient, **options)
 
     def add_rows(self, destination, indices, rows, offset, num_rows):
         function, shape = (targets if self.native else twins).row_store, GatherShape(num_rows, rows.shape[-1], offset)
@@ -70,7 +70,7 @@ class Public(Operations):
 
     def matmul_gradient(self, destination, x, dy, *, round_to=None, **options):
         options |= {"round_to": round_to and DTYPES_BY_NAME[round_to], "native": self.native}
-        return self.into(operations_of_package.dha_matmul_gradient, destination, x, dy, **options)
+        return self.into(ops.dha_matmul_gradient, destination, x, dy, **options)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def assert_close(actual, expected, dtype, scale=1.0):
 def test_an_index_of_64_bits_is_out_of_range_whatever_its_lower_half_says(native):
     with jax.enable_x64(True):
         indices = jnp.array([3, 2**32 + 3, -(2**32) + 3], jnp.int64)
-        rows = operations_of_package.dha_gather(on_host(numbers((4, 2), jnp.float32)), indices, native=native)
+        rows = ops.dha_gather(on_host(numbers((4, 2), jnp.float32)), indices, native=native)
     assert np.isnan(exact(rows)).all(axis=1).tolist() == [False, True, True]
 
 
@@ -116,7 +116,7 @@ def test_the_gradient_of_a_gather_adds_up_repeated_rows(dtype, native):
     weights = numbers((2, 3, 4), dtype, seed=2)
 
     def loss(table):
-        rows = operations_of_package.dha_gather(table, indices, native=native)
+        rows = ops.dha_gather(table, indices, native=native)
         return jnp.sum(jnp.where(jnp.isnan(rows), 0, rows * weights).astype(jnp.float32))
 
     gradient = jax.jit(jax.grad(loss))(on_host(table))
@@ -134,9 +134,7 @@ def test_the_gradients_of_a_product_are_products(transpose, dtype, native):
     dy = numbers((2, 3, 5), dtype, seed=2)
 
     def loss(x, w):
-        return jnp.sum(
-            (operations_of_package.dha_matmul(x, w, transpose=transpose, native=native) * dy).astype(jnp.float32)
-        )
+        return jnp.sum((ops.dha_matmul(x, w, transpose=transpose, native=native) * dy).astype(jnp.float32))
 
     dx, dw = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, on_host(w))
     matrix = exact(w).T if transpose else exact(w)
@@ -152,7 +150,7 @@ def test_rows_that_are_padded_for_a_gpu_give_the_same_products_and_gradients(tra
     dy = numbers((5, 37), dtype, seed=2)
 
     def run(x, w):
-        y, pull = jax.vjp(lambda x, w: operations_of_package.dha_matmul(x, w, transpose=transpose, native=True), x, w)
+        y, pull = jax.vjp(lambda x, w: ops.dha_matmul(x, w, transpose=transpose, native=True), x, w)
         return y, *pull(dy)
 
     plain = jax.jit(run)(x, w)
@@ -170,10 +168,10 @@ def test_a_read_gives_pieces_of_the_vector_and_its_gradient_adds_them_up(dtype, 
     shapes, offsets = [(2, 3), (5,), (), (0,), (4,)], [1, 7, 19, 3, 5]
 
     def loss(vector):
-        pieces = operations_of_package.dha_read(vector, shapes, offsets, native=native)
+        pieces = ops.dha_read(vector, shapes, offsets, native=native)
         return sum(jnp.sum((i + 1) * piece.astype(jnp.float32)) for i, piece in enumerate(pieces))
 
-    pieces = operations_of_package.dha_read(on_host(vector), shapes, offsets, native=native)
+    pieces = ops.dha_read(on_host(vector), shapes, offsets, native=native)
     expected = np.zeros(20)
     for i, (piece, shape, offset) in enumerate(zip(pieces, shapes, offsets, strict=True)):
         size = int(np.prod(shape))
@@ -186,7 +184,7 @@ def test_a_read_gives_pieces_of_the_vector_and_its_gradient_adds_them_up(dtype, 
 @given(st.sampled_from([1, 9]).flatmap(lambda size: st.lists(st.integers(-2, 6), min_size=size, max_size=size)))
 def test_sums_of_repeated_rows_are_those_of_a_scatter(indices):
     rows = numbers((len(indices), 3), jnp.float32)
-    places, sums = operations_of_package.sum_repeated(jnp.array(indices), rows, 5)
+    places, sums = ops.sum_repeated(jnp.array(indices), rows, 5)
     inside = np.asarray(places)[np.asarray(places) < 5]
     assert len(set(inside.tolist())) == len(inside)
     actual, expected = np.zeros((5, 3)), np.zeros((5, 3))
@@ -200,74 +198,47 @@ def test_sums_of_repeated_rows_are_those_of_a_scatter(indices):
 
 
 def test_other_dtypes_are_computed_without_the_library():
-    assert operations_of_package.is_native(jnp.float32, native=True)
-    assert not operations_of_package.is_native(jnp.float64, native=True)
-    assert not operations_of_package.is_native(jnp.float32, native=False)
+    assert ops.is_native(jnp.float32, native=True)
+    assert not ops.is_native(jnp.float64, native=True)
+    assert not ops.is_native(jnp.float32, native=False)
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda h: operations_of_package.dha_gather(h, jnp.array([0])), "table must be a matrix"),
-        (lambda h: operations_of_package.dha_gather(h, jnp.array([0]), shape=GatherShape(4, 4)), "12 elements"),
+        (lambda h: ops.dha_gather(h, jnp.array([0])), "table must be a matrix"),
+        (lambda h: ops.dha_gather(h, jnp.array([0]), shape=GatherShape(4, 4)), "12 elements"),
         (
-            lambda h: operations_of_package.dha_gather(h, jnp.array([0.5]), shape=GatherShape(3, 4)),
+            lambda h: ops.dha_gather(h, jnp.array([0.5]), shape=GatherShape(3, 4)),
             "indices must be integers",
         ),
         (
-            lambda h: operations_of_package.dha_matmul(jnp.ones((2, 5)), h, shape=ProductShape(4, 3)),
+            lambda h: ops.dha_matmul(jnp.ones((2, 5)), h, shape=ProductShape(4, 3)),
             "x must have 4 columns",
         ),
         (
-            lambda h: operations_of_package.dha_matmul(jnp.ones((2, 4)), h, shape=ProductShape(4, 3, offset=1)),
+            lambda h: ops.dha_matmul(jnp.ones((2, 4)), h, shape=ProductShape(4, 3, offset=1)),
             "from element 1",
         ),
-        (lambda h: operations_of_package.dha_read(h, [(5,)], [8]), "5 from element 8"),
-        (lambda h: operations_of_package.gradient_store(h, jnp.ones(4), offset=9), "4 from element 9"),
+        (lambda h: ops.dha_read(h, [(5,)], [8]), "5 from element 8"),
+        (lambda h: ops.gradient_store(h, jnp.ones(4), offset=9), "4 from element 9"),
         (
-            lambda h: operations_of_package.dha_matmul_gradient(h, jnp.ones((2, 3)), jnp.ones((3, 3))),
+            lambda h: ops.dha_matmul_gradient(h, jnp.ones((2, 3)), jnp.ones((3, 3))),
             "leading dimensions",
         ),
+        (
+            lambda h: ops.dha_matmul(jnp.ones((2, 4)), h, shape=ProductShape(4, 3), scratch_bytes=-1),
+            "scratch_bytes",
+        ),
+        (lambda h: ops.dha_gather(h, [0, 1], shape=GatherShape(3, 4)), "indices"),
+        (lambda h: ops.dha_read(h, [(2,), (3,)], [0]), "an offset for each"),
+        (
+            lambda h: ops.dha_matmul_gradient(h, jnp.ones((2, 4)), jnp.ones((2, 3)), round_to=jnp.int8),
+            "round_to",
+        ),
+        (lambda h: jax.jit(lambda o: ops.gradient_store(h, jnp.ones(4), offset=o))(1), "known when"),
     ],
 )
 def test_what_does_not_fit_is_named(call, words):
     with pytest.raises(InputError, match=words):
         call(on_host(jnp.ones(12)))
-
-
-def test_the_gradient_of_a_lookup_by_a_small_dtype_reaches_its_rows(native):
-    indices = jnp.array([0, 5, 5, 100], jnp.int8)
-
-    def total(table):
-        return operations_of_package.dha_gather(table, indices, native=native).sum()
-
-    gradient = jax.jit(jax.grad(total), out_shardings=PLACEMENT.pinned)(on_host(jnp.ones((1000, 2))))
-    expected = np.zeros((1000, 2))
-    expected[[0, 5, 100]] = [[1], [2], [1]]
-    np.testing.assert_array_equal(exact(gradient), expected)
-
-
-def test_reads_can_be_mapped_over_a_batch(native):
-    table, x = on_host(numbers((7, 5), jnp.float32)), numbers((3, 2, 7), jnp.float32, 1)
-    indices = jnp.array([[0, 3], [6, 6], [1, 2]])
-    rows = jax.jit(jax.vmap(lambda i: operations_of_package.dha_gather(table, i, native=native)))(indices)
-    np.testing.assert_array_equal(exact(rows), exact(table)[np.asarray(indices)])
-    product = jax.jit(jax.vmap(lambda x: operations_of_package.dha_matmul(x, table, native=native)))(x)
-    np.testing.assert_allclose(exact(product), exact(x) @ exact(table), rtol=1e-5, atol=1e-5)
-
-
-def test_arguments_that_are_not_acceptable_are_named(native):
-    table, x = on_host(numbers((7, 5), jnp.float32)), numbers((3, 7), jnp.float32)
-    dy = numbers((3, 5), jnp.float32)
-    wrong = {
-        "scratch_bytes": lambda: operations_of_package.dha_matmul(x, table, scratch_bytes=-1, native=native),
-        "indices": lambda: operations_of_package.dha_gather(table, [0, 1], native=native),
-        "an offset for each": lambda: operations_of_package.dha_read(table, [(2,), (3,)], [0], native=native),
-        "round_to": lambda: operations_of_package.dha_matmul_gradient(table, x, dy, round_to=jnp.int8, native=native),
-        "known when": lambda: jax.jit(
-            lambda o: operations_of_package.gradient_store(table, dy, offset=o, native=native)
-        )(1),
-    }
-    for message, call in wrong.items():
-        with pytest.raises(InputError, match=message):
-            call()

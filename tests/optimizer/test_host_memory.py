@@ -1,7 +1,6 @@
 """Host memory is checked before it is allocated."""
 
 import json
-import re
 import threading
 import warnings
 from pathlib import Path
@@ -18,7 +17,6 @@ from jaxferry import checkpoint
 from jaxferry.checkpoint import leaves
 from jaxferry.optimizer import host_memory
 from jaxferry.transport import Allocator, Placement
-from jaxferry.units import parse_bytes
 from models import chain
 from python_runs import run_python
 from watched import live_pinned_bytes, settled
@@ -27,17 +25,6 @@ pytestmark = pytest.mark.cpu_device  # XLA pins more than is asked for; tests of
 
 
 GIB = 2**30
-
-
-@pytest.mark.parametrize("less", [1, 1000, 2**20])
-def test_an_error_never_says_that_there_is_as_much_as_needed(less, monkeypatch):
-    needed = 17 * GIB + 12345
-    monkeypatch.setenv(host_memory.VARIABLE, str(needed - less))
-    with pytest.raises(jaxferry.HostMemoryError) as refused:
-        host_memory.check({"master parameters": needed})
-    found = re.search(r"needs (.*) of host memory .* only (.*) are available", str(refused.value))
-    assert found[1] != found[2]
-    assert parse_bytes(found[1]) > parse_bytes(found[2])
 
 
 PARAMS = {"a": jax.ShapeDtypeStruct((1000, 1000), np.float32), "b": jax.ShapeDtypeStruct((1000, 500), np.float32)}
@@ -155,12 +142,6 @@ def test_the_variable_replaces_what_the_system_says(value, monkeypatch):
         step.init(params)
     monkeypatch.setenv(host_memory.VARIABLE, value)
     assert step.init(params).step == 0
-
-
-def test_a_variable_that_is_no_size_is_named(monkeypatch):
-    monkeypatch.setenv(host_memory.VARIABLE, "much")
-    with pytest.raises(jaxferry.InputError, match="JAXFERRY_HOST_MEMORY must be a number of bytes"):
-        host_memory.check({"masters": 1})
 
 
 SCRIPT = """
@@ -300,16 +281,10 @@ def test_the_peak_is_what_is_kept_and_a_bounded_piece(way, peaks):
     assert 0.9 * kept <= peaks[way] <= kept + piece
 
 
-def deep_loss(params, x):
-    for name in sorted(params):
-        x = x + jnp.tanh(x @ params[name])
-    return jnp.mean(x**2)
-
-
 def offloading(**options):
     """Twelve layers of 4 KiB; what crosses between them is as large as a batch: 128 bytes a row."""
     step = jaxferry.train_step(
-        deep_loss, optax.sgd(0.1), offload_activations=True, remat="full", merge_small=False, **options
+        chain(residual=True), optax.sgd(0.1), offload_activations=True, remat="full", merge_small=False, **options
     )
     return step, {f"w{i:02d}": np.full((32, 32), 0.01, np.float32) for i in range(12)}
 

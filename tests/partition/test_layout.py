@@ -38,18 +38,6 @@ def test_matrices_are_aligned_without_gaps_and_trained_vectors_come_first(dtypes
     assert all(leaf.is_trained == (leaf.vector < own) for leaf in layer.leaves)
 
 
-def test_of_matrices_that_are_aligned_anyway_there_is_one_vector():
-    layer = layer_of([(1024, 1024), (1024,), ODD, (4096, 1024), (3,)])
-    assert len(layer.vectors) == 1
-    assert [leaf.offset for leaf in layer.leaves] == [
-        0,
-        5242880 + 1023 * 1025,
-        5242880,
-        1048576,
-        5242880 + 1023 * 1025 + 1024,
-    ]
-
-
 @pytest.mark.parametrize(("left_out", "num_writes"), [(None, 3), (2, 4)], ids=["whole", "gap"])
 def test_small_neighbours_are_written_together_and_nothing_beside_them(left_out, num_writes):
     whole = layer_of([(300, 301), (3,), (4, 5), (200, 500), (7,), (2, 2)], [np.float32])

@@ -63,33 +63,6 @@ def test_nested_jit_custom_vjp_and_remat_work_and_share_programs():
     assert parts.num_programs == 5
 
 
-def test_parameters_cast_all_at_once_are_still_cut_by_layer():
-    task = models.gpt()
-
-    def loss_fn(params, batch):
-        return task.loss_fn(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params), batch)
-
-    parts = partition(loss_fn, task.params, (task.batch,))
-    assert [s.name for s in parts.segments] == [s.name for s in parts_of(task).segments]
-    for segment in parts.segments:
-        shapes = {leaf.shape for leaf in parts.layers[segment.group].leaves if len(leaf.shape) == 2}
-        saved = {tuple(aval.shape) for aval in differentiate(parts.graph, segment).saved}
-        assert not shapes & saved, "a copy of a weight would stay on the device"
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_penalty_on_all_weights_does_not_read_all_layers_once_more(is_first):
-    task = models.gpt(depth=1)
-
-    def loss_fn(params, batch):
-        loss = None if is_first else task.loss_fn(params, batch)
-        penalty = 1e-3 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
-        return penalty + (task.loss_fn(params, batch) if is_first else loss)
-
-    parts = assert_same_derivative(loss_fn, task.params, task.batch)
-    assert [s.name for s in parts.segments] == [s.name for s in parts_of(task).segments]
-
-
 def test_a_head_with_a_bias_is_one_segment_because_the_cut_would_carry_all_logits():
     class Net(nn.Module):
         @nn.compact
@@ -171,18 +144,6 @@ def test_layers_that_cannot_be_apart_are_one_and_say_why():
 
 def names(tree, tables=()):
     return [group.name for group in group_leaves(leaf_paths(tree), tables)]
-
-
-def test_groups_are_blocks_and_what_surrounds_them():
-    block = {"attention": {"kernel": 0, "bias": 0}, "mlp": {"fc": {"kernel": 0}, "norm": {"scale": 0}}}
-    flat = {"params": {"embed": {"embedding": 0}, "h_0": block, "h_1": block, "norm": {"scale": 0, "bias": 0}}}
-    assert names(flat) == ["embed", "h_0", "h_1", "norm"]
-    nested = {"transformer": {"wte": {"embedding": 0}, "h": {"0": block, "1": block}, "ln_f": {"scale": 0}}}
-    assert names(nested) == ["h/0", "h/1", "ln_f", "wte"]
-    experts = {"router": {"kernel": 0}, "experts_0": {"fc": {"kernel": 0}}, "experts_1": {"fc": {"kernel": 0}}}
-    mixture = {"block_0": {"moe": experts, "norm": {"scale": 0}}, "block_1": {"moe": experts, "norm": {"scale": 0}}}
-    assert names(mixture) == ["block_0", "block_1"]
-    assert names({"Dense_0": {"kernel": 0, "bias": 0}, "Dense_1": {"kernel": 0, "bias": 0}}) == ["Dense_0", "Dense_1"]
 
 
 @pytest.mark.parametrize("blocks", [["block", "block_1", "block_2"], ["block_0", "block_1", "block_2"]], ids=str)

@@ -322,19 +322,6 @@ def test_an_optimizer_of_such_equations_updates_as_plain_optax(name):
         np.testing.assert_allclose(state.params[name]["w"], own[name]["w"], rtol=1e-5, atol=1e-6)
 
 
-def costs_of(function, *args):
-    return counts.jaxpr_costs(jax.make_jaxpr(function)(*args))
-
-
-@pytest.mark.parametrize("way", ["max", "min", "multiply", "subtract"])
-def test_scatters_of_every_kind_count_alike(way):
-    def scatter(way):
-        return lambda table, rows: getattr(table.at[jnp.array([0, 2])], way)(rows)
-
-    table, updates = jnp.ones((8, 8)), jnp.ones((2, 8))
-    assert costs_of(scatter(way), table, updates) == costs_of(scatter("add"), table, updates)
-
-
 def test_a_lookup_by_an_index_in_host_memory_reads_the_index():
     take = lambda table, index: lax.dynamic_slice_p.bind(table, index, index, slice_sizes=(2, 8))  # noqa: E731
     closed = jax.make_jaxpr(take)(jnp.ones((8, 8)), jnp.int32(0))

@@ -143,21 +143,6 @@ def test_batches_and_parameters_may_be_global_arrays_under_a_mesh_that_is_set(al
         train(step, state, given[:1])
 
 
-def test_a_model_may_name_the_axis_of_an_automatic_mesh(alone):
-    own = mesh()
-
-    def constrained(params, batch, key):
-        table = jax.lax.with_sharding_constraint(params["table"]["w"], PartitionSpec("data"))
-        mean = jax.shard_map(lambda x: x, mesh=own, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
-        x = {name: mean(value) for name, value in batch.items()}
-        return loss_fn({**params, "table": {"w": table}}, x, key)
-
-    with jax.set_mesh(own):
-        step = jaxferry.train_step(constrained, optax.adamw(1e-2), mesh=own)
-        _, metrics = train(step, step.init(params()), batches())
-    assert_same([m["loss"] for m in metrics], [m["loss"] for m in alone[2]])
-
-
 def with_shard_map(x, **options):
     own_rows = PartitionSpec("data")
     return jax.shard_map(jnp.sin, in_specs=own_rows, out_specs=own_rows, **options)(x)
@@ -190,11 +175,6 @@ def test_a_model_that_names_a_mesh_of_other_devices_than_the_step_s_is_an_error_
                 call(state, given[1])
 
 
-def test_a_function_of_the_parameters_may_have_a_batch_that_devices_cannot_share(alone):
-    step, state, _ = trained(mesh=mesh())
-    assert_same(step.evaluate(state, *batches(1, 3)[0])[0], alone[0].evaluate(alone[1], *batches(1, 3)[0])[0])
-
-
 def test_a_checkpoint_goes_on_with_another_number_of_devices(tmp_path):
     _, _, expected = trained(batches(6), transport="device_put")
     step, state, _ = trained(batches(6)[:3], mesh=mesh())
@@ -221,20 +201,6 @@ def test_each_device_holds_no_more_than_predicted_and_less_than_one_alone():
     (alone, predicted_alone), (found, predicted) = most(transport="device_put"), most(mesh=mesh())
     assert 0 < found <= predicted + SCALARS_BYTES
     assert found < 0.75 * alone and predicted < 0.75 * predicted_alone
-
-
-def test_arrays_that_take_the_place_of_freed_ones_are_counted():
-    """As garbage of earlier tests is freed: an identity does not tell an array that is gone from a new one."""
-    old = [jnp.zeros(32) + number for number in range(500)]
-    given, made = jnp.zeros(32), []
-    program = jax.jit(lambda x: x + 1).lower(given).compile()
-
-    def replaced():
-        while old:
-            old.pop()
-            made.append(program(given))
-
-    assert most_on_one_device(replaced) == 500 * 128
 
 
 def test_only_programs_of_the_gpu_lane_exchange_anything():
@@ -371,11 +337,6 @@ def test_batches_that_the_devices_cannot_share_and_plans_that_stream_updates_are
         step.declare(params())
         with pytest.raises(InputError, match=message):
             step.prepare(*batches(1, size)[0])
-
-
-def test_a_mesh_of_one_device_is_that_device(alone):
-    _, _, metrics = trained(mesh=mesh(num=1), transport="device_put")
-    assert [m["loss"] for m in metrics] == [m["loss"] for m in alone[2]]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@
 
 import dataclasses
 import itertools
-import threading
 
 import numpy as np
 import pytest
 
-from jaxferry.engine import ONE_EACH, Lanes, TaskList
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.step import (
     Chain,
@@ -110,22 +108,3 @@ def test_memory_stays_within_the_budget_for_any_times(mode, updates):
         )
         run = machine.run(repeat(dataclasses.replace(step, tasks=tasks), 4))
         assert max(held for _, held in machine.device_bytes(run)) <= needed
-
-
-@pytest.mark.parametrize("threads", [ONE_EACH, [(Lane.H2D, Lane.D2H, Lane.GPU), (Lane.HOST,)]])
-def test_a_step_is_over_for_the_device_while_its_last_state_comes_down(threads):
-    """As in the simulated chain, where the next forward waits for no transfer down of other groups."""
-    profile, plan = case(6)
-    step = schedule_step(profile, plan)
-    own = [index for index, task in enumerate(step.tasks) if task.before is None]
-    last = max(index for index in own if step.tasks[index].kind is Kind.STATE_DOWN)
-    assert all(step.tasks[index].kind is Kind.STATE_UP for index in own if last in step.tasks[index].after)
-    is_down = threading.Event()
-    lanes = Lanes(threads)
-    run = lanes.make(TaskList(step), lambda index: (lambda: is_down.wait(5)) if index == last else None)
-    lanes.submit(run)
-    run.wait((Lane.GPU, Lane.D2H))
-    assert run.is_over((Lane.GPU, Lane.D2H)) and not run.ends_s[last]
-    is_down.set()
-    run.wait()
-    assert run.is_over() and not run.has_broken_off

@@ -118,46 +118,6 @@ def test_a_chain_of_any_kind_never_holds_more_than_the_limit(loads, updates, mod
             assert peak_bytes(any_durations(step, seed)) <= limit
 
 
-def two_slot_waits(step):
-    """The previous rule: a backward waits for all earlier gradients except the last two."""
-    offloads, tasks = [], []
-    for index, task in enumerate(step.tasks):
-        if task.kind is Kind.BACKWARD:
-            room = {i for i in task.after if step.tasks[i].kind is Kind.OFFLOAD}
-            task = dataclasses.replace(task, after=tuple(sorted({*task.after} - room | {*offloads[:-2]})))
-        if task.kind is Kind.OFFLOAD:
-            offloads.append(index)
-        tasks.append(task)
-    return dataclasses.replace(step, tasks=tuple(tasks))
-
-
-def worst_peak_bytes(profile, step, needs):
-    """The most that the step can hold: each backward's demand plus all gradients that it has not waited for."""
-    most, outstanding = needs.natural, []
-    ended = -1
-    for index, task in enumerate(step.tasks):
-        if task.kind is Kind.BACKWARD:
-            ended = max([ended, *(i for i in task.after if step.tasks[i].kind is Kind.OFFLOAD)])
-            beside = sum(size for i, size in outstanding if i > ended)
-            few = sum(size for i, size in outstanding if i > ended and step.tasks[i].segment < needs.beside_below)
-            most = max(most, beside + int(needs.backward[task.segment]))
-            most = max(most, few + int(needs.backward_after[task.segment]))
-        if task.kind is Kind.OFFLOAD:
-            outstanding.append((index, profile.layers[task.segment].device_gradient_bytes))
-    return most
-
-
-@many
-@given(planned(programs=True))
-def test_the_worst_peak_is_never_higher_than_with_two_slots(case):
-    profile, plan = case
-    plan = dataclasses.replace(plan, memory_bytes=None)
-    step = schedule_step(profile, plan)
-    _, needs = step_demand(profile, plan)
-    two_slots = worst_peak_bytes(profile, two_slot_waits(step), needs)
-    assert worst_peak_bytes(profile, step, needs) == needs.natural <= two_slots
-
-
 @pytest.mark.parametrize("name", policies())
 @pytest.mark.parametrize("activation_bytes", [pytest.param(0, marks=pytest.mark.slow), 8_000_000])
 def test_dependencies_grow_linearly_with_the_layers(name, activation_bytes):

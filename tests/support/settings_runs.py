@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from models import chain
 
 FLAGS = {
     "jax_debug_nans": True,
@@ -33,11 +34,7 @@ def make_params(width: int = 8) -> Any:
     return {f"l{i}": {"w": generator.standard_normal((width, width), np.float32) / 4} for i in range(3)}
 
 
-def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-    """The mean square of what the layers make of x."""
-    for layer in params.values():
-        x = x + jnp.tanh(x @ layer["w"])
-    return jnp.mean(x**2)
+loss_fn = chain(residual=True)
 
 
 @contextlib.contextmanager

@@ -58,37 +58,6 @@ def test_any_function_returns_what_plain_jit_does(gpt, transport):
         np.testing.assert_allclose(np.asarray(leaf, np.float32), np.asarray(same, np.float32), **RTOL)
 
 
-def decode(params, tokens, caches, position):
-    """One more row of an attention over all rows so far: the cache goes in and comes out."""
-    x, grown = params["embedding"][tokens], []
-    for layer, cache in zip(params["layers"], caches, strict=True):
-        cache = jax.lax.dynamic_update_slice(cache, (x @ layer["key"]["kernel"])[:, None], (0, position, 0))
-        scores = jnp.einsum("bc,btc->bt", x @ layer["query"]["kernel"], cache)
-        weights = jax.nn.softmax(jnp.where(jnp.arange(cache.shape[1]) <= position, scores, -jnp.inf))
-        x = x + jnp.einsum("bt,btc->bc", weights, cache)
-        grown.append(cache)
-    return x @ params["embedding"].T, grown
-
-
-def test_tokens_are_sampled_with_a_cache_as_argument_and_result():
-    keys = iter(jax.random.split(jax.random.key(0), 16))
-    layers = [{name: {"kernel": jax.random.normal(next(keys), (8, 8))} for name in ("query", "key")} for _ in range(3)]
-    params = {"embedding": jax.random.normal(next(keys), (32, 8)), "layers": layers}
-    step = jaxferry.train_step(lambda params, tokens: decode(params, tokens, cache, 0)[0].var(), optax.sgd(0.1))
-    cache = [jnp.zeros((2, 6, 8))] * 3
-    state, plain = step.init(params), jax.jit(decode)
-    ours = theirs = (jnp.array([3, 5]), cache)
-    for position in range(6):
-        ours = step.apply(state, decode, *ours, position)
-        theirs = plain(params, *theirs, position)
-        np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
-        ours, theirs = ((logits.argmax(-1), caches) for logits, caches in (ours, theirs))
-        np.testing.assert_array_equal(ours[0], theirs[0])
-    segments = step.compiler.evaluator(decode, (*ours, 0), {}).partition.segments
-    assert len(segments) == 5
-    assert len({segment.program for segment in segments}) == 3
-
-
 def test_a_function_is_traced_once_for_each_structure_of_its_arguments(gpt):
     traced = []
 
@@ -114,19 +83,6 @@ def test_a_function_without_parameters_is_refused(gpt):
     state = step.init(gpt.params)
     with pytest.raises(jaxferry.PartitionError, match="reads no parameter"):
         step.apply(state, lambda params, tokens: tokens.sum(), gpt.batch)
-
-
-def test_a_loop_that_has_no_derivative_is_applied(gpt):
-    def search(params, tokens):
-        def extend(tokens):
-            logits = logits_fn(params, tokens)[:, -1]
-            return jnp.concatenate([tokens[:, 1:], logits.argmax(-1)[:, None]], axis=1)
-
-        return jax.lax.while_loop(lambda known: known[0, -1] != 7, lambda known: extend(known) * 0 + 7, tokens)
-
-    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
-    state = step.init(gpt.params)
-    np.testing.assert_array_equal(step.apply(state, search, gpt.batch), search(gpt.params, gpt.batch))
 
 
 class Watch:

@@ -10,10 +10,9 @@ import pytest
 
 from accelerator import emulate
 from jaxferry.native import library
-from jaxferry.partition import RowGradient, partition
+from jaxferry.partition import partition
 from jaxferry.settings import own_settings
 from jaxferry.training import (
-    SUSTAINED_S,
     Copy,
     DeviceTimer,
     Effort,
@@ -25,7 +24,6 @@ from jaxferry.training import (
     median_s,
     offload_subject,
     sample,
-    sample_gradient,
 )
 from jaxferry.transport import Ferry, make_placement
 from models import chain
@@ -174,24 +172,6 @@ def test_a_program_takes_what_it_takes_of_a_busy_device_and_not_what_its_call_ta
     assert once() == pytest.approx(seconds, rel=0.02)
 
 
-def test_repetitions_follow_each_other_without_a_pause_and_long_programs_keep_the_device_busy_themselves(timer_of):
-    device = Device(8e-4, 1e-4)
-    timer = timer_of(device)
-
-    def spent(seconds):
-        """Seconds in which a program is timed, and those of products."""
-        device.now += 60  # compiles another program
-        begin, products = device.now, device.products_s
-        once = timer.program(lambda _: device.issue(seconds, 1e-4), lambda: device.arguments(1e-3))
-        median_s(once, Effort().at_most(15), lambda: device.now)
-        return device.now - begin, device.products_s - products
-
-    all_s, products_s = spent(5e-4)
-    assert SUSTAINED_S <= products_s < 2 * SUSTAINED_S
-    assert all_s < products_s + 16 * 5e-3
-    assert spent(0.1)[1] < 0.7 * SUSTAINED_S
-
-
 @pytest.mark.parametrize("num_pieces", [1, 4])
 @pytest.mark.parametrize("call_s", [1e-4, 5e-3])
 def test_a_copy_takes_what_its_link_takes_and_not_what_its_pieces_take_to_be_issued(num_pieces, call_s, timer_of):
@@ -224,14 +204,3 @@ def test_numbers_that_a_device_makes_are_those_of_the_host(shape, dtype):
 
     made = made_on_device(shape, np.dtype(dtype), where)()
     assert made.dtype == dtype and np.array_equal(np.asarray(made), expected)
-
-
-@pytest.mark.parametrize("is_sorted", [False, True])
-def test_rows_of_lookups_belong_to_rows_all_over_the_table(is_sorted):
-    scatter, num_rows = types.SimpleNamespace(params={"indices_are_sorted": is_sorted}), 50
-    shapes = [jnp.zeros((2, 10, 1), jnp.int32), jnp.zeros((2, 10, 3), jnp.float32)]
-    made = sample_gradient(RowGradient(*shapes, scatter, (num_rows, 3), np.dtype("f4")), make_placement().device)
-    indices = np.asarray(made.indices).reshape(-1)
-    assert made.indices.dtype == jnp.int32 and made.rows.shape == (2, 10, 3)
-    assert len(set(indices.tolist())) == len(indices) and 0 <= indices.min() < 10 and 40 <= indices.max() < num_rows
-    assert (sorted(indices) == indices.tolist()) == is_sorted

@@ -13,7 +13,7 @@ import pytest
 import jaxferry
 from jaxferry import checkpoint
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.optimizer import host_array, host_memory
+from jaxferry.optimizer import host_array
 from jaxferry.partition import Span, from_bytes, shape_from_stored, stored_struct, to_bytes
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import make_placement
@@ -181,32 +181,6 @@ def test_states_that_are_made_of_others_hold_and_show_the_same_codes(name, shape
     for index in (2, slice(1, 6), slice(None, None, -2), (slice(None), slice(1, 3)), (3, 1), [4, 1]):
         assert_same(np.asarray(lazy[index]), np.asarray(array[index]))
     assert_same(state.lazy_params["q"]["q"][1:6], array[1:6])
-
-
-@pytest.mark.cpu_device  # XLA pins more than is asked for
-@pytest.mark.parametrize(("name", "shape"), CODED, ids=str)
-def test_memory_is_checked_for_the_bytes_that_coded_parameters_take(name, shape, monkeypatch, tmp_path):
-    """A state holds several elements in a byte. NumPy, and so a copy for the user, holds one."""
-    params = make_params(name, shape)
-    step = make_step()
-    state = step.init(params)
-    step.save(state, tmp_path / "saved")
-    counted = []
-    monkeypatch.setattr(host_memory, "check", lambda needed, *_, **__: counted.append(sum(needed.values())))
-    trained = params["a"]["w"].nbytes + params["v"]["v"].nbytes
-    stored = to_bytes(params["q"]["q"]).nbytes
-    for use, expected in (
-        (lambda: state.params, trained + params["q"]["q"].nbytes),
-        (state.copy, trained + stored),
-        (lambda: assigned(state, params), trained + stored),
-        (lambda: step.save(state, tmp_path / "background", wait=False), trained + stored),
-        # The masters, the compute copy, and the gradients of what is trained; a frozen one has one copy.
-        (lambda: step.restore(tmp_path / "saved"), 3 * trained + stored),
-    ):
-        counted.clear()
-        use()
-        assert counted[0] == expected
-    step.wait_for_saves()
 
 
 def test_elements_of_a_process_are_cut_from_the_bytes(tmp_path):

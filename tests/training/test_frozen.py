@@ -11,9 +11,8 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.modes import Mode
 from jaxferry.step import Kind
-from planned import assert_near, assert_same_bits, plan_of, train
+from planned import assert_near, assert_same_bits, train
 from slowly import slow
 from tolerances import LOSS_RTOL, PARAMS_RTOL
 from watched import live_arrays
@@ -152,19 +151,6 @@ def test_the_copy_of_a_frozen_parameter_is_never_written_again_and_the_only_one(
     state, _ = step(state, task.batch)
     state.settle()
     assert not masters_beside(state, known)
-
-
-def test_a_layer_that_is_frozen_and_resident_is_loaded_once(task):
-    plan = plan_of(task, [Mode.RESIDENT])
-    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, plan=plan)
-    state, _ = train(step, task, 2)
-    assert tasks_of(step, task, Kind.REFRESH) == ["norm", "block_2", "block_1"]
-    names = [state.host.layers[layer].name for layer in state.resident]
-    held = {name: state.resident[layer] for name, layer in zip(names, state.resident, strict=True)}
-    state, _ = step(state, task.batch)
-    now = {state.host.layers[layer].name: copy for layer, copy in state.resident.items()}
-    state.settle()
-    assert now["block_0"] is held["block_0"] and now["table"] is held["table"]
 
 
 @pytest.mark.parametrize("spoken", ["tree", *slow("function", "argument")])

@@ -12,9 +12,8 @@ import jaxferry
 import jaxferry.training.microbenchmarks
 import models
 from accelerator import emulate
-from jaxferry.costs import Profile, partition_costs
+from jaxferry.costs import Profile
 from jaxferry.engine import Programs, derivatives_of
-from jaxferry.native import library
 from jaxferry.optimizer import HostOptimizer
 from jaxferry.partition import partition
 from jaxferry.settings import own_settings
@@ -127,15 +126,6 @@ def test_a_measured_profile_is_a_profile_and_is_marked_as_measured(measured):
     assert all(getattr(layer, name) > 0 for layer in profile.layers[:-1] for name in TIMES)
 
 
-def test_bytes_are_those_that_estimates_have(measured):
-    setting, profile = measured
-    for layer, costs in zip(profile.layers, partition_costs(setting.partition), strict=True):
-        names = ("name", "parameters", "param_bytes", "grad_bytes")
-        assert [getattr(layer, name) for name in names] == [getattr(costs, name) for name in names]
-        # The last layer has one program, which keeps its activations among its temporaries.
-        assert layer.activation_bytes == (0 if layer is profile.layers[-1] else costs.activation_bytes)
-
-
 def test_temporaries_are_those_of_the_compiled_programs(measured):
     setting, profile = measured
     *others, last = profile.layers
@@ -161,21 +151,6 @@ def test_a_layer_that_computes_more_measures_as_slower():
     _, fast, slow, _ = stack_of(["a", "fast", "slow", "zlast"]).measure(Products()).layers
     assert (fast.forward_s, slow.forward_s) == (1, 4)
     assert slow.backward_s >= 4 > fast.backward_s
-
-
-def test_loads_and_offloads_take_no_less_than_the_link_takes():
-    setting, cpu = stack_of(["a", "b"], width=1024, rows=8), library("cpu")
-    num_bytes, speeds = 4 * 1024**2, {"load": 60e6, "store": 40e6}
-    try:
-        for direction, bytes_per_s in speeds.items():
-            cpu.set_bandwidth(direction, bytes_per_s)
-        profile = setting.measure(budget_s=0)
-    finally:
-        for direction in speeds:
-            cpu.set_bandwidth(direction, 0)
-    for layer in profile.layers:
-        assert layer.load_s >= num_bytes / speeds["load"]
-        assert layer.offload_s >= num_bytes / speeds["store"]
 
 
 @pytest.mark.parametrize("forward_s", [0.5, 8.0])

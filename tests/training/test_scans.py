@@ -1,7 +1,5 @@
 """Models that scan over their layers train like plain Optax, layer by layer, under every plan."""
 
-import gc
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +10,7 @@ import jaxferry
 import scanned
 from models import Task, plain_loop
 from planned import assert_same_bits, take_steps, train
-from scanned import DEPTH
 from tolerances import LOSS_RTOL
-from watched import live_arrays
 
 
 @pytest.fixture(scope="module")
@@ -80,59 +76,3 @@ def test_what_is_not_cut_is_said_once_and_trains_all_the_same(lax):
         _, losses = train(step, apart, 2)
     assert len(seen) == 1
     np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
-
-
-def test_init_from_runs_a_stacked_initialiser_once_and_makes_what_it_makes(lax):
-    calls = []
-
-    def init_fn(key):
-        def one(key):
-            jax.debug.callback(lambda: calls.append(None))
-            return {"w": jax.random.normal(key, (scanned.WIDTH, scanned.WIDTH)) / 4, "b": jnp.zeros(scanned.WIDTH)}
-
-        _, blocks = jax.lax.scan(lambda _, key: (None, one(key)), None, jax.random.split(key, DEPTH))
-        return {"blocks": blocks, "first": {"w": jax.random.normal(key, (scanned.WIDTH, scanned.WIDTH))}}
-
-    key = jax.random.key(0)
-    step = jaxferry.train_step(lax.loss_fn, optax.sgd(0.1))
-    expected = init_fn(key)
-    jax.effects_barrier()
-    for _ in range(2):  # before the batch has shown the layers, and after
-        calls.clear()
-        state = step.init_from(init_fn, key)
-        jax.effects_barrier()
-        assert len(calls) <= 2 * DEPTH  # effects run with each of the two layers of the initialiser
-        assert_same_bits(state.params, expected)
-        state, _ = step(state, lax.batch)
-
-
-def test_a_stacked_parameter_that_no_iteration_reads_trains_with_a_zero_gradient(lax):
-    params = {**lax.params, "blocks": {**lax.params["blocks"], "unread": jnp.ones((DEPTH, 2))}}
-    optimizer = optax.adamw(1e-1, weight_decay=0.1)
-    step = jaxferry.train_step(
-        lambda p, x: lax.loss_fn({"blocks": {k: p["blocks"][k] for k in "wb"}, "first": p["first"]}, x), optimizer
-    )
-    with pytest.warns(UserWarning, match="the loss never reads 'blocks/unread'"):
-        state, _ = step(step.init(params), lax.batch)
-    np.testing.assert_allclose(state.params["blocks"]["unread"], 0.99, rtol=1e-6)
-
-
-def test_host_memory_holds_stacked_parameters_once():
-    """They are cut at the first step; nothing keeps the whole ones."""
-    shape = (5, 12, 12)
-
-    def loss_fn(params, x):
-        return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ params["e"], params["l"])[0] ** 2)
-
-    def whole():
-        return sum(array.shape == shape and not array.is_deleted() for array in live_arrays())
-
-    gc.collect()
-    before = whole()
-    step = jaxferry.train_step(loss_fn, optax.adamw(1e-3))
-    state = step.init({"e": np.ones((12, 12), np.float32), "l": np.full(shape, 0.01, np.float32)})
-    for _ in range(2):
-        state, _ = step(state, jnp.ones((2, 12)))
-    state.block_until_ready()
-    gc.collect()
-    assert whole() == before

@@ -213,24 +213,6 @@ def test_flags_are_handed_through_and_python_numbers_are_traced():
     assert step.evaluate(state, jnp.ones(4), 2) == 8
 
 
-def test_evaluating_first_does_not_make_the_state_change_its_layers_back_and_forth():
-    table = {"word": {"embedding": np.ones((50, 4), np.float32)}, "norm": {"scale": np.ones(4, np.float32)}}
-    params = {"embeddings": table, "head": {"kernel": np.ones((4, 50), np.float32) / 50}}
-
-    def loss_fn(params, tokens):
-        x = jnp.take(params["embeddings"]["word"]["embedding"], tokens, axis=0) * params["embeddings"]["norm"]["scale"]
-        return (x @ params["head"]["kernel"]).var()
-
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
-    state = step.init(params)
-    step.evaluate(state, jnp.arange(6))
-    layers = state.host.layers
-    assert [layer.name for layer in layers] == ["embeddings/word", "embeddings", "head"]
-    state, _ = step(state, jnp.arange(9))
-    step.evaluate(state, jnp.arange(6))
-    assert state.host.layers is layers
-
-
 @pytest.mark.parametrize("params", [jnp.ones((8, 2)), [jnp.ones((8, 2)), jnp.ones((8, 3))], {"w": jnp.float32(1)}])
 def test_parameters_may_be_any_tree_down_to_a_single_array(params):
     task = models.Task(
