@@ -230,7 +230,7 @@ def test_other_dtypes_are_computed_without_the_library():
             lambda h: ops.dha_matmul(jnp.ones((2, 4)), h, shape=ProductShape(4, 3), scratch_bytes=-1),
             "scratch_bytes",
         ),
-        (lambda h: ops.dha_gather(h, [0, 1], shape=GatherShape(3, 4)), "indices"),
+        (lambda h: ops.dha_gather(h, [0, 1], shape=GatherShape(3, 4)), "indices"),  # type: ignore[arg-type]
         (lambda h: ops.dha_read(h, [(2,), (3,)], [0]), "an offset for each"),
         (
             lambda h: ops.dha_matmul_gradient(h, jnp.ones((2, 4)), jnp.ones((2, 3)), round_to=jnp.int8),
