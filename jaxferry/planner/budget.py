@@ -230,16 +230,16 @@ def _with_layers(plan: Plan, changed: Mapping[int, LayerPlan]) -> Plan:
 
 
 def _too_small(
-    layers: Sequence[Layer], budget_bytes: int, smallest: Peak, num_recomputing: int, is_devices: bool
+    layers: Sequence[Layer], budget_bytes: int, smallest: Peak, num_recomputing: int, is_whole: bool, is_devices: bool
 ) -> BudgetError:
     largest = max(layers, key=lambda layer: layer.num_bytes)
     how = f", with {num_recomputing} segments that recompute their activations" if num_recomputing else ""
-    remedy = "a smaller batch" if how else "a smaller batch or remat='auto'"
+    remedies = ["a smaller batch", *["remat='auto'"] * (not how), *["tiles='auto'"] * is_whole]
     share = f"; of a card, JAX takes the share {JAX_SHARE_VARIABLE}, by default {JAX_SHARE}" if is_devices else ""
     return BudgetError(
         f"memory_budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: the smallest possible is "
         f"{format_bytes(smallest.total)} ({smallest.total} bytes){how}, of which parameters take at most "
         f"{format_bytes(smallest.parameters)} (the largest group, {largest.name!r}, has "
-        f"{format_bytes(largest.num_bytes)}); {remedy} needs less for activations, gradients and temporaries{share}",
+        f"{format_bytes(largest.num_bytes)}); {' or '.join(remedies)} needs less for activations, gradients and temporaries{share}",
         smallest.total,
     )
