@@ -187,7 +187,8 @@ def fit(
                 return tried
             needs.append((peak, sum(tried.recomputes)))
     smallest, num_recomputing = min(needs, key=lambda need: need[0].counted)
-    raise _too_small(layers, budget_bytes, smallest, num_recomputing, is_devices)
+    is_whole = all(layer.tiles == 1 for layer in plan.layers)
+    raise _too_small(layers, budget_bytes, smallest, num_recomputing, is_whole, is_devices)
 
 
 def _fewer_updates(plan: Plan, updates: Sequence[Sequence[int]]) -> list[Plan]:
@@ -234,12 +235,12 @@ def _too_small(
 ) -> BudgetError:
     largest = max(layers, key=lambda layer: layer.num_bytes)
     how = f", with {num_recomputing} segments that recompute their activations" if num_recomputing else ""
-    remedies = ["a smaller batch", *["remat='auto'"] * (not how), *["tiles='auto'"] * is_whole]
+    remedies = " or ".join(["a smaller batch", *["remat='auto'"] * (not how), *["tiles='auto'"] * is_whole])
     share = f"; of a card, JAX takes the share {JAX_SHARE_VARIABLE}, by default {JAX_SHARE}" if is_devices else ""
     return BudgetError(
         f"memory_budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: the smallest possible is "
         f"{format_bytes(smallest.total)} ({smallest.total} bytes){how}, of which parameters take at most "
         f"{format_bytes(smallest.parameters)} (the largest group, {largest.name!r}, has "
-        f"{format_bytes(largest.num_bytes)}); {' or '.join(remedies)} needs less for activations, gradients and temporaries{share}",
+        f"{format_bytes(largest.num_bytes)}); {remedies} needs less for activations, gradients and temporaries{share}",
         smallest.total,
     )
