@@ -133,3 +133,24 @@ def test_the_stated_factor_is_rounded_up_so_that_the_plan_satisfies_it():
     plan = AutoSearch(dataclasses.replace(transformer(3), layers=tuple(layers)), Request()).fastest(None).plan
     assert [place == "device" for place in plan.gradients] == [False, False, True]
     assert plan.reserve_factor == 0.333334
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("factor", [0.0, 0.3, 0.5, 0.9])
+def test_rows_of_lookups_that_always_leave_take_no_share_of_the_reserve(blocks, factor):
+    """The table has most of the bytes, so with it no plan would satisfy a factor."""
+    profile = transformer(blocks)
+    table, *others = profile.layers
+    size = 10 * sum(layer.grad_bytes for layer in others)
+    profile = dataclasses.replace(
+        profile, layers=(dataclasses.replace(table, gradient_rows=True, grad_bytes=size), *others)
+    )
+    plan = make_plan(profile, "auto", reserve_factor=factor)
+    stays = [
+        layer.grad_bytes
+        for layer, place in zip(profile.layers, plan.gradients, strict=True)
+        if place is GradientPlace.DEVICE and not layer.gradient_rows
+    ]
+    assert sum(stays) <= factor * sum(layer.grad_bytes for layer in profile.layers)
+    least = make_plan(profile, "go-memferry", reserve_factor=factor)
+    assert plan.predicted.steady_step_s <= least.predicted.steady_step_s * (1 + EQUAL_WITHIN)
