@@ -105,9 +105,9 @@ class AutoSearch:
                 return False
         if self.factor is None or self.factor >= 1:
             return True
-        stays = ~self._goes[codes]
+        stays = ~self._goes[codes] & self._may_go  # rows of lookups are never GO
         used = sum(size for size, stay in zip(self._sizes, stays, strict=True) if stay)
-        return used <= capacity_bytes(self.profile, self.factor) and not (stays & self._no_gain & self._may_go).any()
+        return used <= capacity_bytes(self.profile, self.factor) and not (stays & self._no_gain).any()
 
     def _reserve_factor(self, codes: np.ndarray) -> float:
         """The request's factor, or the smallest six-digit one that the plan satisfies."""

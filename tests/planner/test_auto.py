@@ -123,6 +123,21 @@ def test_a_given_factor_lets_no_gradient_stay_for_nothing():
     assert set(make_plan(profile, "auto", reserve_factor=0.9).gradients) == {GradientPlace.HOST}
 
 
+def test_gradients_that_leave_as_rows_take_no_share_of_a_given_factor():
+    """They are never GO. Here they are most of all gradient bytes, more than the factor lets stay."""
+    profile = transformer(5)
+    table = dataclasses.replace(
+        profile.layers[0], gradient_rows=True, grad_bytes=sum(x.grad_bytes for x in profile.layers)
+    )
+    profile = dataclasses.replace(profile, layers=(table, *profile.layers[1:]))
+    plan = make_plan(profile, "auto", reserve_factor=0.2)
+    rival = make_plan(profile, "native-overlapped", reserve_factor=0.2)
+    assert plan.predicted.steady_step_s <= rival.predicted.steady_step_s * (1 + EQUAL_WITHIN)
+    pairs = zip(profile.layers[1:], plan.gradients[1:], strict=True)
+    stays = sum(layer.grad_bytes for layer, place in pairs if place is GradientPlace.DEVICE)
+    assert stays <= 0.2 * sum(layer.grad_bytes for layer in profile.layers)
+
+
 def test_the_stated_factor_is_rounded_up_so_that_the_plan_satisfies_it():
     """One of three gradients stays: 0.333334. Those of layers 0 and 1 cost nothing in host memory, layer 2's much."""
     first, second, third = transformer(3).layers
