@@ -105,7 +105,7 @@ class AutoSearch:
                 return False
         if self.factor is None or self.factor >= 1:
             return True
-        stays = ~self._goes[codes] & self._may_go  # rows of lookups always leave
+        stays = ~self._goes[codes] & self._may_go  # rows of lookups are never GO
         used = sum(size for size, stay in zip(self._sizes, stays, strict=True) if stay)
         return used <= capacity_bytes(self.profile, self.factor) and not (stays & self._no_gain).any()
 

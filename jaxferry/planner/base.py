@@ -289,7 +289,8 @@ class Policy(abc.ABC):
     One test suite checks this contract for every policy:
 
     - the plan has the profile's layers in the same order;
-    - gradients on the device take at most the reserve factor's share of all gradient bytes; with 1 no gradient is GO;
+    - gradients on the device, rows of lookups aside, take at most the reserve factor's share of all gradient bytes;
+      with 1 no gradient is GO;
     - DFGB keeps MemFerry's window: its loads end before the first gradient leaves, and the last layer is never DFGB;
     - the plan fits into the budget however long transfers take, or `BudgetError` names the smallest feasible one;
     - `update_order` is the one with the shorter steady step, and `memory_bytes` is at most the budget;
