@@ -219,6 +219,7 @@ def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
         [level.profile for level in levels], budget_bytes, lambda index: _planned(levels[index], budget_bytes)
     )
     traced = levels[chosen]
+    plan = plan.in_tiles([layer.tiles for layer in traced.profile.layers])
     simulation = simulate(traced.profile, plan)
     step_s = simulation.steady_step_s
     busy = {lane: use.busy_s / step_s if step_s > 0 else 0.0 for lane, use in simulation.lanes.items()}

@@ -60,6 +60,11 @@ def test_less_device_memory_is_needed_in_tiles(jaxferry, tmp_path):
     own = (f"{tmp_path / 'words.py'}:make", *A100, "--batch", 64)
     whole, tiled, of_head = (fit(jaxferry, *own, *more) for more in ((), ("--tiles", 16), ("--tiles", "head=16")))
     assert max(of_head["smallest_bytes"], tiled["smallest_bytes"]) < whole["smallest_bytes"] / 3
+    least = 1.1 * tiled["smallest_bytes"]
+    chosen = fit(jaxferry, *own, "--tiles", "auto", "--memory-budget", int(least))
+    assert chosen["fits"] and chosen["smallest_bytes"] <= tiled["smallest_bytes"]
+    assert all(row["plan"]["layers"][-1]["tiles"] > 1 for row in chosen["rows"])
+    assert all(sum(row["device_bytes"].values()) <= least for row in chosen["rows"])
     refused = jaxferry("fit", *own, "--tiles", "tail=16")
     assert refused.status == 2 and "tiles names 'tail', which is not a segment" in refused.err
 
