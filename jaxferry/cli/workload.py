@@ -63,7 +63,7 @@ ReserveFactor = Annotated[
 ComputeDtype = Annotated[str | None, Option(help="Dtype of the parameters on the device.")]
 Remat = Annotated[str, Option(help="What is recomputed in the backward.")]
 Tiles = Annotated[
-    str, Option(metavar="off|auto|N|NAME=N,...", help="Tiles in which programs of segments run, along the batch.")
+    str, Option(metavar="off|auto|N|NAME=N,...", help="Tiles in which programs of segments run, along batch or tokens.")
 ]
 OffloadActivations = Annotated[
     bool, Option("--offload-activations", help="Offload values that cross segments to host memory.")
@@ -79,8 +79,10 @@ def read_tiles(text: str) -> str | int | dict[str, Any]:
     """Reads the option `--tiles`: off, auto, a number, or numbers by segment (`a=2,b=4`), which `train_step` checks."""
     if "=" not in text:
         return int(text) if text.isdecimal() else text
-    named = dict(part.rpartition("=")[::2] for part in text.split(","))
-    return {name: int(number) if number.isdecimal() else number for name, number in named.items()}
+    parts = [part.rpartition("=")[::2] for part in text.split(",")]
+    if not all(name for name, _ in parts) or len(dict(parts)) < len(parts):
+        raise InputError(f"--tiles must be off, auto, a number, or NAME=N,... with each name once, got {text!r}")
+    return {name: int(number) if number.isdecimal() else number for name, number in parts}
 
 
 @dataclasses.dataclass(frozen=True)

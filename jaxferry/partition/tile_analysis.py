@@ -76,7 +76,8 @@ class Analysis:
         shapes = tuple(tuple(getattr(graph.aval_of(atom), "shape", ())) for atom in equation.inputs)
         results = tuple(tuple(getattr(graph.avals[value], "shape", ())) for value in equation.outputs)
         zeros = tuple(are_zeros(atom, self.made_by) for atom in equation.inputs)
-        return Site(equation.primitive.name, equation.params, shapes, results, zeros, self.num_rows)
+        dtypes = tuple(getattr(graph.aval_of(atom), "dtype", None) for atom in equation.inputs)
+        return Site(equation.primitive.name, equation.params, shapes, dtypes, results, zeros, self.num_rows)
 
     def _visit(self, equation: Equation) -> None:
         rows = [self.rows_of(atom) for atom in equation.inputs]
@@ -133,7 +134,10 @@ class Analysis:
         results = [PARTIAL if each == "add" else each for each in tile.results]
         if any(isinstance(each, str) for each in results):
             raise CannotTile("it combines rows within a loop")
-        return dataclasses.replace(tile, results=results)
+        # The loop's other equations have the dtypes that they had: its sums become fp32 once it has ended.
+        is_product = "add" in tile.results and name in ("dot_general", "conv_general_dilated")
+        params = (lambda size: site.params) if is_product else tile.params
+        return dataclasses.replace(tile, results=results, params=params)
 
     def _latest_loops(self) -> dict[int, int]:
         """The last loop in which each combined value may be made: earlier loops compute only what later ones need."""

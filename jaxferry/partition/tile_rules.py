@@ -71,7 +71,8 @@ class Site:
 
     Attributes:
       name, params: its primitive's name and parameters.
-      shapes, results: the shapes of its operands and results.
+      shapes, dtypes: of its operands.
+      results: the shapes of its results.
       are_zeros: for each operand, whether it is zero everywhere.
       num_rows: B.
     """
@@ -79,6 +80,7 @@ class Site:
     name: str
     params: Mapping[str, Any]
     shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
     results: tuple[tuple[int, ...], ...]
     are_zeros: tuple[bool, ...]
     num_rows: int
@@ -434,4 +436,9 @@ def linear(site: Site, rows: Sequence[Rows | None], is_trial: bool) -> Tile:
         raise CannotTile("it adds to a sum over the rows")
     if site.name in ("mul", "div") and partial not in ([True, False], [False, True][: 2 * (site.name == "mul")]):
         raise CannotTile("it is not linear in a sum over the rows")
+    # Integers are rounded: the sum of what is made of tiles is not what is made of their sum.
+    to = site.params["new_dtype"] if site.name == "convert_element_type" else site.dtypes[0]
+    was_inexact, is_inexact = (bool(jnp.issubdtype(dtype, jnp.inexact)) for dtype in (site.dtypes[0], to))
+    if (site.name == "div" and not was_inexact) or (was_inexact and not is_inexact) or to == jnp.bool_:
+        raise CannotTile("it rounds a sum over the rows")
     return Tile([PARTIAL] * len(site.results), list(rows), lambda size: site.params)

@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -31,6 +32,8 @@ from jaxferry.processes import is_raw_key
 OFF = "off"
 """Every segment runs whole."""
 
+_NOTHING = "there is one row"
+
 Parts = TypeVar("Parts", bound=ForwardPartition)
 
 
@@ -42,17 +45,16 @@ def check_tiles(tiles: Any) -> Any:
     """
     if isinstance(tiles, Mapping):
         return {name: _checked(number, f"tiles[{name!r}]") for name, number in tiles.items()}
-    return AUTO if tiles == AUTO else _checked(tiles, "tiles")
+    return AUTO if isinstance(tiles, str) and tiles == AUTO else _checked(tiles, "tiles")
 
 
 def _checked(number: Any, where: str) -> int:
-    if number == OFF:
+    if isinstance(number, str) and number == OFF:
         return 1
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise InputError(
-            f'{where} must be "off", "auto", a number of tiles, 1 or more, or one for each segment, got {number!r}'
-        )
-    return number
+    if not isinstance(number, numbers.Integral) or isinstance(number, bool) or number < 1:
+        others = ', or numbers by segment, or "auto"' if where == "tiles" else ""
+        raise InputError(f'{where} must be "off" or a number of tiles, 1 or more{others}, got {number!r}')
+    return int(number)
 
 
 def with_tiles(partition: Parts, tiles: Any, choices: Sequence[Any] | None = None) -> Parts:
@@ -88,7 +90,7 @@ def with_tiles(partition: Parts, tiles: Any, choices: Sequence[Any] | None = Non
                 segments.append(tiled)
                 break
         else:
-            if reason and isinstance(tiles, Mapping):
+            if reason and reason != _NOTHING and isinstance(tiles, Mapping) and choices is not None:
                 raise InputError(f"tiles: {segment.name!r} cannot run in tiles: {reason}")
             segments.append(dataclasses.replace(segment, not_tiled=reason) if reason else segment)
     return dataclasses.replace(partition, segments=tuple(segments))
@@ -129,7 +131,7 @@ def _stop(graph: Graph, segment: Segment, remat: Any, is_loss: bool) -> str:
     """What keeps the programs of a segment from being tiled; empty if nothing does."""
     assert segment.tiling is not None
     if segment.tiling.num_rows < 2:
-        return f"there is nothing to share out along the {segment.tiling.along}"
+        return _NOTHING
     try:
         _Tiled(graph, segment, segment.forward)._forward  # noqa: B018 - made here, or it raises
         for kind in () if remat is None else REMAT if remat == AUTO else (remat,):
@@ -147,7 +149,8 @@ def rows_of_values(partition: ForwardPartition) -> tuple[dict[int, Rows | None],
     rows: dict[int, Rows | None] = {}
     for value in graph.batch:
         shape, dtype = graph.avals[value].shape, graph.avals[value].dtype
-        is_state = jnp.issubdtype(dtype, jnp.floating) and shape in parameters
+        # Running statistics are vectors. A batch that has a matrix's shape by chance has rows.
+        is_state = len(shape) == 1 and jnp.issubdtype(dtype, jnp.floating) and shape in parameters
         if shape[:1] == (graph.num_rows,) and not is_state and not is_raw_key(shape, dtype):
             rows[value] = Rows(0, devices)
     if num_rows < 2:  # each axis of size 1 might be that of the rows

@@ -109,13 +109,13 @@ def train_step(
         hidden values, only those of a tile then exist at a time, and each segment's weights are loaded once for all.
         `"off"`: one tile, the whole batch, or as a given plan says. `"auto"`: the fewest tiles with which a step is the
         fastest within the memory budget, by estimates for each shape of batches; more if programs turn out to need more
-        memory; one tile if there is room for that. A number: for all segments that can be tiled; `print_table` of
-        `step.prepare(batch).partition` shows the others, with the operation in the way. Or a mapping from names of
-        segments or layers to numbers (1 for the others). A tile has one row or more, of each device's share with
-        `mesh`; with more tiles than rows, segments that mix no tokens are tiled along these. Sums over rows are in fp32
-        at least. Losses and gradients are those of one tile up to rounding; dropout draws the same masks. A program in
-        tiles copies the layer that it reads in host memory (DHA, DFGB) to the device first, and writes its gradient to
-        the host (GO) once that is whole.
+        memory; one tile if there is room for that. A number: for all segments that can be tiled;
+        `jaxferry.partition.print_table(step.prepare(batch).partition)` shows the others, with the operation in the way.
+        Or a mapping from names of segments or layers to numbers (1 for the others). A tile has one row or more, of each
+        device's share with `mesh`; with more tiles than rows, segments that mix no tokens are tiled along these. Sums
+        over rows are in fp32 at least. Losses and gradients are those of one tile up to rounding; dropout draws the
+        same masks. A program in tiles copies the layer that it reads in host memory (DHA, DFGB) to the device first,
+        and writes its gradient to the host (GO) once that is whole.
       offload_activations: whether values that cross segments, and that a backward reads, wait for it in pinned host
         memory. Not with `remat="auto"`. These are segments' inputs and outputs, not the residuals within a segment;
         with `remat="full"` there are no such residuals. A value leaves the device after the last forward that reads it

@@ -180,6 +180,19 @@ def test_only_loops_over_tiles_read_the_rows_of_inputs(name):
     assert not [eqn for eqn in others if any(v in of_rows for v in eqn.invars if isinstance(v, core.Var))]
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_weight_that_a_loop_reads_again_and_again_has_its_gradient_in_16_bits(dtype):
+    """Powers of 2 and small integers, whose sums are exact in these dtypes."""
+    x, w = jnp.eye(B, D, dtype=dtype) * 2, jnp.eye(D, dtype=dtype)
+
+    def function(x, w):
+        return jax.grad(lambda w: lax.scan(lambda c, _: (c @ w, c.sum(0)), x, None, length=3)[0].sum())(w)
+
+    found = jax.jit(InTiles(function, (x, w), (ROWS, None), B).run(2))(x, w)
+    assert found.dtype == dtype and float(found.sum()) > 0
+    np.testing.assert_array_equal(np.float32(found), np.float32(jax.jit(function)(x, w)))
+
+
 def test_sums_of_16_bits_over_tiles_are_in_fp32():
     ones = jnp.ones((512, 1), jnp.bfloat16)
 
@@ -207,7 +220,15 @@ def test_results_take_donated_memory_only_where_no_later_tile_reads_it(donated):
         assert compiled.memory_analysis().alias_size_in_bytes == 2 * X.nbytes
 
 
+def counted(count):
+    """A loop that makes something of a sum over the rows in each iteration."""
+    return lambda x: lax.scan(lambda c, y: (jnp.tanh(c * y), count(c * y)), x, jnp.arange(3.0))[1]
+
+
 REFUSED = {
+    "a rounded sum in a loop": (counted(lambda y: jnp.abs(y).sum().astype(int)), "it rounds a sum over the rows"),
+    "a divided count in a loop": (counted(lambda y: lax.div((y > 0).sum(), 5)), "it rounds a sum over the rows"),
+    "a sum in a loop as a flag": (counted(lambda y: y.sum().astype(bool)), "it rounds a sum over the rows"),
     "a sum along the rows so far": (lambda x: jnp.cumsum(x, 0), r"cumsum\(float32\[6,4,8\]\): it works along"),
     "rows times rows": (lambda x: x[:, 0] @ x[:, 0].T, r"dot_general\(.*\): it multiplies rows with rows"),
     "rows by index": (lambda x: x[jnp.array([1, 0])], r"gather\(.*\): an index picks rows"),
