@@ -1,6 +1,8 @@
 """Memory during a step and after many, counted from JAX's own list of live arrays."""
 
+import gc
 import itertools
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from jaxferry.planner import Peak, fit
 from jaxferry.step import LayerPlan, Loads, Plan
 from models import chain
 from planned import plan_of, prepared, taken
-from slowly import slow_but, slow_cases
+from slowly import slow, slow_but, slow_cases
 from steps import after_each_program, link, transport_of, with_sums_in_host_memory
 from watched import becomes, device_arrays, device_bytes, live_arrays, settled, watched_steps
 
@@ -196,3 +198,20 @@ def test_no_step_leaves_anything_behind(name, transport, monkeypatch):
     assert becomes(lambda: all(now <= known for now, known in zip(live(), most, strict=True)))
     assert {u.sharding.memory_kind for unit in state.host.units for u in (*unit.masters, *unit.state)} == {KINDS[2]}
     assert {v.sharding.memory_kind for vectors in state.host.vectors for v in vectors} == {KINDS[1]}
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
+def test_rows_of_many_micro_batches_are_added_as_they_come(transport):
+    def loss_fn(params, tokens):
+        return jnp.mean(jnp.tanh(params["table"][tokens] @ params["w"]) ** 2)
+
+    params = {"table": np.full((64, 8), 0.1, np.float32), "w": np.full((8, 8), 0.2, np.float32)}
+    step = jaxferry.train_step(loss_fn, ADAMW, transport=transport, accumulate=1000)
+    state, counts, tokens = step.init(params), [], np.arange(4, dtype=np.int32)
+    for _ in range(24):
+        state, _ = step(state, tokens)
+        time.sleep(0.01)
+        gc.collect()
+        counts.append(len(live_arrays()))
+    assert min(counts[-4:]) <= max(counts[4:8]) + 8

@@ -34,6 +34,22 @@ def placement(request, monkeypatch):
 ADAMW = optax.adamw(1e-3)
 
 
+def test_what_is_loaded_is_what_was_packed_and_is_counted_while_held(placement):
+    layers = layers_by_path(PARAMS)
+    layer = next(layer for layer in layers if layer.name == "a")
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(PARAMS["a"])]
+    vectors = tuple(jax.device_put(v, placement.pinned) for v in layer.pack(leaves))
+    transfers = DevicePut(placement, [layer])
+    assert transfers.staging_bytes == (0 if placement.is_cpu else 2 * 36)
+    held = transfers.load(0, vectors)
+    assert_same_bits(held.parameters(), leaves)
+    assert {p.sharding.memory_kind for p in held.parameters()} == {"device"}
+    assert transfers.loaded_bytes.now == transfers.loaded_bytes.peak == layer.num_bytes == 36
+    transfers.drop(held)
+    assert transfers.loaded_bytes.now == 0
+    assert all(p.is_deleted() for p in held.parameters())
+
+
 @pytest.mark.parametrize("kind", [DevicePut, Ferry])
 def test_an_accelerator_makes_no_vectors_for_gradients_in_its_own_memory(kind, monkeypatch):
     """XLA for GPU would make them there and copy them: as much device memory as the layer, which nothing counts."""

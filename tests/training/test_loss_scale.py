@@ -34,6 +34,16 @@ def train(num_steps, scale=None, x=X, **options):
     return state, rows
 
 
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.01, "accumulate": 2}])
+def test_a_fixed_power_of_two_changes_no_bit(options):
+    state, rows = train(6, **options)
+    scaled, others = train(6, loss_scale=1024, **options)
+    assert [row["loss"] for row in rows] == [row["loss"] for row in others]
+    assert [row.get("grad_norm") for row in rows] == [row.get("grad_norm") for row in others]
+    assert_same_bits(scaled.params, state.params)
+    assert others[0]["loss_scale"] == 1024
+
+
 def test_half_precision_is_scaled_by_itself_and_keeps_small_gradients():
     tiny = X * 1e-4
     with_scale, rows = train(1, compute_dtype=jnp.float16, x=tiny)
