@@ -220,6 +220,15 @@ def test_results_take_donated_memory_only_where_no_later_tile_reads_it(donated):
         assert compiled.memory_analysis().alias_size_in_bytes == 2 * X.nbytes
 
 
+def test_donated_memory_that_each_tile_reads_whole_is_kept():
+    def function(x, y):
+        return 2 * x, jnp.einsum("btd,ctd->bc", x, y)
+
+    run = InTiles(function, (X, X + 1), (ROWS, None), B).run(3, (1,))
+    for found, expected in zip(jax.jit(run)(X, X + 1), function(X, X + 1), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def counted(count):
     """A loop that makes something of a sum over the rows in each iteration."""
     return lambda x: lax.scan(lambda c, y: (jnp.tanh(c * y), count(c * y)), x, jnp.arange(3.0))[1]
