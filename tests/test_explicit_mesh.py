@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxferry
@@ -108,6 +109,29 @@ def test_a_sharded_batch_has_its_sharding_in_its_type():
         with pytest.raises(AssertionError) as caught:
             losses(loss_fn, batch())
     assert str(caught.value) == str(expected.value)
+
+
+def test_the_partitioning_of_an_nnx_model_needs_no_more_than_under_jit():
+    own = mesh(2)
+    with jax.set_mesh(own):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "data"))
+        model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i), kernel_init=init) for i in range(3)))
+        graph, given = nnx.split(model)
+        loss_fn = lambda params, x: jnp.mean(jax.sharding.reshard(nnx.merge(graph, params)(x), ROWS) ** 2)  # noqa: E731
+        step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=own)
+        _, metrics = step(step.init(given), batch())
+        expected = float(jax.jit(loss_fn)(given, batch()))
+    assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_evaluate_and_apply_trace_under_the_mesh_too():
+    loss_fn = through(LAYERS["reshard"])
+    with jax.set_mesh(mesh(1)):
+        step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+        state = step.init(params())
+        expected = float(jax.jit(loss_fn)(params(), batch()))
+        assert float(step.evaluate(state, batch())) == pytest.approx(expected, rel=1e-5)
+        assert float(step.apply(state, lambda p, x: loss_fn(p, x), batch())) == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_needs_the_mesh_itself_is_refused_with_the_remedy():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.extend.random import define_prng_impl
 
 import jaxferry
@@ -128,6 +129,26 @@ def test_keys_that_a_scan_reads_layer_by_layer_are_cut_with_the_layers(kind):
     assert float(step(state, X)[1]["loss"]) == pytest.approx(float(jax.jit(loss)(params, X)), rel=1e-6)
     assert len(step.prepare(X).partition.layers) == 4
     assert bits(state.params["layers"] | {"w": jax.random.key(0)})["k"] == bits({"k": params["layers"]["k"]})["k"]
+
+
+def test_the_random_state_of_an_nnx_model_is_a_frozen_parameter():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.inner, self.outer = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 1, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.outer(self.dropout(nnx.relu(self.inner(x))))
+
+    graph, params = nnx.split(Model(nnx.Rngs(0)))
+    step = jaxferry.train_step(
+        lambda params, x: jnp.mean(nnx.merge(graph, params)(x) ** 2),
+        optax.sgd(0.0),
+        trainable=lambda path: "rngs" not in path,
+    )
+    _, metrics = step(step.init(params), X)
+    expected = jax.jit(lambda params: jnp.mean(nnx.merge(graph, params)(X) ** 2))(params)
+    assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_keys_of_an_implementation_of_the_user_s_are_refused():

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import jaxferry
 from jaxferry.checkpoint import pretrained
 from jaxferry.optimizer import initialise
 from planned import assert_same_bits
+from python_runs import run_python
 
 RNG = np.random.default_rng(0)
 TENSORS = {
@@ -88,6 +90,11 @@ def test_a_folder_of_shards_is_read_by_its_index(tmp_path):
         assert tensors.keys() == TENSORS.keys()
         for name, array in TENSORS.items():
             np.testing.assert_array_equal(np.asarray(tensors[name]), array)
+
+
+def test_a_folder_with_one_file_needs_no_index(tmp_path):
+    save(TENSORS, tmp_path / "whatever.safetensors")
+    assert pretrained.open_safetensors(tmp_path).keys() == TENSORS.keys()
 
 
 def break_index(folder):
@@ -255,3 +262,39 @@ def test_the_package_reads_what_is_written_piece_by_piece(tmp_path, monkeypatch,
     tensors = pretrained.open_safetensors(file)
     again = pretrained.arrange(tensors, params, lambda path: sources[path[0]])
     assert {name: leaf.shape for name, leaf in again.items()} == {name: leaf.shape for name, leaf in params.items()}
+
+
+READ = """
+import gc, pathlib, re, sys
+import jax, jax.numpy as jnp, optax
+import jaxferry
+from jaxferry.checkpoint import pretrained
+
+def bytes_of(what):
+    return int(re.search(what + r":\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) << 10
+
+def initialised(path):
+    tensors = pretrained.open_safetensors(path)
+    like = {name: jax.ShapeDtypeStruct(tensor.shape[::-1], jnp.float32) for name, tensor in tensors.items()}
+    step = jaxferry.train_step(lambda params, batch: params["embed"].sum(), optax.sgd(0.1))
+    return step.init(pretrained.arrange(tensors, like, lambda path: pretrained.Source(path[0], True)))
+
+initialised(sys.argv[1])  # compiles, and brings in what any run brings in
+gc.collect()
+before = bytes_of("VmRSS")
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here again
+state = initialised(sys.argv[1])
+print(bytes_of("VmHWM") - before, sum(master.nbytes for master in state.masters()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, id="bfloat16"), pytest.param(np.float32, id="float32")])
+def test_reading_takes_less_than_a_tenth_more_host_memory_than_the_masters(dtype, tmp_path):
+    # The largest is a third of the whole: it fits nowhere twice.
+    shapes = {"embed": (1000, 43000), "head": (2000, 12000)} | {f"layer_{i}": (1000, 12000) for i in range(5)}
+    file = save({name: np.full(shape, 0.5, dtype) for name, shape in shapes.items()}, tmp_path / "large.safetensors")
+    taken, masters = map(int, run_python("-c", READ, file).split())
+    assert masters == 4 * sum(rows * columns for rows, columns in shapes.values()) > 500e6
+    assert taken < 1.1 * masters

@@ -36,6 +36,15 @@ def test_the_last_and_the_best_are_kept_and_the_newest_is_read(tmp_path):
     assert jaxferry.list_checkpoints(tmp_path / "nothing") == []
 
 
+def test_after_a_return_to_an_older_step_the_last_saved_is_the_newest(tmp_path):
+    for number in (100, 200, 300, 150):
+        save(tmp_path, number, last=3)
+    assert names(tmp_path) == ["00000150", "00000200", "00000300"]
+    assert checkpoint.load(tmp_path).step == 150
+    save(tmp_path, 160, last=2)
+    assert names(tmp_path) == ["00000150", "00000160"]
+
+
 def test_what_is_not_a_checkpoint_of_the_run_is_left_alone(tmp_path):
     for number in (1, 2):
         save(tmp_path, number, last=5)
@@ -119,3 +128,11 @@ def test_a_clock_that_is_set_back_makes_no_save_older_than_those_before(tmp_path
     assert plain(checkpoint.load(tmp_path))["step"] == 4
     save(tmp_path, 2, last=2)  # of a run that has returned to an older step
     assert plain(checkpoint.load(tmp_path))["step"] == 2
+
+
+def test_a_checkpoint_that_is_not_named_by_its_step_is_a_users_own(tmp_path):
+    checkpoint.save(content(7), tmp_path / "20261124")
+    for number in (1, 2):
+        save(tmp_path, number, last=1)
+    assert names(tmp_path) == ["00000002", "20261124"]
+    assert [one.step for one in jaxferry.list_checkpoints(tmp_path)] == [2]

@@ -18,7 +18,7 @@ from jaxferry.transport import Placement
 from models import chain
 from planned import assert_same_bits, state_after, taken
 from slowly import slow, slow_cases
-from steps import fail, transport_of, with_sums_in_host_memory
+from steps import fail, transport_of, with_sums_in_host_memory, wrap
 
 DEPTH = 3
 BATCH = np.linspace(-1, 1, 64 * 8, dtype=np.float32).reshape(64, 8)  # of values that are worth a move
@@ -115,6 +115,34 @@ def test_the_first_step_of_a_structure_updates_after_all_gradients_so_every_fail
         assert_same_bits(state.params, expected[2])
 
 
+class OutOfMemory:
+    """A backward that runs out of memory on batches of more than `most_rows` rows."""
+
+    def __init__(self, most_rows):
+        self.most_rows = most_rows
+
+    def __call__(self, backward, step, instruction):
+        [batch] = [step.values[value] for value in step.program.partition.graph.batch]
+        if batch.shape[0] > self.most_rows:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory while trying to allocate")
+        return backward(step, instruction)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_device_that_runs_out_of_memory_in_the_first_backward_trains_on_with_a_smaller_batch(monkeypatch):
+    step, params = make(Fault())
+    small = BATCH[:2]
+    expected = state_after(step, params, small, 3).params
+    wrap(monkeypatch, Operation.BACKWARD, OutOfMemory(2))
+    state = step.init(params)
+    with pytest.raises(jaxferry.TaskError, match=r"RESOURCE_EXHAUSTED.*the state is that before the step"):
+        step(state, BATCH)
+    assert state.step == 0 and transport_of(step, BATCH).loaded_bytes.now == 0
+    assert_same_bits(state.params, params)
+    state = taken(step, state, small, 3)
+    assert_same_bits(state.params, expected)
+
+
 @pytest.mark.usefixtures("threads")
 def test_a_failure_after_an_update_has_begun_damages_the_state_and_every_use_says_so(monkeypatch, tmp_path):
     step, params = make(Fault())
@@ -140,6 +168,16 @@ def test_a_failure_after_an_update_has_begun_damages_the_state_and_every_use_say
     state = step.restore(tmp_path / "saved")
     state = taken(step, state, BATCH, 2)
     assert_same_bits(state.params, expected)
+
+
+@pytest.mark.usefixtures("threads")
+def test_without_a_checkpoint_a_damaged_state_says_that_one_is_needed(monkeypatch):
+    step, params = make(Fault())
+    state = state_after(step, params, BATCH, 2)
+    fail(monkeypatch, [Operation.UPDATE], after=1)
+    with pytest.raises(jaxferry.JaxFerryError, match="restore a checkpoint"):
+        step(state, BATCH)
+        state.block_until_ready()
 
 
 @pytest.mark.usefixtures("threads")
@@ -211,7 +249,13 @@ def test_an_optimizer_whose_callback_raises_damages_the_state_unless_it_was_the_
 
     transformation = optax.GradientTransformation(lambda params: optax.EmptyState(), calls)
     _, params = make(fault)
-    step = jaxferry.train_step(chain(residual=True), optax.chain(transformation, optax.sgd(1e-2, 0.9)))
+
+    def loss_fn(params, x):
+        for layer in params.values():
+            x = x + jnp.tanh(x @ layer["w"] + layer["b"])
+        return jnp.mean((x - 1) ** 2)
+
+    step = jaxferry.train_step(loss_fn, optax.chain(transformation, optax.sgd(1e-2, 0.9)))
     expected = state_after(step, params, BATCH, 4).params
     state = state_after(step, params, BATCH, 3)
     step.save(state, tmp_path / "saved")
@@ -333,3 +377,28 @@ def test_a_failure_in_what_depends_on_the_batch_alone_says_so_and_leaves_the_sta
     for _ in range(2):
         other(expected, x)
     np.testing.assert_array_equal(state.params["w0"], expected.params["w0"])
+
+
+@pytest.mark.parametrize("entry", ["step", *(pytest.param(e, marks=ON_A_CPU) for e in ("evaluate", "apply"))])
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_a_failure_within_a_layer_names_it_and_leaves_the_state(entry, transport):
+    """A large value that depends on the batch alone is computed in the first layer that reads it."""
+
+    def on_host(x):
+        if x[0, 0] > 5:
+            raise ValueError("no such token")
+        return x
+
+    loss_fn = loss_of_what_the_host_returns(on_host)
+
+    step = jaxferry.train_step(loss_fn, optax.adam(1e-2), transport=transport)
+    state = step.init({f"w{i}": np.full((256, 256), 0.01, np.float32) for i in range(3)})
+    x = np.ones((8, 256), np.float32)
+    run = {"step": step, "evaluate": step.evaluate, "apply": lambda state, x: step.apply(state, loss_fn, x)}[entry]
+    step(state, x), step.evaluate(state, x)
+    pattern = re.compile(r"the (forward|evaluation) of layer 'w0' failed.*no such token", re.DOTALL)
+    with pytest.raises(jaxferry.TaskError, match=pattern) as caught:
+        run(state, 9 * x)
+    assert caught.value.layer == "w0" and caught.value.__cause__ is not None
+    assert state.step == 1 and state.damage is None
+    step(state, x)

@@ -15,8 +15,8 @@ import jaxferry
 import models
 from jaxferry.optimizer import FusedUpdate
 from jaxferry.step import Updates
-from planned import assert_near, assert_same_bits, train
-from slowly import slow_but
+from planned import assert_near, assert_same_bits, step_of, take_steps, train
+from slowly import slow, slow_but
 from tolerances import LOSS_RTOL
 
 NUM_STEPS = 10
@@ -175,6 +175,25 @@ def test_a_joint_optimizer_is_warned_about_and_agrees_with_plain_optax(name):
     assert step.prepare(TASK.batch).plan.updates is Updates.AFTER_ALL
 
 
+def test_lookahead_is_trained_on_its_pair_of_parameters():
+    """Lookahead's update takes gradients of the fast parameters only, so a loop over one tree needs a wrapper."""
+    ahead = optax.lookahead(optax.sgd(0.1), sync_period=3, slow_step_size=0.5)
+    optimizer = optax.GradientTransformation(
+        ahead.init, lambda gradients, state, params: ahead.update(gradients.fast, state, params)
+    )
+
+    def loss_fn(params, batch):
+        return TASK.loss_fn(params.fast, batch)
+
+    task = models.Task(loss_fn, optax.LookaheadParams.init_synced(TASK.params), TASK.batch)
+    expected, expected_losses = models.plain_loop(task, optimizer, NUM_STEPS)
+    with pytest.warns(UserWarning, match=r"looks at all parameters at once|never reads"):
+        state, losses = train(jaxferry.train_step(loss_fn, optimizer), task, NUM_STEPS)
+    np.testing.assert_allclose(losses, expected_losses, rtol=LOSS_RTOL)
+    assert isinstance(state.params, optax.LookaheadParams)
+    assert_near(state.params.slow, expected.slow, rtol=1e-4, atol=1e-6)
+
+
 @functools.cache
 def plain_state(optimizer, num_steps, task=TASK):
     """The optimizer's state of a plain loop, and its parameters."""
@@ -188,6 +207,17 @@ def assert_same_state(ours, theirs, rtol=1e-3, atol=1e-6):
         assert isinstance(own, np.ndarray) and (own.shape, own.dtype) == (other.shape, other.dtype)
         rough = {"rtol": 2**-7, "atol": 2**-12} if own.dtype == jnp.bfloat16 else {"rtol": rtol, "atol": atol}
         np.testing.assert_allclose(own.astype(np.float32), np.float32(other), **rough)
+
+
+@pytest.mark.parametrize(
+    "name", ["tree of labels", "plateau", "ema of parameters", "schedule-free", *slow("hyperparameters")]
+)
+def test_the_state_is_handed_back_as_optax_makes_it(name):
+    optimizer = SEPARABLE[name]
+    params, expected = plain_state(optimizer, 4)
+    state, _ = train(step_of(TASK, optimizer), TASK, 4)
+    assert_same_state(state.opt_state, expected)
+    assert_near(state.params, params, rtol=1e-3, atol=1e-6)
 
 
 LENGTH = 3
@@ -268,6 +298,20 @@ def test_stacked_parameters_whose_update_is_not_element_wise_are_updated_at_once
         assert [len(unit.layers) for unit in check_stacked(optimizer)] == [1, LENGTH]
 
 
+@pytest.mark.parametrize(
+    "name", ["tree of labels", "plateau", "one pass", *slow("tree of masked decay", "ema of parameters")]
+)
+def test_a_state_of_such_an_optimizer_is_resumed(name, tmp_path):
+    step = step_of(TASK, SEPARABLE[name])
+    whole, losses = train(step, TASK, 6)
+    state, _ = train(step, TASK, 3)
+    step.save(state, tmp_path / "saved")
+    fresh = jaxferry.train_step(TASK.loss_fn, SEPARABLE[name])
+    resumed, more = take_steps(fresh, fresh.restore(tmp_path / "saved"), [TASK.batch] * 3)
+    assert more == losses[3:]
+    assert_same_bits(resumed.opt_state, whole.opt_state)
+
+
 def tempered():
     """Multiplies updates by an argument of the step, and by a second one that is a tree."""
 
@@ -294,6 +338,23 @@ def test_a_step_hands_on_the_arguments_of_its_own_to_the_optimizer(options):
             expected, others = plain(expected, TASK.batch)
             np.testing.assert_allclose(metrics["loss"], others["loss"], rtol=LOSS_RTOL)
     assert_near(state.params, expected.params, rtol=1e-5, atol=1e-6)
+
+
+def test_the_user_may_hand_on_another_value_than_the_loss():
+    optimizer = optax.polyak_sgd(0.5)
+    step = jaxferry.train_step(TASK.loss_fn, optimizer, extra_args={"value": 0.0})
+    with pytest.warns(UserWarning, match="updates do not overlap"):
+        state = step.init(TASK.params)
+    state, _ = step(state, TASK.batch)
+    assert_same_bits(state.params, TASK.params)
+    state, _ = step(state, TASK.batch, extra_args={"value": 1e-3})
+    updates, _ = optimizer.update(
+        jax.grad(TASK.loss_fn)(TASK.params, TASK.batch), optimizer.init(TASK.params), TASK.params, value=1e-3
+    )
+    for ours, theirs in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(optax.apply_updates(TASK.params, updates)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

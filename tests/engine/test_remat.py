@@ -10,7 +10,12 @@ import pytest
 
 import jaxferry
 import models
-from planned import prepared
+from jaxferry.costs import Profile
+from jaxferry.engine import derivatives_of
+from jaxferry.modes import Mode, Remat
+from jaxferry.step import LayerPlan, Plan
+from planned import assert_same_bits, plan_of, prepared, train
+from watched import watched_steps
 
 POLICY = jax.checkpoint_policies.dots_saveable
 SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-3)
@@ -32,10 +37,45 @@ def smallest_of(task, **options):
     return caught.value.smallest_bytes
 
 
+@pytest.mark.slow
+def test_a_plan_that_recomputes_has_the_bits_of_the_same_remat(gpt):
+    plan = plan_of(gpt, [Mode.GFGB])
+    layers = [dataclasses.replace(x, remat=Remat.FULL if x.name in ("h_0", "h_3") else Remat.NONE) for x in plan.layers]
+    by_plan = jaxferry.train_step(gpt.loss_fn, ADAMW, plan=dataclasses.replace(plan, layers=tuple(layers)))
+    by_name = jaxferry.train_step(gpt.loss_fn, ADAMW, remat={"h_0": "full", "h_3": "full"})
+    (state, losses), (other, others) = train(by_plan, gpt, 4), train(by_name, gpt, 4)
+    assert losses == others
+    assert_same_bits(state.params, other.params)
+    chosen = by_plan.prepare(gpt.batch)
+    assert [s.name for s, kept in zip(chosen.partition.segments, chosen.remat, strict=True) if kept == "full"] == [
+        "h_0",
+        "h_3",
+    ]
+
+
 def test_full_recomputation_keeps_what_crosses_segments_alone(gpt):
     made = prepared(gpt, ADAMW, remat="full")
     derivatives = made.program.derivatives
     assert all(derivatives[segment.program].saved == () for segment in made.partition.segments)
+
+
+@pytest.mark.slow
+def test_auto_recomputes_only_what_a_budget_asks_for_and_none_stays_none(gpt, monkeypatch):
+    without, with_it = smallest_of(gpt), smallest_of(gpt, remat="auto")
+    assert with_it < 0.8 * without
+    with pytest.raises(jaxferry.BudgetError, match="remat='auto' needs less"):
+        prepared(gpt, ADAMW, memory_budget=without - 1)
+    with pytest.raises(jaxferry.BudgetError, match=r"with \d segments that recompute") as caught:
+        prepared(gpt, ADAMW, memory_budget=with_it - 1, remat="auto")
+    assert caught.value.smallest_bytes == with_it
+    assert set(prepared(gpt, ADAMW, memory_budget=without, remat="auto").remat) == {"none"}
+    counts = []
+    for budget in np.linspace(with_it, without - 1, 2).astype(int).tolist():
+        watch, _, made, _ = watched_steps(gpt, monkeypatch, memory_budget=budget, remat="auto")
+        assert watch.most <= made.peak.total <= budget
+        counts.append(made.remat.count("full"))
+    assert f"with {counts[0]} segments" in str(caught.value)
+    assert counts[0] >= counts[1] > 0
 
 
 def test_segments_that_are_not_left_to_the_plan_stay_as_they_are(gpt):
@@ -43,6 +83,37 @@ def test_segments_that_are_not_left_to_the_plan_stay_as_they_are(gpt):
     made = prepared(gpt, ADAMW, memory_budget=smallest_of(gpt, remat=choices), remat=choices)
     chosen = {segment.name: kept for segment, kept in zip(made.partition.segments, made.remat, strict=True)}
     assert (chosen["h_0"], chosen["h_1"], chosen["h_2"], chosen["h_3"]) == ("full", "full", POLICY, "none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+def test_policy_auto_chooses_recomputation_by_the_profile_and_the_same_plan_is_run_again(gpt, tmp_path, profile):
+    """By the planner's count of bytes, which has no temporaries; so with a smaller budget than the engine's."""
+    options = {"policy": "auto", "profile": profile}
+    budget = smallest_of(gpt, remat="auto", **options)
+    made = prepared(gpt, ADAMW, memory_budget=int(1.02 * budget), remat="auto", **options)
+    assert any(made.plan.recomputes) and made.remat.count("full") >= sum(made.plan.recomputes)
+    assert not any(prepared(gpt, ADAMW, memory_budget=2**30, remat="none", **options).plan.recomputes)
+    made.plan.save(tmp_path / "plan.json")
+    again = prepared(gpt, ADAMW, plan=Plan.load(tmp_path / "plan.json"))
+    assert again.plan == made.plan and again.remat.count("full") == sum(made.plan.recomputes)
+
+
+@pytest.mark.slow
+def test_a_measured_profile_says_what_recomputation_costs_where_the_plan_may_choose(gpt):
+    def profile_of(remat):
+        step = jaxferry.train_step(gpt.loss_fn, SGD, remat=remat)
+        return step.measure(gpt.params, gpt.batch)
+
+    left, fixed = profile_of("auto"), profile_of("none")
+    assert {layer.name for layer in left.layers if layer.can_recompute} == {"h_0", "h_1", "h_2", "h_3", "ln_f"}
+    assert not any(layer.can_recompute for layer in fixed.layers)
+    for layer in left.layers:
+        if layer.can_recompute:
+            assert layer.recompute_activation_bytes < layer.activation_bytes
+    # The extra time of these tiny programs is within a shared machine's noise.
+    assert all(layer.recompute_s is not None for layer in left.layers if layer.can_recompute)
+    assert Profile.from_json(left.to_json()) == left
 
 
 def activated(first):
@@ -56,6 +127,24 @@ def activated(first):
         return jnp.mean((x - 1) ** 2)
 
     return loss_fn, params, generator.normal(size=(16, 8)).astype(np.float32)
+
+
+@pytest.mark.parametrize("mode", [Mode.RELOAD, Mode.DFGB])
+def test_a_backward_that_runs_its_forward_again_reads_parameters(mode):
+    loss_fn, params, batch = activated(first=False)
+    losses = []
+    for first in (LayerPlan("l0", Mode.GFGB), LayerPlan("l0", mode, remat=Remat.FULL)):
+        plan = Plan("any", 1.0, (first, *(LayerPlan(f"l{i}", Mode.GFGB) for i in (1, 2, 3))))
+        step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=plan)
+        state = step.init(params)
+        parts = step.prepare(batch).partition
+        assert not derivatives_of(parts, "none")[parts.segments[0].program].weights_read
+        found = []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            found.append(float(metrics["loss"]))
+        losses.append(found)
+    np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

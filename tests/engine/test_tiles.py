@@ -38,6 +38,21 @@ def tiled(gpt):
     return state.params, losses
 
 
+def test_losses_of_many_steps_are_those_of_one_tile(gpt, tiled):
+    _, losses = train(jaxferry.train_step(gpt.loss_fn, ADAMW), gpt, NUM_STEPS)
+    np.testing.assert_allclose(tiled[1], losses, rtol=1e-6)
+    assert losses[-1] < losses[0]
+
+
+def test_dropout_draws_the_masks_of_one_tile():
+    task = models.gpt(dropout=0.3)
+    step, whole = (jaxferry.train_step(task.loss_fn, ADAMW, tiles=tiles) for tiles in (2, "off"))
+    key = jax.random.key(7)
+    losses, others = (train(each, task, 5, rng=key)[1] for each in (step, whole))
+    np.testing.assert_allclose(losses, others, rtol=1e-6)
+    assert not np.allclose(losses, train(whole, task, 5)[1], rtol=1e-3)
+
+
 def test_evaluation_and_other_functions_run_in_tiles_too(gpt):
     step, whole = (jaxferry.train_step(gpt.loss_fn, ADAMW, tiles=tiles) for tiles in (3, "off"))
     states = [each.init(gpt.params) for each in (step, whole)]

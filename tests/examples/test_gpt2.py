@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import signal
 
 import jax
@@ -19,6 +20,7 @@ import model
 import sample
 import small_examples
 import weights
+from jaxferry.errors import InputError
 from metrics_files import read_metrics
 from planned import assert_same_bits
 from small_examples import attend, dense, exact, gelu_by_tanh, norm, run
@@ -75,6 +77,11 @@ def test_loss_is_the_mean_surprise_of_the_next_token(params, tokens):
     np.testing.assert_allclose(loss_fn(params, {"tokens": tokens}), expected, rtol=1e-5)
 
 
+def test_an_untrained_model_knows_nothing(params, tokens):
+    loss = loss_fn(params, {"tokens": tokens})
+    assert abs(loss - math.log(SMALL.vocab_size)) < 0.1
+
+
 def test_activations_have_the_dtype_of_the_parameters_and_the_loss_is_float32(params, tokens):
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     assert logits_fn(half, tokens).dtype == jnp.bfloat16
@@ -90,6 +97,14 @@ def test_dropout_follows_its_key_and_needs_one(params, tokens):
     assert first == again
     assert len({float(first), float(second), float(plain)}) == 3
     np.testing.assert_allclose(loss(params, {"tokens": tokens}), plain, rtol=1e-6)
+
+
+def test_dropout_keeps_the_mean():
+    x = jnp.ones((200, 200))
+    y, key = model.dropout(x, 0.25, jax.random.key(0))
+    assert abs(y.mean() - 1) < 0.02
+    assert set(np.unique(y)) == {0, np.float32(1 / 0.75)}
+    assert not (model.dropout(x, 0.25, key)[0] == y).all()
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +219,12 @@ def test_weights_that_are_written_are_the_published_ones(params, cache, text, tm
     assert Tokenizer.from_file(str(tmp_path / "new" / "tokenizer.json")).to_str() == tokenizer.to_str()
 
 
+def test_weights_of_another_size_are_refused_by_name(params, tmp_path):
+    save_file(published(params), tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"missing: h\.2\.attn\.c_attn\.bias, .*: wpe\.weight is \[12, 16\]"):
+        weights.load(dataclasses.replace(SMALL, num_layers=3, max_length=16), tmp_path)
+
+
 def test_training_learns_and_says_so(cache, text, tmp_path, capsys):
     metrics = tmp_path / "metrics.jsonl"
     assert run("gpt2", text, "--steps", 24, "--metrics", metrics, "--sample-tokens", 4) == 0
@@ -218,6 +239,26 @@ def test_training_learns_and_says_so(cache, text, tmp_path, capsys):
     before, after = (float(line.split(": ")[1]) for line in printed.splitlines() if "validation loss" in line)
     assert after < before - 1
     assert "a sample" in printed
+
+
+@pytest.mark.slow
+def test_another_size_cannot_be_resumed_from(small, cache, text, tmp_path, monkeypatch, capsys):
+    assert run("gpt2", text, "--steps", 0, "--save", tmp_path / "saved") == 0
+    monkeypatch.setitem(model.SIZES, "tiny", dataclasses.replace(model.SIZES["tiny"], num_layers=3))
+    assert run("gpt2", text, "--steps", 1, "--resume", tmp_path / "saved") == 2
+    assert "h_2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "args", [["--reserve-factor", "0.5"], ["--compute-dtype", "bfloat16"], ["--memory-budget", "1MiB"]]
+)
+def test_options_reach_the_training(args, small, cache, text, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    assert run("gpt2", text, "--steps", 2, "--metrics", metrics, *args) == 0
+    peak = read_metrics(metrics)[-1]["device_param_bytes_peak"]
+    whole = model.count_parameters(model.SIZES["tiny"]) * 4
+    assert 0 < peak <= (whole / 2 if "bfloat16" in args else whole)
 
 
 @pytest.mark.parametrize(("saving", "number", "status"), [(True, signal.SIGTERM, 143), (False, signal.SIGINT, 130)])

@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 import json
+import tracemalloc
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,6 +18,9 @@ import small_examples
 from examples.common import text as common_text
 from examples.llama import model, sample, train, weights
 from jaxferry.checkpoint import pretrained
+from jaxferry.engine import derivatives_of
+from jaxferry.errors import InputError
+from jaxferry.partition import partition
 from metrics_files import read_losses
 from plain_optax import offloaded_losses
 from planned import assert_same_bits
@@ -129,6 +134,18 @@ def test_logits_are_those_of_a_numpy_llama(name, tokens):
     np.testing.assert_allclose(logits_of(config, params, tokens), expected, atol=2e-5)
 
 
+@EACH
+def test_activations_have_the_parameters_dtype_and_the_table_a_gradient_of_rows(name, tokens):
+    config, whole = small_examples.LLAMAS[name], params_of(name)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), whole)
+    assert jax.eval_shape(lambda p: logits_of(config, p, tokens), params).dtype == jnp.bfloat16
+    batch = {"tokens": tokens}
+    parts = partition(model.make_loss(config), whole, (batch,), compute_dtype=jnp.bfloat16)
+    crossing = {v for segment in parts.segments for v in (*segment.inputs, *segment.outputs)} - {parts.loss}
+    assert {parts.graph.avals[value].dtype for value in crossing} == {jnp.dtype(jnp.bfloat16)}
+    assert derivatives_of(parts, "none")[parts.segments[0].program].has_rows
+
+
 def test_fresh_adapters_change_nothing_and_only_they_are_trained(tokens):
     fresh = jax.jit(model.make_init(ADAPTED))(jax.random.key(0))
     base = nnx.split_state(fresh, nnx.LoRAParam, ...)[1]
@@ -181,6 +198,19 @@ def test_published_weights_become_the_model_that_they_are(config, tokens, tmp_pa
     np.testing.assert_allclose(logits[0], numpy_logits(config, tensors, tokens[0]), atol=2e-5)
 
 
+def test_published_weights_are_given_fresh_adapters(params, tokens, tmp_path):
+    save_shards(published(SMALL, params), tmp_path)
+    loaded = weights.load(ADAPTED, tmp_path, seed=4)
+    step = jaxferry.train_step(model.make_loss(ADAPTED), train.make_optimizer(1e-2, ADAPTED.lora_rank))
+    state = step.init(loaded)
+    logits = step.apply(state, lambda params, tokens: logits_of(ADAPTED, params, tokens), tokens)
+    np.testing.assert_allclose(logits, logits_of(SMALL, params, tokens), atol=1e-5)
+    adapters, base = nnx.split_state(state.params, nnx.LoRAParam, ...)
+    assert_same_bits(base, params)
+    fresh = nnx.split_state(jax.jit(model.make_init(ADAPTED))(jax.random.key(4)), nnx.LoRAParam, ...)[0]
+    assert_same_bits(adapters, fresh)
+
+
 @pytest.mark.parametrize("config", [SCALED, ADAPTED, BIASED], ids=["scaled and tied", "adapted", "biased"])
 def test_written_weights_are_the_model_with_its_adapters(config, tokens, text, tmp_path):
     params = with_noise(model.make_init(config))
@@ -191,6 +221,42 @@ def test_written_weights_are_the_model_with_its_adapters(config, tokens, text, t
     np.testing.assert_allclose(found, expected, atol=1e-5)
     if config is SCALED:
         assert_same_bits(written, params)
+
+
+def test_writing_merges_one_kernel_at_a_time(tmp_path):
+    config = model.Config(8, 4, 4, 128, 512, max_length=32, vocab_size=37, lora_rank=2)
+    like = jax.eval_shape(model.make_init(config), jax.random.key(0))
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), like)
+    tokenizer = common_text.train_byte_bpe(["some words"], 300)
+    tracemalloc.start()
+    try:
+        weights.save(config, params, tmp_path / "new", tokenizer)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    # The transposed copy that is written, the sum and its two terms.
+    assert peak_bytes < 8 * largest < (tmp_path / "new" / "model.safetensors").stat().st_size / 2
+
+
+def test_weights_of_another_model_are_refused_by_name(params, tmp_path):
+    tensors = published(SMALL, params)
+    tensors["model.layers.2.mlp.up_proj.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    tensors["model.norm.weight"] = np.ones(8, np.float32)
+    save_shards(tensors, tmp_path)
+    with pytest.raises(InputError) as refused:
+        weights.load(SMALL, tmp_path)
+    assert "missing: model.layers.1.mlp.up_proj.weight;" in str(refused.value)
+    assert "unexpected: model.layers.2.mlp.up_proj.weight;" in str(refused.value)
+    assert "model.norm.weight is [8], norm/scale [16]" in str(refused.value)
+
+
+def test_a_resumed_run_of_adapters_goes_on_bit_by_bit(small, cache, text, tmp_path):
+    whole, parts, adapters = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl", ["--lora-rank", "2"]
+    assert run("llama", text, "--steps", 6, "--metrics", whole, *adapters) == 0
+    assert run("llama", text, "--steps", 3, "--metrics", parts, "--save", tmp_path / "saved", *adapters) == 0
+    assert run("llama", text, "--steps", 6, "--metrics", parts, "--resume", tmp_path / "saved", *adapters) == 0
+    assert read_losses(whole) == read_losses(parts)
 
 
 @pytest.fixture
@@ -216,3 +282,8 @@ def test_training_goes_on_from_published_weights(checkpoint, cache, text, tmp_pa
     optimizer = train.make_optimizer(train.LEARNING_RATES["tiny"], 2)
     expected = offloaded_losses(model.make_loss(config), optimizer, loaded, batches, 3)
     assert [loss for _, loss in read_losses(metrics)] == expected
+
+
+def test_weights_and_a_saved_state_are_not_both_taken(checkpoint, cache, text, capsys):
+    assert run("llama", text, "--weights", checkpoint, "--resume", "somewhere") == 2
+    assert "--resume and --weights both set" in capsys.readouterr().err

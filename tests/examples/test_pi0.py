@@ -72,6 +72,16 @@ def test_scans_over_pairs_and_the_encoder_of_all_images_are_cut_by_layer():
     assert not parts.notes
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"policy": "native-overlapped"}, {"policy": "auto", "memory_budget": "2MiB"}])
+def test_losses_are_those_of_plain_optax(options, tmp_path):
+    run = train.start(CREATE, train_optimizer(), observations(), ROWS, seed=7, clip_norm=CLIP, **options)
+    assert run.train(STEPS, tmp_path / "metrics.jsonl", append=False) == 0
+    np.testing.assert_allclose(
+        [loss for _, loss in read_losses(tmp_path / "metrics.jsonl")], expected_losses(7), rtol=LOSS_RTOL
+    )
+
+
 def train_optimizer():
     return train.make_optimizer(AdamW(), Constant())
 
@@ -169,6 +179,16 @@ def test_checkpoints_of_nnx_states_are_read_like_those_of_dictionaries(tmp_path)
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "params", deep)
     jax.tree.map(np.testing.assert_array_equal, train.read_params(tmp_path / "params"), state.to_pure_dict())
+
+
+@pytest.mark.slow
+def test_what_a_configuration_freezes_stays(openpi):
+    before = train.make_init(CREATE)(jax.random.key(7))
+    trainable = train.trained_by(train.find("frozen"))
+    run = train.start(CREATE, train_optimizer(), observations(), ROWS, 7, trainable=trainable)
+    run.train_one(lambda record: None, True)
+    same = jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), run.state.params, before)
+    assert all(jax.tree.leaves(same["img"])) and not all(jax.tree.leaves(same["llm"]))
 
 
 def test_without_openpi_the_command_says_so(monkeypatch, capsys):

@@ -4,11 +4,13 @@ import itertools
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import small_examples
 from benchmarks.papers.paper_models import transformer_xl
+from examples.common.training import count_parameters
 from examples.transformer_xl import data, model, sample
 from jaxferry.errors import InputError
 from metrics_files import read_losses
@@ -88,6 +90,20 @@ def test_logits_and_memory_are_those_of_a_numpy_transformer_xl(length, params):
             np.testing.assert_allclose(block[row], past[-length:], atol=1e-5)
 
 
+def test_the_memory_reaches_further_back_than_the_segment(params):
+    """A token two segments ago changes the predictions."""
+    tokens = np.random.default_rng(4).integers(SMALL.vocab_size, size=(1, 3 * T))
+    other = tokens.copy()
+    other[0, 1] = (other[0, 1] + 1) % SMALL.vocab_size
+    results = []
+    for row in (tokens, other):
+        memory = model.empty_memory(SMALL, 1, T, np.float32)
+        for segment in np.split(row, 3, axis=1):
+            logits, memory = apply(params, segment, memory)
+        results.append(logits)
+    assert np.abs(results[0] - results[1]).max() > 1e-5
+
+
 def test_no_gradient_goes_into_the_memory_or_comes_out_of_it(params):
     batch = {"tokens": make_streams()(0)["tokens"], "is_start": np.bool_(False)}
     memory = make_memory(M)
@@ -123,6 +139,12 @@ def test_sizes_are_those_of_the_paper(size):
     np.testing.assert_allclose(paper.num_parameters, float(size.removesuffix("b")) * 1e9, rtol=0.05)
 
 
+@pytest.mark.parametrize("size", ["0.7b", "6.7b"])
+def test_parameters_are_as_many_as_in_the_paper(size):
+    count = count_parameters(model.make_init(model.SIZES[size]))
+    np.testing.assert_allclose(count, paper_model(size).num_parameters, rtol=2e-3)
+
+
 def test_streams_go_on_where_they_ended():
     tokens = np.arange(100, dtype=np.uint16)
     streams = data.Streams(tokens, 3, 5, 0)
@@ -155,6 +177,11 @@ def test_greedy_sampling_takes_the_likeliest_token_and_looks_back_through_its_me
     assert sample.generate(SMALL, params, [1, 2, 3], 7, memory_length=4, temperature=0) == tokens[3:]
 
 
+def test_sampling_follows_its_seed(params):
+    first, again, second = (sample.generate(SMALL, params, [1, 2], 20, M, 1.0, seed) for seed in (0, 0, 1))
+    assert first == again != second
+
+
 def test_an_interrupted_run_keeps_its_memory(small, cache, text, tmp_path, monkeypatch):
     whole, parts, saved = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl", tmp_path / "saved"
     assert run("transformer_xl", text, "--steps", 6, "--lr", "0.01", "--metrics", whole) == 0
@@ -170,3 +197,21 @@ def test_an_interrupted_run_keeps_its_memory(small, cache, text, tmp_path, monke
         assert run("transformer_xl", text, "--steps", 50, "--lr", "0.01", "--metrics", parts, "--save", saved) == 130
     assert run("transformer_xl", text, "--steps", 6, "--lr", "0.01", "--metrics", parts, "--resume", saved) == 0
     assert read_losses(whole) == read_losses(parts)
+
+
+def test_the_memory_has_the_compute_dtype(small, cache, text, tmp_path):
+    half, saved = ["--compute-dtype", "bfloat16"], tmp_path / "saved"
+    assert run("transformer_xl", text, "--steps", 2, *half, "--save", saved) == 0
+    assert run("transformer_xl", text, "--steps", 3, *half, "--resume", saved) == 0
+    memory = model.empty_memory(SMALL, B, M, jnp.bfloat16)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.make_init(SMALL)(jax.random.key(0)))
+    _, new = apply(half, make_streams()(0)["tokens"][:, :-1], memory)
+    assert all(block.dtype == jnp.bfloat16 for block in new)
+
+
+def test_a_state_of_another_batch_size_is_refused(small, cache, text, tmp_path, capsys):
+    assert run("transformer_xl", text, "--steps", "1", "--save", tmp_path / "saved") == 0
+    capsys.readouterr()
+    assert run("transformer_xl", text, "--steps", "2", "--resume", tmp_path / "saved", "--batch", "3") == 2
+    error = capsys.readouterr().err
+    assert "another --batch" in error and error.count("\n") == 1

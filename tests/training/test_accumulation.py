@@ -54,6 +54,40 @@ def test_gradients_stay_on_the_device_within_the_budget_and_else_are_added_up_in
     assert set(tight.prepare(gpt.batch).modes) == {Mode.GFGB}
 
 
+def test_only_the_last_micro_batch_updates_and_tells_the_norm_of_the_mean(gpt, batches):
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), accumulate=N)
+    state = step.init(gpt.params)
+    gradient, gradients = jax.jit(jax.grad(gpt.loss_fn)), []
+    for batch in batches[:N]:
+        assert_same_bits(state.params, gpt.params)
+        gradients.append(gradient(gpt.params, batch))
+        state, metrics = step(state, batch)
+        assert ("grad_norm" in metrics) == (len(gradients) == N)
+    mean = jax.tree.map(lambda *leaves: sum(leaves) / N, *gradients)
+    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(mean)))
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    jax.tree.map(
+        lambda new, old, g: np.testing.assert_allclose(new, old - 0.1 * g, rtol=1e-4, atol=1e-6),
+        state.params,
+        gpt.params,
+        mean,
+    )
+
+
+def test_a_checkpoint_is_that_of_the_last_update(gpt, batches, tmp_path):
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2), accumulate=N)
+    state, _ = train(step, gpt.params, batches[:5])
+    step.save(state, tmp_path / "saved")
+    resumed = step.restore(tmp_path / "saved")
+    assert resumed.step == 3
+    for batch in batches[3:]:
+        resumed, _ = step(resumed, batch)
+    for batch in batches[5:]:
+        state, _ = step(state, batch)
+    assert_same_bits(resumed.params, state.params)
+    assert (state.step, state.updated_step) == (resumed.step, resumed.updated_step) == (7, 6)
+
+
 def bad_loss(params, x):
     return jnp.mean((x @ params["a"]["w"]) ** 2)
 
@@ -78,6 +112,27 @@ def test_a_loss_that_is_not_finite_drops_what_was_accumulated(place):
     once = jaxferry.train_step(bad_loss, optax.sgd(0.1))
     expected, _ = once(once.init(params), x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params, expected.params)
+
+
+@pytest.mark.parametrize("lengths", [(8, 30, 8), *slow((30, 8, 8), (8, 8, 30))])
+def test_micro_batches_may_differ_in_shape_so_that_a_lookup_is_dense_in_some(lengths):
+    generator = np.random.default_rng(0)
+    params = {
+        "table": generator.normal(size=(20, 8)).astype(np.float32),
+        "out": {"w": generator.normal(size=(8, 8)).astype(np.float32)},
+    }
+
+    def loss_fn(params, tokens):
+        return jnp.mean((jnp.tanh(params["table"][tokens] @ params["out"]["w"]) - 0.3) ** 2)
+
+    batches = [generator.integers(0, 20, length).astype(np.int32) for length in lengths]
+    step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), accumulate=N)
+    state, _ = train(step, params, batches)
+    gradients = [jax.grad(loss_fn)(params, batch) for batch in batches]
+    mean = jax.tree.map(lambda *each: sum(each) / N, *gradients)
+    updates, _ = optax.adamw(1e-2).update(mean, optax.adamw(1e-2).init(params), params)
+    expected = optax.apply_updates(params, updates)
+    assert_near(state.params, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", ["dhd", *slow("nhd", "hdd", "dnd", "ddh", "dhh", "hdh", "ddn")])

@@ -1,6 +1,7 @@
 """Evaluation: `step.apply` and `step.evaluate` against plain `jit`, under memory budgets."""
 
 import gc
+import itertools
 import signal
 
 import jax
@@ -11,10 +12,11 @@ import pytest
 
 import jaxferry
 import models
+from jaxferry.modes import Mode
 from jaxferry.native import is_available
 from jaxferry.step import Source
 from jaxferry.transport import Allocator, Placement
-from planned import assert_same_bits, train
+from planned import assert_same_bits, plan_of, train
 from slowly import slow
 from steps import after_each_program
 from tolerances import LOSS_RTOL
@@ -58,6 +60,37 @@ def test_any_function_returns_what_plain_jit_does(gpt, transport):
         np.testing.assert_allclose(np.asarray(leaf, np.float32), np.asarray(same, np.float32), **RTOL)
 
 
+def decode(params, tokens, caches, position):
+    """One more row of an attention over all rows so far: the cache goes in and comes out."""
+    x, grown = params["embedding"][tokens], []
+    for layer, cache in zip(params["layers"], caches, strict=True):
+        cache = jax.lax.dynamic_update_slice(cache, (x @ layer["key"]["kernel"])[:, None], (0, position, 0))
+        scores = jnp.einsum("bc,btc->bt", x @ layer["query"]["kernel"], cache)
+        weights = jax.nn.softmax(jnp.where(jnp.arange(cache.shape[1]) <= position, scores, -jnp.inf))
+        x = x + jnp.einsum("bt,btc->bc", weights, cache)
+        grown.append(cache)
+    return x @ params["embedding"].T, grown
+
+
+def test_tokens_are_sampled_with_a_cache_as_argument_and_result():
+    keys = iter(jax.random.split(jax.random.key(0), 16))
+    layers = [{name: {"kernel": jax.random.normal(next(keys), (8, 8))} for name in ("query", "key")} for _ in range(3)]
+    params = {"embedding": jax.random.normal(next(keys), (32, 8)), "layers": layers}
+    step = jaxferry.train_step(lambda params, tokens: decode(params, tokens, cache, 0)[0].var(), optax.sgd(0.1))
+    cache = [jnp.zeros((2, 6, 8))] * 3
+    state, plain = step.init(params), jax.jit(decode)
+    ours = theirs = (jnp.array([3, 5]), cache)
+    for position in range(6):
+        ours = step.apply(state, decode, *ours, position)
+        theirs = plain(params, *theirs, position)
+        np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
+        ours, theirs = ((logits.argmax(-1), caches) for logits, caches in (ours, theirs))
+        np.testing.assert_array_equal(ours[0], theirs[0])
+    segments = step.compiler.evaluator(decode, (*ours, 0), {}).partition.segments
+    assert len(segments) == 5
+    assert len({segment.program for segment in segments}) == 3
+
+
 def test_a_function_is_traced_once_for_each_structure_of_its_arguments(gpt):
     traced = []
 
@@ -78,11 +111,35 @@ def test_a_function_is_traced_once_for_each_structure_of_its_arguments(gpt):
     assert len(traced) == 4
 
 
+def test_applying_first_does_not_make_the_state_change_its_layers_back_and_forth(gpt):
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
+    state = step.init(gpt.params)
+    step.apply(state, lambda params: params["wte"]["embedding"].sum())
+    state, _ = step(state, gpt.batch)
+    layers = state.host.layers
+    step.apply(state, logits_fn, gpt.batch)
+    step.apply(state, lambda params: params["h_1"]["scale"].sum())
+    assert state.host.layers is layers
+
+
 def test_a_function_without_parameters_is_refused(gpt):
     step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
     state = step.init(gpt.params)
     with pytest.raises(jaxferry.PartitionError, match="reads no parameter"):
         step.apply(state, lambda params, tokens: tokens.sum(), gpt.batch)
+
+
+def test_a_loop_that_has_no_derivative_is_applied(gpt):
+    def search(params, tokens):
+        def extend(tokens):
+            logits = logits_fn(params, tokens)[:, -1]
+            return jnp.concatenate([tokens[:, 1:], logits.argmax(-1)[:, None]], axis=1)
+
+        return jax.lax.while_loop(lambda known: known[0, -1] != 7, lambda known: extend(known) * 0 + 7, tokens)
+
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
+    state = step.init(gpt.params)
+    np.testing.assert_array_equal(step.apply(state, search, gpt.batch), search(gpt.params, gpt.batch))
 
 
 class Watch:
@@ -175,6 +232,47 @@ def test_the_smallest_budget_of_a_refusal_is_enough_beside_what_an_allocator_doe
     np.testing.assert_allclose(result, apply(None)[0], **RTOL)
     with pytest.raises(jaxferry.BudgetError):
         apply(peak.counted)
+
+
+@pytest.mark.slow
+def test_evaluation_has_the_budget_of_training_and_frees_what_that_keeps(gpt, monkeypatch):
+    def make(budget, **options):
+        return jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), memory_budget=budget, **options)
+
+    plan = plan_of(gpt, [Mode.RESIDENT])
+    free = make(None, plan=plan)
+    state, losses = train(free, gpt, 2)
+    budget = free.prepare(gpt.batch).peak.total
+    expected = float(free.evaluate(state, jnp.tile(gpt.batch, (8, 1))))
+    assert len(state.resident) == len(state.host.layers)
+    step = make(budget, plan=plan)
+    state, _ = train(step, gpt, 1)
+    assert len(state.resident) == len(state.host.layers)
+    wide = next(
+        wide
+        for wide in (jnp.tile(gpt.batch, (copies, 1)) for copies in range(2, 64))
+        if step.compiler.evaluator(gpt.loss_fn, (wide,), {}).peak.total
+        + sum(layer.num_bytes for layer in state.host.layers)
+        > budget
+    )
+    step.evaluate(state, wide)
+    assert not state.resident
+    state, metrics = step(state, gpt.batch)
+    assert float(metrics["loss"]) == losses[1]
+    np.testing.assert_allclose(float(step.evaluate(state, gpt.batch)), expected, rtol=LOSS_RTOL)
+    with pytest.raises(jaxferry.BudgetError, match="too small for this forward"):
+        step.evaluate(state, jnp.tile(gpt.batch, (512, 1)))
+
+
+def test_at_most_two_layers_are_on_the_device(gpt):
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
+    state = step.init(gpt.params)
+    step.apply(state, logits_fn, gpt.batch)
+    evaluator = step.compiler.evaluator(logits_fn, (gpt.batch,), {})
+    sizes = [state.host.layers[segment.group].num_bytes for segment in evaluator.partition.segments]
+    most = max(a + b for a, b in itertools.pairwise(sizes))
+    assert evaluator.transport.loaded_bytes.peak == most < sum(layer.num_bytes for layer in state.host.layers)
+    assert evaluator.transport.loaded_bytes.now == 0
 
 
 @pytest.mark.parametrize("at", [0, 3])

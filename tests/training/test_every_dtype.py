@@ -13,7 +13,7 @@ import pytest
 import jaxferry
 from jaxferry import checkpoint
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.optimizer import host_array
+from jaxferry.optimizer import host_array, host_memory
 from jaxferry.partition import Span, from_bytes, shape_from_stored, stored_struct, to_bytes
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import make_placement
@@ -183,6 +183,32 @@ def test_states_that_are_made_of_others_hold_and_show_the_same_codes(name, shape
     assert_same(state.lazy_params["q"]["q"][1:6], array[1:6])
 
 
+@pytest.mark.cpu_device  # XLA pins more than is asked for
+@pytest.mark.parametrize(("name", "shape"), CODED, ids=str)
+def test_memory_is_checked_for_the_bytes_that_coded_parameters_take(name, shape, monkeypatch, tmp_path):
+    """A state holds several elements in a byte. NumPy, and so a copy for the user, holds one."""
+    params = make_params(name, shape)
+    step = make_step()
+    state = step.init(params)
+    step.save(state, tmp_path / "saved")
+    counted = []
+    monkeypatch.setattr(host_memory, "check", lambda needed, *_, **__: counted.append(sum(needed.values())))
+    trained = params["a"]["w"].nbytes + params["v"]["v"].nbytes
+    stored = to_bytes(params["q"]["q"]).nbytes
+    for use, expected in (
+        (lambda: state.params, trained + params["q"]["q"].nbytes),
+        (state.copy, trained + stored),
+        (lambda: assigned(state, params), trained + stored),
+        (lambda: step.save(state, tmp_path / "background", wait=False), trained + stored),
+        # The masters, the compute copy, and the gradients of what is trained; a frozen one has one copy.
+        (lambda: step.restore(tmp_path / "saved"), 3 * trained + stored),
+    ):
+        counted.clear()
+        use()
+        assert counted[0] == expected
+    step.wait_for_saves()
+
+
 def test_elements_of_a_process_are_cut_from_the_bytes(tmp_path):
     """Where several processes train, each holds a span of a parameter's elements, which for coded ones are bytes."""
     array = make_params("int4", (8, 8))["q"]["q"]
@@ -256,6 +282,16 @@ def test_bytes_hold_every_code(name, shape):
     assert (stored.shape, stored.dtype) == (stored_struct(array).shape, stored_struct(array).dtype)
     assert shape_from_stored(stored, array.dtype) == shape
     assert_same(np.asarray(from_bytes(stored, array.dtype)), array)
+
+
+def test_four_bits_take_half_a_byte_on_the_host_and_on_the_device():
+    params = make_params("int4", (8, 8))
+    step = make_step("ferry")
+    state, _ = step(step.init(params), X)
+    [layer] = [layer for layer in state.host.layers if layer.name == "q"]
+    assert layer.num_bytes == 32
+    state.fill()
+    assert [vector.nbytes for vector in state.host.vectors[state.host.layers.index(layer)]] == [32]
 
 
 def test_layers_of_a_scan_are_cut_from_packed_stacks():

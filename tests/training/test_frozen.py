@@ -3,16 +3,19 @@
 import contextlib
 import functools
 import gc
+import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxferry
 import models
-from jaxferry.step import Kind
-from planned import assert_near, assert_same_bits, train
+from jaxferry.modes import Mode
+from jaxferry.step import Kind, LayerPlan, Plan
+from planned import assert_near, assert_same_bits, plan_of, train
 from slowly import slow
 from tolerances import LOSS_RTOL, PARAMS_RTOL
 from watched import live_arrays
@@ -153,6 +156,40 @@ def test_the_copy_of_a_frozen_parameter_is_never_written_again_and_the_only_one(
     assert not masters_beside(state, known)
 
 
+@pytest.mark.parametrize("given", [*slow(jnp.float32), jnp.bfloat16])
+def test_a_frozen_parameter_keeps_its_dtype_and_bits_whatever_the_compute_dtype(task, given, tmp_path):
+    params = jax.tree.map(
+        lambda x, label: x if label == "adapter" else x.astype(given), task.params, labels(task.params)
+    )
+    step = jaxferry.train_step(
+        task.loss_fn, optax.adamw(1e-2), trainable=is_trained, compute_dtype=jnp.bfloat16, clip_norm=0.5
+    )
+    known = set(host_arrays())
+    state, losses = train(step, models.Task(task.loss_fn, params, task.batch), 3)
+    assert losses[-1] < losses[0]
+    assert {str(v.dtype) for vectors in state.host.vectors for v in vectors} == {"bfloat16"}
+    state.settle()
+    assert len(masters_beside(state, known)) == (0 if given == jnp.bfloat16 else 1 + DEPTH * 4 - 4)
+    for label, ours, theirs in zip(*map(jax.tree.leaves, (labels(params), state.params, params)), strict=True):
+        assert ours.dtype == (jnp.float32 if label == "adapter" else given)
+        assert (label == "frozen") == (ours.tobytes() == np.asarray(theirs).tobytes())
+    step.save(state, tmp_path / "saved")
+    assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
+
+
+def test_a_layer_that_is_frozen_and_resident_is_loaded_once(task):
+    plan = plan_of(task, [Mode.RESIDENT])
+    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, plan=plan)
+    state, _ = train(step, task, 2)
+    assert tasks_of(step, task, Kind.REFRESH) == ["norm", "block_2", "block_1"]
+    names = [state.host.layers[layer].name for layer in state.resident]
+    held = {name: state.resident[layer] for name, layer in zip(names, state.resident, strict=True)}
+    state, _ = step(state, task.batch)
+    now = {state.host.layers[layer].name: copy for layer, copy in state.resident.items()}
+    state.settle()
+    assert now["block_0"] is held["block_0"] and now["table"] is held["table"]
+
+
 @pytest.mark.parametrize("spoken", ["tree", *slow("function", "argument")])
 def test_a_joint_optimizer_of_the_trained_parameters_leaves_the_others_frozen(task, spoken):
     inner = CLIPPED
@@ -186,6 +223,95 @@ def test_a_parameter_with_state_or_decay_is_not_frozen(task, where):
     np.testing.assert_allclose(ours, losses, rtol=LOSS_RTOL)
     assert len(state.host.units) == len(state.host.layers)
     assert_near(state.params, expected, rtol=PARAMS_RTOL, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_profile_knows_what_frozen_layers_do_not_cost_and_policies_plan_with_it(task):
+    def make(**more):
+        return jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, **more)
+
+    layers = {layer.name: layer for layer in make().measure(task.params, task.batch).layers}
+    for name in ("table", "block_0", "block_3", "table#2"):
+        assert layers[name].grad_bytes == 0 == layers[name].offload_s == layers[name].update_s
+    assert layers["block_0"].backward_s == layers["block_0"].backward_dha_s == 0 < layers["block_3"].backward_s
+    assert layers["block_1"].grad_bytes == 8 * WIDTH * RANK < layers["block_1"].param_bytes
+    assert layers["block_1"].update_s > 0 < layers["block_1"].offload_s
+    expected = train(make(), task, 3)[1]
+    for policy in ("exact", "memferry", "go-memferry", "auto", "l2l", "zero-offload"):
+        _, losses = train(make(policy=policy, profile="estimate"), task, 3)
+        np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
+
+
+@pytest.mark.cpu_device  # temporaries of another device may leave room for all copies
+def test_evaluation_and_budgets_know_frozen_layers(task):
+    free = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained)
+    state, losses = train(free, task, 3)
+    plain = task.loss_fn(jax.tree.map(jnp.asarray, state.params), task.batch)
+    np.testing.assert_allclose(free.evaluate(state, task.batch), plain, rtol=LOSS_RTOL)
+    whole = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2))
+    whole.init(task.params)
+    peak = free.prepare(task.batch).peak.total
+    assert peak < whole.prepare(task.batch).peak.total
+    tight = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, memory_budget=peak - 1)
+    assert train(tight, task, 3)[1] == losses
+    assert Mode.RELOAD in tight.prepare(task.batch).modes
+
+
+def quantised(dtype):
+    """Products with frozen matrices of that dtype, each beside a trained adapter."""
+    draw = np.random.default_rng(3)
+
+    def matrix():
+        whole = draw.integers(-100, 100, (WIDTH, WIDTH))
+        return jnp.asarray({bool: whole % 2, jnp.float8_e4m3fn: whole / 16}.get(dtype, whole), dtype)
+
+    def layer():
+        adapter = {"a": draw.normal(size=(WIDTH, RANK)).astype(np.float32), "b": np.zeros((RANK, WIDTH), np.float32)}
+        return {"q": matrix(), "scale": np.full(WIDTH, 1 / 300, np.float32), "lora": adapter}
+
+    params = {f"h_{i}": layer() for i in range(DEPTH)}
+
+    def loss_fn(params, batch):
+        x = batch
+        for i in range(DEPTH):
+            q, scale, lora = (params[f"h_{i}"][name] for name in ("q", "scale", "lora"))
+            product = x @ (q.real.astype(jnp.float32) * scale) + x @ lora["a"] @ lora["b"]
+            x = x + jnp.tanh(product)
+        return jnp.mean((x - 1) ** 2)
+
+    return models.Task(loss_fn, params, draw.normal(size=(8, WIDTH)).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, *slow(jnp.complex64, bool, jnp.int32, jnp.float8_e4m3fn)], ids=str)
+@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
+def test_frozen_parameters_of_dtypes_that_cannot_be_trained_are_as_plain_optax_sees_them(dtype, transport, tmp_path):
+    task = quantised(dtype)
+    adapters = {name: layer["lora"] for name, layer in task.params.items()}
+
+    def loss_of_adapters(adapters, batch):
+        return task.loss_fn({name: {**task.params[name], "lora": adapters[name]} for name in adapters}, batch)
+
+    _, expected = models.plain_loop(models.Task(loss_of_adapters, adapters, task.batch), ADAMW, 4)
+    modes = (Mode.RELOAD, Mode.DHA, Mode.GFGB, Mode.RESIDENT)
+    plan = Plan("any", 1.0, tuple(map(LayerPlan, task.params, itertools.cycle(modes))))
+    step = jaxferry.train_step(
+        task.loss_fn, ADAMW, plan=plan, transport=transport, trainable=lambda path: "lora" in path
+    )
+    state, losses = train(step, task, 2)
+    step.save(state, tmp_path / "run")
+    state = step.restore(tmp_path / "run")
+    for _ in range(2):
+        state, metrics = step(state, task.batch)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
+    for name, layer in task.params.items():
+        assert_same_bits(state.params[name]["q"], layer["q"])
+
+
+def test_what_cannot_be_trained_must_be_frozen():
+    task = quantised(jnp.int8)
+    with pytest.raises(jaxferry.InputError, match=r"'h_0/q' has dtype int8; .* freeze it by trainable="):
+        jaxferry.train_step(task.loss_fn, ADAMW).init(task.params)
 
 
 @pytest.mark.parametrize(

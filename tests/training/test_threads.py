@@ -2,19 +2,22 @@
 
 import threading
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxferry
-from models import chain
 from planned import assert_same_bits
 
 BATCH = np.linspace(-1, 1, 4 * 32, dtype=np.float32).reshape(4, 32)
 LONGEST_S = 120
 
 
-loss_fn = chain(residual=True)
+def loss_fn(params, batch):
+    for name in sorted(params):
+        batch = batch + jnp.tanh(batch @ params[name])
+    return (batch**2).mean()
 
 
 def made():
@@ -107,6 +110,12 @@ def test_threads_that_take_turns_may_use_a_step(training):
     assert state.step == number + 4
 
 
+def test_entries_within_an_entry_of_the_same_thread_are_allowed(training):
+    step, state, _, _ = training
+    with step.owner.using("TrainStep.__call__"):
+        assert_same_bits(state.copy().params, state.params)
+
+
 def test_two_threads_that_call_one_step_neither_hang_nor_harm_the_state():
     step, state, _ = made()
     start, told = threading.Barrier(2), []
@@ -135,3 +144,59 @@ def test_two_threads_that_call_one_step_neither_hang_nor_harm_the_state():
     for _ in range(sum(found)):
         expected_step(expected, BATCH)
     assert_same_bits(state.params, expected.params)
+
+
+def test_reading_a_state_beside_steps_is_right_or_refused():
+    step, state, _ = made()
+    step(state, BATCH)
+    is_over = threading.Event()
+
+    def read():
+        while not is_over.is_set():
+            for entry in ("params", "copy", "evaluate", "opt_state"):
+                try:
+                    ENTRIES[entry](step, state, None, None)
+                except jaxferry.StateError as error:
+                    assert "one thread at a time" in str(error)
+        return "read"
+
+    found = []
+    reader = threading.Thread(target=lambda: found.append(in_thread(read)), daemon=True)
+    reader.start()
+    taken = 1
+    while taken < 30:
+        try:
+            step(state, BATCH)
+            taken += 1
+        except jaxferry.StateError as error:
+            assert "one thread at a time" in str(error)
+    is_over.set()
+    reader.join(LONGEST_S)
+    assert found == ["read"]
+    expected_step, expected, _ = made()
+    for _ in range(30):
+        expected_step(expected, BATCH)
+    assert_same_bits(state.params, expected.params)
+
+
+def test_a_save_in_the_background_writes_beside_steps_and_another_step_runs_beside_it(tmp_path):
+    step, state, _ = made()
+    step(state, BATCH)
+    before = state.params
+    step.save(state, tmp_path / "saved", wait=False)
+
+    def other():
+        own_step, own, _ = made()
+        for _ in range(5):
+            own_step(own, BATCH)
+        return own.params
+
+    found = []
+    thread = threading.Thread(target=lambda: found.append(other()), daemon=True)
+    thread.start()
+    for _ in range(4):
+        step(state, BATCH)
+    assert not isinstance(in_thread(step.wait_for_saves), BaseException)
+    thread.join(LONGEST_S)
+    assert_same_bits(step.restore(tmp_path / "saved").params, before)
+    assert_same_bits(found[0], state.params)
