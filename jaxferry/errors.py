@@ -44,7 +44,7 @@ _STAGES = {
     **dict.fromkeys(("costs", "training"), "costs"),
     **dict.fromkeys(("training.entry", "training.options"), "arguments"),
     **dict.fromkeys(("planner", "step", "weights", "training.choice"), "planning"),
-    **dict.fromkeys((f"engine.{name}" for name in ("lowering", "memory", "lifetimes", "budget")), "compilation"),
+    **dict.fromkeys((f"engine.{name}" for name in ("lowering", "memory", "lifetimes")), "compilation"),
     **dict.fromkeys((f"engine.program{name}" for name in ("s", "_functions")), "compilation"),
     **dict.fromkeys(("training.compiler", "training.step"), "compilation"),
     "engine": "step",

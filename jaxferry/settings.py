@@ -267,12 +267,12 @@ def _check(values: dict[str, Any]) -> None:
         warnings.warn(
             "jax_disable_jit has no effect on JaxFerry, whose steps are compiled programs: to run the loss function "
             "operation by operation, call jax.value_and_grad(loss_fn) itself on small parameters",
-            stacklevel=_stacklevel(),
+            stacklevel=users_stacklevel(),
         )
 
 
-def _stacklevel() -> int:
-    """The level of the user's call, for a warning of the calling function."""
+def users_stacklevel() -> int:
+    """Returns the level of the user's call, for a warning of the calling function."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_OF_USERS):
         frame, level = frame.f_back, level + 1

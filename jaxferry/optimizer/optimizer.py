@@ -26,6 +26,7 @@ from jaxferry.optimizer.replay import TreeUpdate, part_aval
 from jaxferry.optimizer.update_group import UpdateGroup, path_names, updated_together
 from jaxferry.optimizer.update_programs import UpdatePrograms
 from jaxferry.partition import BYTES, Layer, Leaf, Span, check_byte_order
+from jaxferry.settings import users_stacklevel
 from jaxferry.transport import Placement
 
 _PIECE_BYTES = 32 * 2**20
@@ -203,7 +204,7 @@ class HostOptimizer:
         self.frozen = self._tree.frozen().union(hidden)
         self.is_joint = self._tree.mixes
         if self.is_joint:
-            warnings.warn(NOT_SEPARABLE, stacklevel=4)
+            warnings.warn(NOT_SEPARABLE, stacklevel=users_stacklevel())
         self._ownership = placement.ownership
         self.whole = frozenset[int]() if self._ownership.is_all else self._find_whole()
 
@@ -213,7 +214,9 @@ class HostOptimizer:
         reasons = {leaf: reason for leaf in trained if (reason := self._tree.obstacle(leaf)) is not None}
         if reasons:
             reason = next(iter(reasons.values()))
-            warnings.warn(HELD_WHOLE.format(leaves=self._named(list(reasons)), reason=reason), stacklevel=5)
+            warnings.warn(
+                HELD_WHOLE.format(leaves=self._named(list(reasons)), reason=reason), stacklevel=users_stacklevel()
+            )
         return frozenset(trained if self.is_joint else reasons)
 
     def check_parts(self, layers: Sequence[Layer]) -> None:
@@ -227,7 +230,7 @@ class HostOptimizer:
             if obstacle is not None:
                 reasons.setdefault(obstacle, []).append(leaf)
         for reason, leaves in reasons.items():
-            warnings.warn(NOT_BY_PART.format(leaves=self._named(leaves), reason=reason), stacklevel=4)
+            warnings.warn(NOT_BY_PART.format(leaves=self._named(leaves), reason=reason), stacklevel=users_stacklevel())
             self._not_by_part |= frozenset(leaves)
 
     def _named(self, leaves: Sequence[int]) -> str:

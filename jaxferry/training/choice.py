@@ -25,6 +25,7 @@ from jaxferry.planner import (
     tiles_of,
     with_update_order,
 )
+from jaxferry.settings import users_stacklevel
 from jaxferry.step import LayerPlan, Plan, UpdateOrder, fetch_seconds_a_byte, save_seconds_a_byte
 from jaxferry.training.options import Planning
 
@@ -243,7 +244,7 @@ def _machine_of(device_kind: str) -> Machine:
     if "nvidia" in device_kind.lower():
         warnings.warn(
             f"no performance figures for {device_kind!r}: planning with those of {DEFAULT_MACHINE}; profile= overrides",
-            stacklevel=8,
+            stacklevel=users_stacklevel(),
         )
     return MACHINES[DEFAULT_MACHINE]
 

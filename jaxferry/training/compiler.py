@@ -30,7 +30,7 @@ from jaxferry.modes import FASTER, MODULE, Remat
 from jaxferry.partition import AUTO, Layer, Partition, with_tiles
 from jaxferry.planner import first_that_fits
 from jaxferry.processes import check_same
-from jaxferry.settings import ThreadPool, check_may_trace
+from jaxferry.settings import ThreadPool, check_may_trace, users_stacklevel
 from jaxferry.step import Plan, StepProgram
 from jaxferry.training.choice import best_granularity, tilings
 from jaxferry.training.cuts import Cut, Cutter, structure_of
@@ -88,7 +88,7 @@ class Shared:
             unread = ", ".join(map(repr, parts.unread_leaves))
             remarks.append(f"the loss never reads {unread}: trained with a zero gradient")
         for remark in () if self._has_warned else remarks:
-            warnings.warn(remark, stacklevel=8)
+            warnings.warn(remark, stacklevel=users_stacklevel())
         self._has_warned = self._has_warned or bool(remarks)
 
 
@@ -290,7 +290,7 @@ class Compiler:
                 f"more than {self._options.cached_shapes} shapes of batches (or functions of `apply`) so far: each is "
                 "planned and compiled anew, and what was compiled for the oldest is freed; pad batches to a few fixed "
                 "shapes, or raise cached_shapes=",
-                stacklevel=7,
+                stacklevel=users_stacklevel(),
             )
 
     def _cut(self, args: Any, kwargs: Mapping[str, Any]) -> Cut:

@@ -20,7 +20,7 @@ from jaxferry.errors import InputError, NonFiniteError
 from jaxferry.modes import BLOCK
 from jaxferry.partition import Partition, Trainable, check_remat, check_tiles
 from jaxferry.planner import check_granularity, make_policy
-from jaxferry.settings import looks_for_nans
+from jaxferry.settings import looks_for_nans, users_stacklevel
 from jaxferry.step import Plan
 from jaxferry.units import parse_bytes
 
@@ -253,7 +253,7 @@ def metrics_of(number: int, parts: Partition, result: StepResult, numerics: Nume
         warnings.warn(
             f"step {number} has applied gradients that are not finite (layer {result.nonfinite_gradient!r}): "
             "check_gradients=True raises an error before the update, skip_nonfinite=True skips it",
-            stacklevel=3,
+            stacklevel=users_stacklevel(),
         )
     metrics: dict[str, Any] = {
         "loss": result.loss,

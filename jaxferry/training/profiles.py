@@ -36,6 +36,7 @@ from jaxferry.optimizer import num_bytes_on_each, unit_on_devices
 from jaxferry.partition import Graph, Partition
 from jaxferry.planner import Auto
 from jaxferry.processes import check_same, is_raw_key, slowest
+from jaxferry.settings import users_stacklevel
 from jaxferry.step import LayerPlan, Plan, program_keys
 from jaxferry.training.choice import Conditions, needs_times, planning_profile, with_updates_on_device
 from jaxferry.training.contention import TRANSFER_BYTES, measure_contention, measure_links
@@ -295,7 +296,7 @@ class Profiler:
         except NotMeasurable as error:
             if self._planning.profile == MEASURE:
                 raise
-            warnings.warn(f"planning with an estimated profile: {error}", stacklevel=10)
+            warnings.warn(f"planning with an estimated profile: {error}", stacklevel=users_stacklevel())
             return None
         self._measurements.add(profile, costs)
         return profile
