@@ -14,8 +14,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import make_placement, pinned
-from models import chain
-from planned import assert_same_bits
+from planned import assert_same_bits, taken
 from slowly import slow
 
 NUM_STEPS = 6
@@ -51,6 +50,23 @@ def test_a_view_is_the_memory_itself(accelerator, vectors):
     assert float(vectors[1][3]) == 77
 
 
+def test_a_view_keeps_its_memory_alive(accelerator, vectors):
+    expected = np.array(vectors[1])
+    [view] = pinned.on_cpu(vectors[1:], accelerator)
+    vectors.clear()
+    others = [jax.device_put(np.zeros(1000, np.float32), accelerator.pinned) for _ in range(50)]
+    assert_same_bits(view, expected)
+    del others
+
+
+def test_empty_vectors_and_16_bits_have_views_too(accelerator):
+    place = accelerator
+    for array in (np.zeros((0, 3), np.float32), np.arange(7).astype(jnp.bfloat16)):
+        [vector] = pinned.to_pinned([jax.device_put(array, place.host)], place)
+        assert vector.sharding.memory_kind == "pinned_host"
+        assert_same_bits(pinned.on_cpu([vector], place), [array])
+
+
 def test_what_an_update_returns_is_written_where_the_device_reads(accelerator, vectors):
     place = accelerator
     before = [vector.unsafe_buffer_pointer() for vector in vectors]
@@ -68,6 +84,24 @@ def test_a_client_that_tells_no_addresses_has_no_views(monkeypatch):
 
     monkeypatch.setattr(pinned, "_bytes_of", refuses)
     assert not pinned.can_view.__wrapped__(make_placement())
+
+
+def test_without_views_there_are_copies(accelerator, unreachable, vectors):
+    place = accelerator
+    made = [jax.device_put(-np.arange(vector.size, dtype=np.float32), place.host) for vector in vectors]
+    [new] = pinned.updated_vectors([tuple(vectors)], [tuple(made)], place)
+    assert all(vector.sharding.memory_kind == "pinned_host" for vector in new)
+    assert_same_bits(new, made)
+    [partly] = pinned.updated_vectors([tuple(vectors)], [tuple(made[:1])], place)
+    assert_same_bits(partly, [made[0], *vectors[1:]])
+    assert_same_bits(pinned.on_cpu(vectors, place), vectors)
+
+
+def loss_fn(params, tokens):
+    x = params["table"]["w"][tokens]
+    for i in range(DEPTH):
+        x = jnp.tanh(x @ params[f"l{i}"]["w"] + params[f"l{i}"]["b"])
+    return jnp.mean(x**2)
 
 
 def parameters():
@@ -92,7 +126,7 @@ def train(transport, optimizer="fused", plan="loads", num_steps=NUM_STEPS, **opt
     names = ["table", *(f"l{i}" for i in range(DEPTH))]
     layers = [LayerPlan(*of_layer) for of_layer in zip(names, modes, places, strict=True)]
     step = jaxferry.train_step(
-        chain(),
+        loss_fn,
         OPTIMIZERS[optimizer](1e-2),
         plan=Plan("any", 1.0, tuple(layers)),
         transport=transport,
@@ -171,3 +205,14 @@ def test_copies_between_the_clients_are_counted(accelerator, unreachable, crossi
     train("ferry")
     # The gradients of the layers that are loaded; compute copies pass through NumPy.
     assert crossings["pinned_host", "unpinned_host"] >= NUM_STEPS * DEPTH * 2 * WIDTH**2
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_the_compute_copy_stays_where_it_is(accelerator, transport, optimizer, plan):
+    step, state, _ = train(transport, optimizer, plan, num_steps=2)
+    before = [[v.unsafe_buffer_pointer() for v in of_group] for of_group in state.host.vectors]
+    state = taken(step, state, TOKENS, 3)
+    state.block_until_ready()
+    assert [[v.unsafe_buffer_pointer() for v in of_group] for of_group in state.host.vectors] == before

@@ -10,15 +10,17 @@ import pytest
 from jax._src.array import ArrayImpl
 
 import jaxferry
+import models
 from accelerator import emulate
 from jaxferry.engine import gradients as engine_gradients
+from jaxferry.errors import NativeError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
 from jaxferry.partition import layers_by_path, leaf_paths, make_layer
 from jaxferry.step import LayerPlan, Operation, Plan
 from jaxferry.transport import DevicePut, Ferry, Placement, StoredCopy, hold_together, make_placement
 from models import chain
-from planned import assert_same_bits, plan_of, trained
+from planned import assert_same_bits, plan_of, train, trained
 from steps import link, transport_of, wrap
 
 PARAMS = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}, "c": np.ones(2)}
@@ -48,6 +50,20 @@ def test_what_is_loaded_is_what_was_packed_and_is_counted_while_held(placement):
     transfers.drop(held)
     assert transfers.loaded_bytes.now == 0
     assert all(p.is_deleted() for p in held.parameters())
+
+
+def test_gradients_are_stored_added_up_and_freed(placement):
+    layer = next(layer for layer in layers_by_path(PARAMS) if layer.name == "a")
+    transfers = DevicePut(placement, [layer])
+    total = None
+    for factor in (1.0, 10.0):
+        gradients = layer.join_small([jnp.full(leaf.shape, factor) for leaf in layer.leaves])
+        gradients = jax.device_put(gradients, placement.device, may_alias=False)
+        total = transfers.store(0, gradients, total)
+        assert all(gradient.is_deleted() for gradient in gradients)
+    (vector,) = transfers.gather(0, total)
+    np.testing.assert_array_equal(np.asarray(vector), np.full(9, 11.0))
+    assert vector.sharding.memory_kind in ("pinned_host", "unpinned_host")
 
 
 @pytest.mark.parametrize("kind", [DevicePut, Ferry])
@@ -146,6 +162,29 @@ def test_a_load_waits_for_its_buffers_alone_once_nothing_else_writes_what_it_rea
 
 
 @pytest.mark.usefixtures("engine_settings")
+def test_reserved_buffers_are_loaded_without_a_wait_by_the_next_load_of_their_layer_alone(calls, monkeypatch):
+    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    monkeypatch.setattr(ArrayImpl, "is_ready", lambda array: True)
+    layer, placement = _mixed(), make_placement()
+    transport = Ferry(placement, [layer, layer])
+
+    def loaded(number, is_reserved):
+        vectors = _pinned(placement, layer, number)
+        held = transport.load(number, vectors)
+        name = calls[-1]
+        assert_same_bits(held.parameters(), layer.unpack([jnp.asarray(v) for v in vectors]))
+        transport.drop(held, is_reused=False, is_reserved=is_reserved)
+        return name
+
+    # Other loads neither take them nor free them.
+    found = [loaded(number, is_reserved) for number, is_reserved in ((0, True), (1, False), (0, True), (1, True))]
+    assert found == ["load", "load", "load unused", "load"]
+    transport.release()
+    assert [loaded(0, True), loaded(0, False), loaded(0, False)] == ["load", "load unused", "load"]
+    assert "vacate" not in calls
+
+
+@pytest.mark.usefixtures("engine_settings")
 def test_buffers_are_vacant_from_the_last_reader_on_that_asks_for_them(calls, monkeypatch):
     monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
     layer, placement = _mixed(), make_placement()
@@ -218,6 +257,22 @@ def test_a_device_that_waits_for_a_copy_may_reuse_its_sources_but_not_its_vector
     assert not transport.in_flight
 
 
+def test_what_has_failed_to_arrive_stays(mixed, monkeypatch):
+    layer, placement, transport = mixed
+    _, gradients = gradients_of(layer, placement)
+    stored = transport.store(0, gradients)
+
+    def failing(addresses, sizes):
+        raise NativeError("a copy has failed")
+
+    monkeypatch.setattr(transport.library, "wait_for", failing)
+    for _ in range(2):
+        with pytest.raises(NativeError, match="a copy has failed"):
+            transport.gather(0, stored)
+    [(copy, sources)] = transport.in_flight.values()
+    assert copy is stored.copy and not any(array.is_deleted() for array in (*copy.arrays, *sources))
+
+
 @pytest.mark.cpu_device  # so is the emulated one
 def test_a_step_is_rolled_back_once_nothing_of_it_is_in_flight(gpt, monkeypatch):
     expected, _ = trained(gpt, ADAMW, 1)
@@ -241,6 +296,26 @@ def test_a_step_is_rolled_back_once_nothing_of_it_is_in_flight(gpt, monkeypatch)
     assert_same_bits(state.params, before)
     state, _ = step(state, gpt.batch)
     assert_same_bits(state.params, expected)
+
+
+def test_a_small_gradient_beside_an_empty_one_leaves_whole():
+    """XLA drops an empty operand, so what is packed is then the gradient itself, or a copy of it."""
+    shapes = {"b": (256,), "e": (0, 7), "w": (256, 256)}
+    params = {
+        f"l{index}": {name: np.full(shape, 0.01 * (index + 1), np.float32) for name, shape in shapes.items()}
+        for index in range(6)
+    }
+
+    def loss_fn(params, x):
+        for layer in params.values():
+            x = jnp.tanh(x @ layer["w"] + layer["b"]) + layer["e"].sum()
+        return jnp.mean(x**2)
+
+    task = models.Task(loss_fn, params, jnp.ones((8, 256)))
+    expected, losses = train(jaxferry.train_step(loss_fn, ADAMW, transport="device_put"), task, 4)
+    state, others = train(jaxferry.train_step(loss_fn, ADAMW, transport="ferry"), task, 4)
+    assert others == losses
+    assert_same_bits(state.params, expected.params)
 
 
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
