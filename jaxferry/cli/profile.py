@@ -109,17 +109,25 @@ class Traced:
     @functools.cached_property
     def loading_bytes(self) -> int:
         """The device memory of the leanest plan that loads all layers: RELOAD, gradients GO, with recomputation."""
-        return min(each._bytes_of(each._leanest(RELOAD)) for each in (self, self.levels[-1]))
+        return min(each._own_loading_bytes for each in self._first_and_last)
 
     @functools.cached_property
     def smallest_bytes(self) -> int:
         """The device memory of the leanest plan, which may read all layers in host memory: DHA."""
-        return min(self.loading_bytes, *(each._bytes_of(each._leanest(DHA)) for each in (self, self.levels[-1])))
+        return min(self.loading_bytes, *(each._bytes_of(each._leanest(DHA)) for each in self._first_and_last))
 
     def leanest(self, budget_bytes: int) -> Plan:
         """Returns the leanest plan in this number of tiles, which loads all layers if that fits into the budget."""
-        loading = self._leanest(RELOAD)
-        return loading if self._bytes_of(loading) <= budget_bytes else self._leanest(DHA)
+        return self._leanest(RELOAD if self._own_loading_bytes <= budget_bytes else DHA)
+
+    @property
+    def _first_and_last(self) -> tuple[Traced, ...]:
+        """The model in one tile, and in the most tiles if their number is open."""
+        return (self, *self.in_tiles[-1:])
+
+    @functools.cached_property
+    def _own_loading_bytes(self) -> int:
+        return self._bytes_of(self._leanest(RELOAD))
 
     @functools.cached_property
     def without_samples(self) -> Traced:

@@ -235,7 +235,7 @@ def _too_small(
 ) -> BudgetError:
     largest = max(layers, key=lambda layer: layer.num_bytes)
     how = f", with {num_recomputing} segments that recompute their activations" if num_recomputing else ""
-    remedies = " or ".join(["a smaller batch", *["remat='auto'"] * (not how), *["tiles='auto'"] * is_whole])
+    remedies = " or ".join(["a smaller batch", *["tiles='auto'"] * is_whole, *["remat='auto'"] * (not how)])
     share = f"; of a card, JAX takes the share {JAX_SHARE_VARIABLE}, by default {JAX_SHARE}" if is_devices else ""
     return BudgetError(
         f"memory_budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: the smallest possible is "

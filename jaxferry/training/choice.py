@@ -164,7 +164,10 @@ def choose_plan(variants: RematVariants, planning: Planning, profile: Profile) -
 
 
 def tilings(
-    cut: Callable[[Any], RematVariants], planning: Planning, estimated: Callable[[RematVariants], Profile]
+    parts: Partition,
+    cut: Callable[[Any], RematVariants],
+    planning: Planning,
+    estimated: Callable[[RematVariants], Profile],
 ) -> list[Any]:
     """The numbers of tiles to try for the segments of a step, the best first.
 
@@ -172,18 +175,19 @@ def tilings(
     tried after that: a program may need more memory than estimated.
 
     Args:
-      cut: cuts the loss function in tiles.
+      parts: the segments.
+      cut: makes them in tiles.
       planning: how the training step is planned.
       estimated: the estimated profile of segments, with temporaries.
     """
-    parts, given, budget_bytes = cut(1).base, planning.given, planning.memory_budget_bytes
+    given, budget_bytes = planning.given, planning.memory_budget_bytes
     is_open = planning.tiles == AUTO or (planning.tiles == 1 and planning.plan is not None)
     if is_open and given is not None and list(planning.given_names) == [use.name for use in parts.uses]:
         return [tiles_of(parts, given.layers)]
     if planning.tiles != AUTO or budget_bytes is None:
         return [1 if planning.tiles == AUTO else planning.tiles]
-    levels = levels_of_tiles({number: _may_recompute(cut(1), estimated(cut(number))) for number in NUMBERS})
-
+    in_tiles = {number: cut(number) for number in NUMBERS}
+    levels = levels_of_tiles({n: _may_recompute(each, estimated(each)) for n, each in in_tiles.items()})
     names = (planning.chooser,) if planning.chooser else SIMPLE_POLICIES
 
     def plan(index: int) -> Plan:

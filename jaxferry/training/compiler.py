@@ -206,7 +206,8 @@ class Compiler:
     def _tilings(self, cut: Cut) -> list[Any]:
         """The numbers of tiles to try for the segments, the best first."""
         planning = self._options.planning
-        return tilings(lambda tiles: cut.variants(planning.remat, tiles), planning, self._profiler.estimated)
+        in_tiles = functools.partial(cut.variants, planning.remat)
+        return tilings(cut.parts, in_tiles, planning, self._profiler.estimated)
 
     def _compiled_in(
         self, tiles: Any, cut: Cut, args: Any, kwargs: Mapping[str, Any], state: TrainState | None
