@@ -68,7 +68,7 @@ def writes_in_place(placement: Placement) -> bool:
 def _reaches(placement: Placement) -> bool:
     expected = np.arange(_CHECKED_BYTES, dtype=np.uint8)
     array = jax.block_until_ready(jax.device_put(expected.copy(), placement.pinned_alone))
-    if not _is_mapped(array.unsafe_buffer_pointer(), array.nbytes):
+    if not is_mapped(array.unsafe_buffer_pointer(), array.nbytes):
         return False
     view = _bytes_of(array)
     if not np.array_equal(view, expected):
@@ -159,18 +159,22 @@ def _bytes_of(array: jax.Array) -> np.ndarray:
     return np.asarray(_Memory(array.unsafe_buffer_pointer(), array.nbytes, array))
 
 
-def _is_mapped(address: int, num_bytes: int) -> bool:
-    """Whether the process may read and write these addresses; a device's own memory has no such mapping."""
+def is_mapped(address: int, num_bytes: int) -> bool:
+    """Whether the process may read and write these addresses; a device's own memory has no such mapping.
+
+    They may lie in mappings side by side: advice for a part of the heap, as NumPy gives it, divides its mapping.
+    """
+    reached, end = address, address + num_bytes
     try:
         with open(_MAPPINGS, encoding="ascii", errors="replace") as file:
-            spans = [line.split()[:2] for line in file]
+            for line in file:  # in the order of addresses
+                span, rights = line.split()[:2]
+                first, last = (int(number, 16) for number in span.split("-"))
+                if first <= reached < last and rights.startswith("rw"):
+                    reached = last
     except OSError:
         return False
-    for span, rights in spans:
-        start, end = (int(number, 16) for number in span.split("-"))
-        if start <= address < end:
-            return rights.startswith("rw") and address + num_bytes <= end
-    return False
+    return reached >= end
 
 
 InFlight = dict[int, tuple[Any, Any]]

@@ -1,6 +1,7 @@
 """Pinned memory as the CPU sees it, and that no step copies between the clients of an accelerator and of the CPU."""
 
 import collections
+import mmap
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +85,15 @@ def test_a_client_that_tells_no_addresses_has_no_views(monkeypatch):
 
     monkeypatch.setattr(pinned, "_bytes_of", refuses)
     assert not pinned.can_view.__wrapped__(make_placement())
+
+
+def test_memory_of_two_mappings_is_reached_and_memory_that_is_not_writable_is_not():
+    memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    memory.madvise(mmap.MADV_DONTFORK, 2 * mmap.PAGESIZE)  # which divides the mapping
+    assert pinned.is_mapped(address + 1, 4 * mmap.PAGESIZE - 1)
+    constant = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ)
+    assert not pinned.is_mapped(np.frombuffer(constant, np.uint8).ctypes.data, 1)
 
 
 def test_without_views_there_are_copies(accelerator, unreachable, vectors):
