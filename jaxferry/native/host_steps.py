@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.errors import NativeError
@@ -18,6 +19,9 @@ NUM_MOMENTS = {"adam": 2, "nadam": 2, "lion": 1, "sgd": 0, "momentum": 1, "neste
 
 FACTORS = ("unscale", "clip", "rate", "decay", "first", "gradient", "second")
 """Factors that change from step to step, in the order of the argument `factors`."""
+
+_REST_BITS = 17
+"""What a bf16 copy lacks of an fp32 number: 16 bits, and whether it was rounded up."""
 
 _NO_MEMORY = 1
 _BRIEF_PARAMETERS = 1 << 15  # a step of so many takes the time of some ten calls from Python, on one thread
@@ -47,6 +51,11 @@ class StepPart:
     decays: bool
 
 
+def rest_size(num_masters: int) -> int:
+    """How many numbers of 16 bits hold what a bf16 copy of so many fp32 masters lacks."""
+    return num_masters + -(-num_masters // 16)
+
+
 class StepFactors:
     """The factors that several steps read: fp32 `[7]` (`FACTORS`); and int32 `counts` of steps, before the step."""
 
@@ -59,7 +68,8 @@ class HostStep:
 
     A step of a small layer finds the code of a hundred calls of Python's in memory, not in a cache: each takes some
     ten microseconds then. Masters and moments (for each of the rule's) are writable, contiguous fp32 arrays that stay
-    where they are; `counts` are int32 scalars that each step increments up to their maximum. `gradients` and `copies`
+    where they are; instead of a master of which the compute copy is bf16, there may be a uint16 array of what that copy
+    lacks (`NativeLibrary.split`): the step then reads the copy too. `counts` are int32 scalars that each step increments up to their maximum. `gradients` and `copies`
     have the address of each vector of gradients and of the compute copy, in fp32, bf16 or fp16, to be set before a
     step.
 
@@ -78,15 +88,17 @@ class HostStep:
         counts: Sequence[np.ndarray],
         factors: StepFactors,
     ) -> None:
-        rows = np.zeros((len(parts), 9), np.int64)
+        rows = np.zeros((len(parts), 10), np.int64)
         for row, part, *arrays in zip(rows, parts, masters, *moments, strict=True):
             dtypes = (gradient_dtypes[part.vector], copy_dtypes[part.vector])
             numbers = [DTYPE_NUMBERS[np.dtype(dtype)] for dtype in dtypes]
-            row[:6] = part.vector, part.offset, arrays[0].size, part.decays, *numbers
-            for array in arrays:
-                if array.dtype != np.float32 or array.size != row[2] or not array.flags.carray:
+            is_split = arrays[0].dtype == np.uint16 and dtypes[1] == jnp.bfloat16
+            size = arrays[0].size * 16 // _REST_BITS if is_split else arrays[0].size
+            row[:7] = part.vector, part.offset, size, part.decays, *numbers, is_split
+            for array in arrays[is_split:]:
+                if array.dtype != np.float32 or array.size != size or not array.flags.carray:
                     raise ValueError(f"masters and moments are writable fp32 arrays, got {array.dtype}{array.shape}")
-            row[6 : 6 + len(arrays)] = [array.ctypes.data for array in arrays]
+            row[7 : 7 + len(arrays)] = [array.ctypes.data for array in arrays]
         if len(counts) != factors.counts.size or any(count.dtype != np.int32 for count in counts):
             raise ValueError(f"the factors are of {factors.counts.size} counts, int32, got {counts}")
         self.gradients, self.copies = ((ctypes.c_void_p * len(each))() for each in (gradient_dtypes, copy_dtypes))

@@ -29,7 +29,7 @@ from jaxferry.native import cpus
 from jaxferry.native.paths import FILE_NAMES, REMEDY, check_is_whole, describe_missing, library_directories
 from jaxferry.native.targets import CPU_FUNCTIONS, DTYPE_NUMBERS, TARGETS
 
-ABI = 6
+ABI = 7
 
 SIMD = ("portable", "avx2", "avx512", "avx512-bf16")  # instruction sets of the host step, in ascending order
 DIRECTIONS = ("load", "store", "host")  # the directions of the link, and the host's own memory traffic
@@ -208,6 +208,19 @@ class NativeLibrary:
         sizes = [ctypes.c_int64(size) for size in (number, columns, start, start + target.size)]
         added = (numbers[0], _data(rows), _data(indices), *sizes[:2])
         self._of_cpu("add_rows").jaxferry_host_add_rows(*added, numbers[1], _data(target), *sizes[2:])
+
+    def split(self, masters: np.ndarray, copy: np.ndarray, rest: np.ndarray) -> bool:
+        """Writes what a bf16 copy lacks of fp32 masters (`host_steps.rest_size`); False if both are not the masters.
+
+        All are contiguous, the copy as uint16; on the threads of host steps.
+        """
+        function = self._of_cpu("split").jaxferry_host_split
+        return bool(function(_data(masters), _data(copy), ctypes.c_int64(masters.size), _data(rest)))
+
+    def join(self, copy: np.ndarray, rest: np.ndarray, masters: np.ndarray) -> None:
+        """The inverse of `split`."""
+        size = ctypes.c_int64(masters.size)
+        self._of_cpu("join").jaxferry_host_join(_data(copy), _data(rest), size, _data(masters))
 
     def host_update(self, record: ctypes.c_void_p, is_brief: bool) -> int:
         """Runs a host step, see `host_step.HostStep`.

@@ -22,7 +22,11 @@ StepPart PartFrom(const StepPart& part, int64_t start, int64_t size) {
   StepPart piece = part;
   piece.gradient = Skip(part.gradient_dtype, part.gradient, start);
   piece.copy = Skip(part.copy_dtype, part.copy, start);
-  piece.master += start;
+  if (piece.master != nullptr) {
+    piece.master += start;
+  } else {
+    piece.rest = part.rest.From(start);
+  }
   if (piece.first != nullptr) piece.first += start;
   if (piece.second != nullptr) piece.second += start;
   piece.size = size;

@@ -1,5 +1,6 @@
 // An optimizer step on host memory in one pass: reads a gradient of any dtype, updates fp32 master and moments in
-// place, and writes the compute copy. README.md defines the arithmetic. No XLA types.
+// place, and writes the compute copy. A master is whole, or split into a bf16 compute copy and the bits that this lacks
+// (split_master.h). README.md defines the arithmetic. No XLA types.
 //
 // All instruction sets compute the same bits, except in NaNs: each operation is rounded separately (the library is
 // compiled without fusing), and subnormal numbers are zero, as on XLA's own threads.
@@ -9,6 +10,7 @@
 #include <cstdint>
 
 #include "common/dtypes.h"
+#include "cpu/split_master.h"
 
 namespace jaxferry {
 
@@ -39,12 +41,13 @@ struct StepConstants {
   float b1, one_minus_b1, b2, one_minus_b2, eps, eps_root;
 };
 
-// A parameter or a range of one. Rules with fewer moments ignore the others.
+// A parameter or a range of one, which starts at a multiple of 8 elements. Rules with fewer moments ignore the others.
 struct StepPart {
   Dtype gradient_dtype, copy_dtype;
   const void* gradient;
   void* copy;
   float* master;
+  SplitRest rest;  // if the master is split; `master` is null then
   float* first;
   float* second;
   int64_t size;

@@ -28,7 +28,7 @@ struct Vector {
 
   static F LoadFloat16(const uint16_t* from) { return _mm256_cvtph_ps(Load16(from)); }
 
-  static void StoreBfloat16(F x, uint16_t* to) {
+  static __m128i ToBfloat16(F x) {
     const __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
     const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
     const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
@@ -36,7 +36,29 @@ struct Vector {
     const __m256i nan = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     const __m256i chosen = _mm256_blendv_epi8(rounded, nan, is_nan);
-    Store16(_mm_packus_epi32(_mm256_castsi256_si128(chosen), _mm256_extracti128_si256(chosen, 1)), to);
+    return Narrow(chosen);
+  }
+
+  static F Join(const uint16_t* copy, const SplitRest& rest, int64_t i) {
+    const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i chosen = _mm256_and_si256(_mm256_set1_epi32(rest.up[i / 8]), bits);
+    // Minus one where the copy was rounded up.
+    const __m256i up = _mm256_cmpeq_epi32(chosen, bits);
+    const __m256i high = _mm256_add_epi32(_mm256_cvtepu16_epi32(Load16(copy)), up);
+    const __m256i low = _mm256_cvtepu16_epi32(Load16(rest.low + i));
+    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(high, 16), low));
+  }
+
+  static void StoreRest(F x, __m128i rounded, const SplitRest& rest, int64_t i) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i is_cut = _mm256_cmpeq_epi32(_mm256_cvtepu16_epi32(rounded), _mm256_srli_epi32(bits, 16));
+    Store16(Narrow(_mm256_and_si256(bits, _mm256_set1_epi32(0xffff))), rest.low + i);
+    rest.up[i / 8] = static_cast<uint8_t>(~_mm256_movemask_ps(_mm256_castsi256_ps(is_cut)));
+  }
+
+  // Of numbers below 2^16.
+  static __m128i Narrow(__m256i x) {
+    return _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
   }
 
   static void StoreFloat16(F x, uint16_t* to) { Store16(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), to); }

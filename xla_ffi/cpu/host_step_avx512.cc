@@ -35,14 +35,29 @@ struct Vector {
 
   static F LoadFloat16(const uint16_t* from) { return _mm512_cvtph_ps(Load16(from)); }
 
-  static void StoreBfloat16(F x, uint16_t* to) {
+  static __m256i ToBfloat16(F x) {
     const __m512i bits = _mm512_castps_si512(x), high = _mm512_srli_epi32(bits, 16);
     const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
     const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
     const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
     const __m512i nan = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
     const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    Store16(_mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(is_nan, rounded, nan)), to);
+    return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(is_nan, rounded, nan));
+  }
+
+  static F Join(const uint16_t* copy, const SplitRest& rest, int64_t i) {
+    uint16_t up;
+    __builtin_memcpy(&up, rest.up + i / 8, sizeof(up));
+    const __m512i rounded = _mm512_cvtepu16_epi32(Load16(copy)), low = _mm512_cvtepu16_epi32(Load16(rest.low + i));
+    const __m512i high = _mm512_mask_sub_epi32(rounded, up, rounded, _mm512_set1_epi32(1));
+    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_slli_epi32(high, 16), low));
+  }
+
+  static void StoreRest(F x, __m256i rounded, const SplitRest& rest, int64_t i) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const uint16_t up = _mm512_cmpneq_epi32_mask(_mm512_cvtepu16_epi32(rounded), _mm512_srli_epi32(bits, 16));
+    Store16(_mm512_cvtepi32_epi16(bits), rest.low + i);
+    __builtin_memcpy(rest.up + i / 8, &up, sizeof(up));
   }
 
   static void StoreFloat16(F x, uint16_t* to) { Store16(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), to); }
@@ -74,7 +89,7 @@ namespace avx512_bf16 {
 
 struct Vector : avx512::Vector {
   // The instruction always flushes subnormal numbers to zero, but a step never stores one.
-  static void StoreBfloat16(F x, uint16_t* to) { Store16((__m256i)_mm512_cvtneps_pbh(x), to); }
+  static __m256i ToBfloat16(F x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 };
 
 #include "cpu/host_step_kernel.inc"

@@ -35,8 +35,35 @@ struct Vector {
     return F{FromFloat16(from[0]), FromFloat16(from[1]), FromFloat16(from[2]), FromFloat16(from[3])};
   }
 
-  static void StoreBfloat16(F x, uint16_t* to) {
-    for (int64_t i = 0; i < kLanes; ++i) to[i] = ToBfloat16(x[i]);
+  struct Halves {
+    uint16_t numbers[4];
+  };
+
+  static void Store16(const Halves& x, uint16_t* to) { __builtin_memcpy(to, x.numbers, sizeof(x.numbers)); }
+
+  static Halves ToBfloat16(F x) {
+    return {{jaxferry::ToBfloat16(x[0]), jaxferry::ToBfloat16(x[1]), jaxferry::ToBfloat16(x[2]),
+             jaxferry::ToBfloat16(x[3])}};
+  }
+
+  static F Join(const uint16_t* copy, const SplitRest& rest, int64_t i) {
+    const int up = rest.up[i / 8] >> i % 8;
+    F x;
+    for (int64_t j = 0; j < kLanes; ++j) {
+      x[j] = FromBits(static_cast<uint32_t>(copy[j] - (up >> j & 1)) << 16 | rest.low[i + j]);
+    }
+    return x;
+  }
+
+  static void StoreRest(F x, const Halves& rounded, const SplitRest& rest, int64_t i) {
+    int up = 0;
+    for (int64_t j = 0; j < kLanes; ++j) {
+      const uint32_t bits = BitsOf(x[j]);
+      rest.low[i + j] = static_cast<uint16_t>(bits);
+      up |= (rounded.numbers[j] != bits >> 16) << j;
+    }
+    uint8_t& byte = rest.up[i / 8];
+    byte = static_cast<uint8_t>(i % 8 == 0 ? (byte & 0xf0) | up : (byte & 0x0f) | up << 4);
   }
 
   static void StoreFloat16(F x, uint16_t* to) {

@@ -17,10 +17,12 @@ std::atomic<int64_t> moved_bytes{0};
 
 enum Result { kDone = 0, kNoMemory = 1, kOtherCounts = 2 };
 
-// A parameter's place in the vectors of gradients and copies, and where master and moments are.
+// A parameter's place in the vectors of gradients and copies, and where master, or the rest of a split one, and moments
+// are.
 struct UpdateRow {
-  int64_t vector, offset, size, decays, gradient_dtype, copy_dtype;
-  float *master, *first, *second;
+  int64_t vector, offset, size, decays, gradient_dtype, copy_dtype, is_split;
+  void* master;
+  float *first, *second;
 };
 
 // README.md describes it.
@@ -35,7 +37,7 @@ struct UpdateRecord {
   const int32_t* counts_of_factors;
 };
 
-static_assert(sizeof(UpdateRow) == 9 * sizeof(int64_t) && sizeof(UpdateRecord) == 10 * sizeof(int64_t));
+static_assert(sizeof(UpdateRow) == 10 * sizeof(int64_t) && sizeof(UpdateRecord) == 10 * sizeof(int64_t));
 
 StepPart PartOf(const UpdateRow& row, const UpdateRecord& record) {
   StepPart part{};
@@ -43,7 +45,11 @@ StepPart PartOf(const UpdateRow& row, const UpdateRecord& record) {
   part.copy_dtype = static_cast<Dtype>(row.copy_dtype);
   part.gradient = Skip(part.gradient_dtype, record.gradients[row.vector], row.offset);
   part.copy = Skip(part.copy_dtype, record.copies[row.vector], row.offset);
-  part.master = row.master;
+  if (row.is_split) {
+    part.rest = RestAt(static_cast<uint16_t*>(row.master), row.size);
+  } else {
+    part.master = static_cast<float*>(row.master);
+  }
   part.first = row.first;
   part.second = row.second;
   part.size = row.size;
@@ -51,10 +57,13 @@ StepPart PartOf(const UpdateRow& row, const UpdateRecord& record) {
   return part;
 }
 
-// The bytes that a step reads and writes: gradient and copy once, master and moments twice.
+// The bytes that a step reads and writes: gradient and copy once, master and moments twice. A split master is the copy,
+// which is read too, and its rest.
 int64_t MovedBytes(const StepPart& part, StepRule rule) {
-  const int64_t updated = 2 * sizeof(float) * (1 + NumMoments(rule));
-  return part.size * (ItemSize(part.gradient_dtype) + ItemSize(part.copy_dtype) + updated);
+  const int64_t moments = 2 * sizeof(float) * NumMoments(rule);
+  const int64_t arrived = part.size * (ItemSize(part.gradient_dtype) + ItemSize(part.copy_dtype) + moments);
+  if (part.master != nullptr) return arrived + 2 * sizeof(float) * part.size;
+  return arrived + 3 * sizeof(uint16_t) * part.size + 2 * ((part.size + 7) / 8);
 }
 
 StepConstants ConstantsFrom(const double* c) {

@@ -6,6 +6,7 @@
 #include "cpu/host_step_kernels.h"
 #include "cpu/host_sums.h"
 #include "cpu/host_threads.h"
+#include "cpu/split_master.h"
 
 #define JAXFERRY_QUOTE_(text) #text
 #define JAXFERRY_QUOTE(text) JAXFERRY_QUOTE_(text)
@@ -70,6 +71,16 @@ int64_t jaxferry_set_host_threads(int64_t count) {
 int jaxferry_set_host_simd(int simd) {
   if (simd >= 0) jaxferry::SetSimd(static_cast<jaxferry::Simd>(simd));
   return static_cast<int>(jaxferry::CurrentSimd());
+}
+
+int jaxferry_host_split(const void* masters, const void* copy, int64_t size, void* rest) {
+  return jaxferry::SplitMasters(static_cast<const float*>(masters), static_cast<const uint16_t*>(copy), size,
+                                jaxferry::RestAt(static_cast<uint16_t*>(rest), size));
+}
+
+void jaxferry_host_join(const void* copy, void* rest, int64_t size, void* masters) {
+  jaxferry::JoinMasters(static_cast<const uint16_t*>(copy), jaxferry::RestAt(static_cast<uint16_t*>(rest), size), size,
+                        static_cast<float*>(masters));
 }
 
 void jaxferry_host_clear(void* destination, int64_t num_bytes) { jaxferry::ClearOnHost(destination, num_bytes); }
