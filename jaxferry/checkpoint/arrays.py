@@ -26,7 +26,7 @@ import tensorstore
 from jaxferry.checkpoint.about import Digest, Leaf, Piece
 from jaxferry.checkpoint.content import Checkpoint
 from jaxferry.errors import CheckpointError
-from jaxferry.optimizer import Stored, stored_whole
+from jaxferry.optimizer import SplitMaster, Stored, stored_whole
 from jaxferry.processes import Messages, is_key
 
 FOLDER = "arrays"  # the folder of the first process, relative to the save
@@ -44,8 +44,13 @@ def arrays_of(checkpoint: Checkpoint) -> Leaves:
 
 def _in_numpy(leaf: Any) -> Stored:
     if isinstance(leaf, Stored):
-        return dataclasses.replace(leaf, pieces={where: np.asarray(array) for where, array in leaf.pieces.items()})
-    return stored_whole(np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf))
+        return dataclasses.replace(leaf, pieces={where: _readable(array) for where, array in leaf.pieces.items()})
+    return stored_whole(_readable(jax.random.key_data(leaf) if is_key(leaf) else leaf))
+
+
+def _readable(array: Any) -> Any:
+    """An array of NumPy's, or a split master, which is joined chunk by chunk."""
+    return array if isinstance(array, SplitMaster) else np.asarray(array)
 
 
 def write_arrays(leaves: Leaves, save: pathlib.Path, messages: Messages | None = None) -> dict[str, dict[str, Leaf]]:
@@ -111,7 +116,8 @@ def _digest(leaf: Stored) -> str:
     """Returns the digest of an array's elements, or of its parts one after the other."""
     digest = Digest()
     for array in leaf.arrays:
-        digest.add(array)
+        for index in indices(array.shape, chunk_shape(array.shape, array.dtype.itemsize)):
+            digest.add(array[index])
     return digest.text()
 
 
@@ -177,7 +183,8 @@ def _numbered(leaves: Sequence[Stored], is_first: bool) -> dict[str, np.ndarray]
             length = None if leaf.axis is None else leaf.shape[leaf.axis]
             arrays |= zip(names_of(number, length), leaf.arrays, strict=True)
     # Orbax accepts no arrays without elements.
-    return {name: array.view(_Array) for name, array in arrays.items() if array.size}
+    kept = {name: array for name, array in arrays.items() if array.size}
+    return {name: array.view(_Array) if isinstance(array, np.ndarray) else array for name, array in kept.items()}
 
 
 def _write_alone(arrays: Mapping[str, Mapping[str, Any]], folder: pathlib.Path) -> None:
@@ -249,7 +256,8 @@ def _by_chunks() -> Any:
                 with storage_errors():
                     await write
 
-    return handlers.create_type_handler_registry((jax.Array, handlers.ArrayHandler()), (np.ndarray, ChunksHandler()))
+    known = ((jax.Array, handlers.ArrayHandler()), (np.ndarray, ChunksHandler()), (SplitMaster, ChunksHandler()))
+    return handlers.create_type_handler_registry(*known)
 
 
 def chunk_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:

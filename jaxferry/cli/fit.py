@@ -103,7 +103,9 @@ def fit(
             model=workload,
             machine=figures.name,
             budget_bytes=budget.num_bytes,
-            host_bytes=lambda own: host_bytes(params, update, dtype, own.variants.base.layers, own.widened),
+            host_bytes=lambda own, streamed: host_bytes(
+                params, update, dtype, own.variants.base.layers, own.widened, streamed
+            ),
             host_memory_bytes=host_memory_bytes,
             report=report,
         )

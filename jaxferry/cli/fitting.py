@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -32,7 +32,15 @@ from jaxferry.planner import (
     with_gap,
     with_update_order,
 )
-from jaxferry.step import Plan, find_bottleneck, needed_bytes, predict, simulate, streamed_state_bytes
+from jaxferry.step import (
+    Plan,
+    find_bottleneck,
+    needed_bytes,
+    predict,
+    simulate,
+    streamed_groups,
+    streamed_state_bytes,
+)
 from jaxferry.units import format_apart
 
 FORMAT = "jaxferry.fit/1"
@@ -113,18 +121,21 @@ def find_fit(
     model: str,
     machine: str,
     budget_bytes: int,
-    host_bytes: Callable[[Traced], Mapping[str, int]],
+    host_bytes: Callable[[Traced, Collection[int]], Mapping[str, int]],
     host_memory_bytes: int | None = None,
     report: Callable[[str], None] = lambda part: None,
 ) -> Fit:
-    """Answers whether a model trains on a machine, with which batches, and how fast."""
+    """Answers whether a model trains on a machine, with which batches, and how fast.
+
+    `host_bytes` are without saved activations, for a plan that streams updates of these groups through the GPU.
+    """
 
     @functools.cache
     def traced(size: int) -> Traced:
         report(f"tracing batches of {size}")
         return trace(size)
 
-    of_training = host_bytes(traced(batch_size))
+    of_training = host_bytes(traced(batch_size), ())
     # What is left holds saved activations: batches need nothing else in host memory.
     left_bytes = None if host_memory_bytes is None else host_memory_bytes - sum(of_training.values())
     sizes = Sizes(traced, budget_bytes, left_bytes)
@@ -146,7 +157,10 @@ def find_fit(
         report(f"planning for batches of {size}")
         rows.append(forecast(each, budget_bytes))
     host = kept(max([smallest, *wanted.values()], key=lambda each: each.batch_size))
-    streamed = [streamed_state_bytes(wanted[row.batch_size].profile, row.plan) for row in rows]
+    pairs = [(wanted[row.batch_size], row.plan) for row in rows]
+    streamed = [streamed_state_bytes(each.profile, plan) for each, plan in pairs]
+    of_plans = [host_bytes(each, streamed_groups(each.profile, plan)) for each, plan in pairs]
+    host |= {name: max(found[name] for found in (of_training, *of_plans)) for name in of_training}
     return Fit(
         model=model,
         machine=machine,

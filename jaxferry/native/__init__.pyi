@@ -12,6 +12,7 @@ from .host_steps import HostStep as HostStep
 from .host_steps import StepFactors as StepFactors
 from .host_steps import StepPart as StepPart
 from .host_steps import StepRule as StepRule
+from .host_steps import rest_size as rest_size
 from .loading import ABI as ABI
 from .loading import SIMD as SIMD
 from .loading import NativeLibrary as NativeLibrary

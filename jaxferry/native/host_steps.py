@@ -68,10 +68,10 @@ class HostStep:
 
     A step of a small layer finds the code of a hundred calls of Python's in memory, not in a cache: each takes some
     ten microseconds then. Masters and moments (for each of the rule's) are writable, contiguous fp32 arrays that stay
-    where they are; instead of a master of which the compute copy is bf16, there may be a uint16 array of what that copy
-    lacks (`NativeLibrary.split`): the step then reads the copy too. `counts` are int32 scalars that each step increments up to their maximum. `gradients` and `copies`
-    have the address of each vector of gradients and of the compute copy, in fp32, bf16 or fp16, to be set before a
-    step.
+    where they are. Instead of a master whose compute copy is bf16, there may be a uint16 array of what that copy lacks
+    (`NativeLibrary.split`): the step then reads the copy too. `counts` are int32 scalars that each step increments up
+    to their maximum. `gradients` and `copies` have the address of each vector of gradients and of the compute copy, in
+    fp32, bf16 or fp16, to be set before a step.
 
     Raises:
       NativeError: if the CPU library cannot be used.

@@ -217,10 +217,10 @@ class NativeLibrary:
         function = self._of_cpu("split").jaxferry_host_split
         return bool(function(_data(masters), _data(copy), ctypes.c_int64(masters.size), _data(rest)))
 
-    def join(self, copy: np.ndarray, rest: np.ndarray, masters: np.ndarray) -> None:
-        """The inverse of `split`."""
+    def join(self, copy: np.ndarray, low: np.ndarray, up: np.ndarray, masters: np.ndarray) -> None:
+        """Undoes `split`: writes masters, from as many elements or more of `copy` and `low`, and bits of bytes `up`."""
         size = ctypes.c_int64(masters.size)
-        self._of_cpu("join").jaxferry_host_join(_data(copy), _data(rest), size, _data(masters))
+        self._of_cpu("join").jaxferry_host_join(_data(copy), _data(low), _data(up), size, _data(masters))
 
     def host_update(self, record: ctypes.c_void_p, is_brief: bool) -> int:
         """Runs a host step, see `host_step.HostStep`.

@@ -21,11 +21,14 @@ from .optimizers import FusedTransformation as FusedTransformation
 from .optimizers import FusedUpdate as FusedUpdate
 from .optimizers import HostRule as HostRule
 from .optimizers import fused_rule as fused_rule
+from .optimizers import master_bytes as master_bytes
+from .optimizers import splits_masters as splits_masters
 from .pieces import Pieces as Pieces
 from .pieces import Stored as Stored
 from .pieces import numpy_bytes as numpy_bytes
 from .pieces import on_host as on_host
 from .pieces import stored_whole as stored_whole
+from .split_masters import SplitMaster as SplitMaster
 from .transformations import init_of as init_of
 from .update_group import Subgroup as Subgroup
 from .update_group import UpdateGroup as UpdateGroup

@@ -16,6 +16,7 @@ from jaxferry.optimizer.on_devices import OnDevices, Streamed, subgroups_of
 from jaxferry.optimizer.optimizer import HostOptimizer
 from jaxferry.optimizer.pieces import Key, Pieces, Stored, Where, WholeCopies, cut, filled, on_host
 from jaxferry.optimizer.update_group import UpdateGroup
+from jaxferry.optimizer.update_programs import split_masters
 from jaxferry.partition import Layer, Leaf
 from jaxferry.transport import ORPHANED_COPIES, Placement, Vectors, from_shares, on_cpu, to_pinned, writes_in_place
 
@@ -108,6 +109,7 @@ class HostArrays:
         if not unit.is_on_host:
             unit.masters, unit.state, unit.elsewhere = unit.masters_at_home(), unit.state_at_home(), None
             self._refresh(self._stale.intersection(unit.layers))
+            self._split(unit)
 
     def bring_home(self) -> None:
         """Moves everything that is on the device to host memory."""
@@ -273,7 +275,16 @@ class HostArrays:
         for leaf in layer.leaves:
             if not leaf.is_trained and leaf.dtype == leaf.master_dtype:
                 del self._frozen[self._key(layer, leaf)]
+        if layer.trained.leaves:
+            self._split(self.unit_of(group))
         return True
+
+    def _split(self, unit: UpdateGroup) -> None:
+        """Stores masters of a unit in host memory by their compute copy, if it exists and updates can work so."""
+        made = self._held[0]
+        if max(unit.layers) < len(made) and self._optimizer.updates.splits(unit, self.layers):
+            layers = [self._placement.ownership.of(self.layers[group].trained) for group in unit.layers]
+            split_masters(unit, layers, [made[group] for group in unit.layers])
 
     def _end_filling(self, at_once: bool = False) -> None:
         """Waits until no thread makes vectors; `fill` makes those that it could not make, and raises the error."""

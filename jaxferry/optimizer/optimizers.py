@@ -27,8 +27,9 @@ import optax
 
 from jaxferry.errors import InputError
 from jaxferry.native import DTYPES, FACTORS, HostStep, StepFactors, StepPart, StepRule, is_available
+from jaxferry.optimizer.split_masters import SplitMaster, split_bytes
 from jaxferry.optimizer.update_group import OfLayers, UpdateGroup
-from jaxferry.partition import Layer
+from jaxferry.partition import Layer, Leaf
 from jaxferry.transport import Placement, Vectors, as_numpy, updated_vectors
 
 Schedule = Callable[[Any], Any]
@@ -215,6 +216,28 @@ def fused_rule(optimizer: Any, state: Any, layers: Sequence[Layer], reads: Seque
     return rule if is_available("cpu") else None
 
 
+def in_order(layers: Sequence[Layer]) -> list[tuple[int, Leaf]]:
+    """The parameters of layers in the order of a unit's masters, each with the number of its layer."""
+    found = sorted((leaf.index, number, leaf) for number, layer in enumerate(layers) for leaf in layer.leaves)
+    return [(number, leaf) for _, number, leaf in found]
+
+
+def is_split(leaf: Leaf) -> bool:
+    """Whether a master can be split (`split_masters`)."""
+    return leaf.is_trained and leaf.master_dtype == np.float32 and leaf.dtype == jnp.bfloat16
+
+
+def splits_masters(optimizer: Any, state: Any) -> bool:
+    """Whether the native library updates masters with this state, split ones if it writes compute copies in place."""
+    rule = optimizer.rule if isinstance(optimizer, FusedTransformation) else None
+    return rule is not None and rule.fits(state) and is_available("cpu")
+
+
+def master_bytes(leaf: Leaf, splits: bool) -> int:
+    """The bytes of a master in host memory, if these are split where possible or not."""
+    return split_bytes(leaf.size) if splits and is_split(leaf) else leaf.size * leaf.master_dtype.itemsize
+
+
 def factors_program(rule: HostRule, state: Any, clip_norm: float | None) -> tuple[Callable[..., jax.Array], int]:
     """Returns a function, for a jitted one, of counts, norm and scale to a step's factors; and the number of counts."""
     leaves, structure = jax.tree.flatten(state)
@@ -280,11 +303,10 @@ class FusedUpdate:
         self._writes_in_place = writes_in_place
         self._copies = [vector for layer in layers for vector in layer.vectors]
         self._gradients = [(v.size, dtype) for v, dtype in zip(self._copies, gradient_dtypes, strict=True)]
-        numbers = sorted((leaf.index, number, leaf) for number, layer in enumerate(layers) for leaf in layer.leaves)
         starts = np.cumsum([0, *(len(layer.vectors) for layer in layers)])
         self._parts = [
             StepPart(int(starts[number]) + leaf.vector, leaf.offset, decay)
-            for (_, number, leaf), decay in zip(numbers, decays, strict=True)
+            for (number, leaf), decay in zip(in_order(layers), decays, strict=True)
         ]
         self._moments, self._counts = _moments_and_counts(rule, jax.tree.structure(state))
 
@@ -329,7 +351,8 @@ class FusedUpdate:
             prepared.step.run()
 
     def _prepare(self, unit: UpdateGroup) -> _Prepared:
-        masters, state = (list(map(as_numpy, own)) for own in (unit.masters, unit.state))
+        masters = [own.rest if isinstance(own, SplitMaster) else as_numpy(own) for own in unit.masters]
+        state = list(map(as_numpy, unit.state))
         moments, counts = [[state[i] for i in numbers] for numbers in self._moments], [state[i] for i in self._counts]
         gradient_dtypes, copy_dtypes = [dtype for _, dtype in self._gradients], [copy.dtype for copy in self._copies]
         step = HostStep(

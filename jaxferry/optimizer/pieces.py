@@ -100,7 +100,8 @@ class Stored:
     def elements(self, placement: Placement, index: Any) -> np.ndarray:
         """Returns a copy of the elements at an index of NumPy's; other rows than a slice's are not gathered."""
         if None in self.pieces:
-            return np.array(np.asarray(self.pieces[None])[index])
+            whole = self.pieces[None]
+            return np.array((np.asarray(whole) if isinstance(whole, jax.Array) else whole)[index])
         span, axis = self.span, self.axis
         if span is None and isinstance(index, slice):
             ones, of_each = (self.arrays[index], ...) if axis == 0 else (self.arrays, index)
@@ -132,7 +133,7 @@ class Pieces:
 
     Releases an array as soon as its parts exist, so that at most one array exists twice. Where processes hold elements
     of an array, and a caller asks for another form, all processes must do so, in the same order. NumPy's arrays are
-    the user's, and are copied; to others the caller keeps no references.
+    the user's, and are copied, as split masters are joined; to others the caller keeps no references.
     """
 
     def __init__(self, arrays: Mapping[Any, Stored], placement: Placement) -> None:
@@ -149,7 +150,7 @@ class Pieces:
         if part not in self._arrays[name]:
             self._arrays[name] = self._in_form_of(name, part)
         array = self._arrays[name].pop(part)
-        self._given[key] = on_host(array, self._placement) if isinstance(array, np.ndarray) else array
+        self._given[key] = array if isinstance(array, jax.Array) else on_host(array, self._placement)
         return self._given[key]
 
     def left(self) -> dict[Any, Stored]:

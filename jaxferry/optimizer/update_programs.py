@@ -10,6 +10,7 @@ copy are flat vectors.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
@@ -18,9 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.native import host_sums
-from jaxferry.optimizer.optimizers import Factors, FusedUpdate, HostRule, factors_program, fused_rule
-from jaxferry.optimizer.pieces import filled
+from jaxferry.optimizer.optimizers import (
+    Factors,
+    FusedUpdate,
+    HostRule,
+    factors_program,
+    fused_rule,
+    in_order,
+    is_split,
+    splits_masters,
+)
+from jaxferry.optimizer.pieces import filled, on_host
 from jaxferry.optimizer.replay import TreeUpdate
+from jaxferry.optimizer.split_masters import SplitMaster, split
 from jaxferry.optimizer.update_group import (
     OfLayers,
     UpdateGroup,
@@ -76,11 +87,17 @@ class CompiledUpdate:
         """See `Update`."""
         pairs = zip(vectors, self._nums, strict=True)
         old = [of_layer[:num] if self._placement.is_cpu else () for of_layer, num in pairs]
-        made = jax.block_until_ready(self.program(unit.masters, unit.state, old, gradients, norm, scale, [*extra]))
+        masters = [on_host(own, self._placement) if isinstance(own, SplitMaster) else own for own in unit.masters]
+        were_split = any(isinstance(own, SplitMaster) for own in unit.masters)
+        made = jax.block_until_ready(self.program(masters, unit.state, old, gradients, norm, scale, [*extra]))
         unit.masters, unit.state, new = made
         if self._placement.is_cpu:
-            return [(*own, *of_layer[num:]) for own, of_layer, num in zip(new, vectors, self._nums, strict=True)]
-        return updated_vectors(vectors, new, self._placement, self._layers)
+            found = [(*own, *of_layer[num:]) for own, of_layer, num in zip(new, vectors, self._nums, strict=True)]
+        else:
+            found = updated_vectors(vectors, new, self._placement, self._layers)
+        if were_split:  # a unit that the library updates, but for a batch without gradients of some of its layers
+            split_masters(unit, self._layers, found)
+        return found
 
     def begin_step(self, unit: UpdateGroup, norm: Any, scale: Any) -> None:
         """See `Update`."""
@@ -109,6 +126,15 @@ class _InitialState:
         return list(made)
 
 
+def split_masters(unit: UpdateGroup, layers: Sequence[Layer], vectors: OfLayers) -> None:
+    """Splits masters of a unit where a vector has their bf16 copy (`split_masters`); `layers` are its trained parts."""
+    pairs = zip(unit.masters, in_order(layers), strict=True)
+    unit.masters = [
+        split(master, vectors[number][leaf.vector], leaf) if is_split(leaf) else master
+        for master, (number, leaf) in pairs
+    ]
+
+
 class UpdatePrograms:
     """Compiles updates of the transformation on the model's tree; equal units share one."""
 
@@ -131,6 +157,17 @@ class UpdatePrograms:
             self._programs[key] = _InitialState(init, masters, self._placement)
         state: list[jax.Array] = self._programs[key](masters)
         return state
+
+    @functools.cached_property
+    def splits_masters(self) -> bool:
+        """Whether the library updates compute copies in place, so that masters may be split."""
+        where = self._placement
+        in_place = where.num_devices == 1 and (where.is_cpu or writes_in_place(where))
+        return in_place and splits_masters(self._tree.optimizer, self._tree.state_of(self._tree.leaves))
+
+    def splits(self, unit: UpdateGroup, layers: Sequence[Layer]) -> bool:
+        """Whether that is so for a unit."""
+        return self.splits_masters and self._rule(unit, [Arrival.OWN] * len(unit.layers), layers) is not None
 
     def compile(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> None:
         """Stores every unit's `Update` in `unit.programs` for how its gradients arrive; equal units share it."""

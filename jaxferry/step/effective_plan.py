@@ -58,14 +58,14 @@ def updated_on_device(profile: Profile, plan: Plan) -> frozenset[int]:
     return _updated_groups(profile, plan.updates_on_device)
 
 
-def _streamed(profile: Profile, plan: Plan) -> frozenset[int]:
+def streamed_groups(profile: Profile, plan: Plan) -> frozenset[int]:
     """The groups whose updates a plan streams through the GPU."""
     return _updated_groups(profile, plan.updates_streamed)
 
 
 def streamed_state_bytes(profile: Profile, plan: Plan) -> int:
     """The bytes of masters and optimizer state that a plan streams through the GPU, which are pinned."""
-    return sum(profile.layers[profile.groups[group][0]].state_bytes for group in _streamed(profile, plan))
+    return sum(profile.layers[profile.groups[group][0]].state_bytes for group in streamed_groups(profile, plan))
 
 
 def _updated_groups(profile: Profile, chosen: Sequence[bool]) -> frozenset[int]:
@@ -111,7 +111,7 @@ class EffectivePlan:
         plan = self.plan
         self.after_all, self.bulk = plan.updates is Updates.AFTER_ALL, plan.loads is Loads.BULK
         self.recomputes, self.modes = of_program(profile, plan.recomputes), plan.modes
-        self.on_device, self.through_gpu = updated_on_device(profile, plan), _streamed(profile, plan)
+        self.on_device, self.through_gpu = updated_on_device(profile, plan), streamed_groups(profile, plan)
         self.staying = _updated_groups(profile, plan.copies_stay)
         self.kept = kept_gradients(profile, self.through_gpu, self.after_all)
         self.param_bytes = [layer.param_bytes for layer in layers]

@@ -20,7 +20,9 @@ from jaxferry.optimizer import (
     host_array,
     host_memory,
     init_of,
+    master_bytes,
     masters_from_arrays,
+    splits_masters,
     stored_whole,
 )
 from jaxferry.partition import (
@@ -46,6 +48,8 @@ ACCELERATOR_DTYPE: Any = jnp.bfloat16
 _COPIES = "copies to read in place"
 _SAVED = "saved activations"
 _SUMS = "sums of gradients"
+_MASTERS = "master parameters"
+_WHOLE = "master parameters that are not split"
 _LESS_MOVED = "take smaller or shorter batches (with offload_activations=True), or a plan that reads no layer in place"
 _OF_STEPS = ("compute copy", "gradients", _SUMS)
 
@@ -86,7 +90,7 @@ class Model:
         self.layers = held_whole(by_path, self.optimizer.whole)
         self.optimizer.check_parts(self.layers)
         self.transport = choose_transport(transport, placement, self.layers)
-        self._known: tuple[tuple[Layer, ...], Mapping[int, int]] = (), {}
+        self._known: tuple[tuple[Layer, ...], Mapping[int, int], Collection[int]] = (), {}, ()
 
     def on(self, placement: Placement) -> Model:
         """The same model on other devices, with the same transport."""
@@ -112,6 +116,7 @@ class Model:
         read: Collection[int] = (),
         saved_bytes: int = 0,
         widened: Mapping[int, int] | None = None,
+        streamed: Collection[int] = (),
     ) -> dict[str, int]:
         """Bytes of host memory that a training step keeps in this process, by what they are for.
 
@@ -121,6 +126,7 @@ class Model:
           saved_bytes: activations that wait in host memory for their backward.
           widened: the groups whose gradients are summed in more bits, as in `StepProgram`; None if no batch has shown
             these.
+          streamed: the groups whose updates stream through the GPU, with whole masters.
         """
         own, layers = self._placement.ownership, layers or self.layers
         state: Iterable[Any] = self.optimizer.state_shapes.values()
@@ -130,18 +136,20 @@ class Model:
         more = {_COPIES: copies, _SAVED: saved_bytes}
         if self.numerics.accumulate > 1:
             widened = dict.fromkeys(range(len(layers)), 1) | dict(widened or {})
-        of_training = _host_bytes(layers, state, own, widened or {}, self._placement.is_cpu)
+        splits = [self.optimizer.updates.splits_masters and group not in streamed for group in range(len(layers))]
+        of_training = _host_bytes(layers, state, own, widened or {}, self._placement.is_cpu, splits)
         return of_training | {name: num_bytes for name, num_bytes in more.items() if num_bytes}
 
     def host_bytes_of(self, prepared: Prepared) -> dict[str, int]:
         """Bytes of host memory that training by a prepared step keeps in this process."""
         program = prepared.program
-        return self.host_bytes(program.partition.layers, program.read_in_place, prepared.saved_bytes, program.widened)
+        layers, saved_bytes = program.partition.layers, prepared.saved_bytes
+        return self.host_bytes(layers, program.read_in_place, saved_bytes, program.widened, program.streamed)
 
     def _known_bytes(self) -> dict[str, int]:
         """Bytes of host memory as the last step prepared shows them, without what depends on its plan."""
-        layers, widened = self._known
-        return self.host_bytes(layers, widened=widened)
+        layers, widened, streamed = self._known
+        return self.host_bytes(layers, widened=widened, streamed=streamed)
 
     def check_host_memory(self) -> None:
         """Checks that host memory can hold everything that a training step keeps there, before a state is made.
@@ -175,9 +183,12 @@ class Model:
         needed = {name: found[name] for name in (_COPIES, _SAVED) if name in found}
         remedy = host_memory.LESS_STATE if not needed else _LESS_MOVED
         # Only batches show which gradients are summed in more bits; what is known has been checked before.
-        more_sums = found.get(_SUMS, 0) - self._known_bytes().get(_SUMS, 0)
+        known = self._known_bytes()
+        more_sums = found.get(_SUMS, 0) - known.get(_SUMS, 0)
         if more_sums > 0:
             needed[_SUMS] = more_sums
+        if found[_MASTERS] > known[_MASTERS]:
+            needed[_WHOLE] = found[_MASTERS] - known[_MASTERS]
         if not needed:
             return
         if is_first and not is_begun:
@@ -185,8 +196,8 @@ class Model:
         held_bytes = sum(found.values()) - sum(needed.values())
         existing_bytes = min(kept_bytes, needed.get(_SAVED, 0)) + is_begun * needed.get(_SUMS, 0)
         host_memory.check(needed, "a step", remedy, held_bytes, existing_bytes)
-        if more_sums > 0:
-            self._known = prepared.partition.layers, prepared.program.widened
+        if needed.keys() & {_SUMS, _WHOLE}:
+            self._known = prepared.partition.layers, prepared.program.widened, prepared.program.streamed
 
     def masters(self, leaves: Sequence[Any]) -> dict[int, Stored]:
         """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
@@ -235,13 +246,15 @@ def host_bytes(
     compute_dtype: Any,
     layers: Sequence[Layer],
     widened: Mapping[int, int],
+    streamed: Collection[int] = (),
 ) -> dict[str, int]:
     """`Model.host_bytes` for an optimizer that trains all parameters, of which shapes are enough; traces no update."""
     dtypes = _master_dtypes(layers_by_path(params, compute_dtype))
     leaves, tree = jax.tree.flatten(params)
     masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
     state = result_shapes(init_of(optimizer), jax.tree.unflatten(tree, masters))
-    return _host_bytes(layers, jax.tree.leaves(state), Ownership(), widened, is_cpu=False)
+    splits = [splits_masters(optimizer, state) and group not in streamed for group in range(len(layers))]
+    return _host_bytes(layers, jax.tree.leaves(state), Ownership(), widened, False, splits)
 
 
 def _host_bytes(
@@ -250,10 +263,11 @@ def _host_bytes(
     ownership: Ownership,
     widened: Mapping[int, int],
     is_cpu: bool,
+    splits: Sequence[bool],
 ) -> dict[str, int]:
-    leaves = [leaf for layer in layers for leaf in ownership.of(layer).leaves]
+    pairs = [(leaf, is_so) for layer, is_so in zip(layers, splits, strict=True) for leaf in ownership.of(layer).leaves]
     # The compute copy of a frozen parameter is its only copy if the dtypes agree.
-    own = [leaf for leaf in leaves if leaf.is_trained or leaf.master_dtype != leaf.dtype]
+    masters = [master_bytes(*pair) for pair in pairs if pair[0].is_trained or pair[0].master_dtype != pair[0].dtype]
     trained = [layer.trained for layer in layers]
     # Where gradients of fewer bits are summed, these arrive in memory of their own: all of a step, unless a CPU adds
     # each at once.
@@ -264,7 +278,7 @@ def _host_bytes(
     )
     num_arriving = [1 if is_cpu else widened.get(group, 1) for group in range(len(trained))]
     return {
-        "master parameters": sum(leaf.size * leaf.master_dtype.itemsize for leaf in own),
+        _MASTERS: sum(masters),
         "optimizer state": sum(map(aval_bytes, state)),
         "compute copy": sum(map(ownership.num_host_bytes, layers)),
         "gradients": sum(map(operator.mul, num_arriving, map(ownership.num_host_bytes, trained))),

@@ -53,7 +53,7 @@ int jaxferry_set_host_simd(int simd);
 int jaxferry_host_update(const void* record);
 int64_t jaxferry_host_step_bytes();
 int jaxferry_host_split(const void* masters, const void* copy, int64_t size, void* rest);
-void jaxferry_host_join(const void* copy, void* rest, int64_t size, void* masters);
+void jaxferry_host_join(const void* copy, const void* low, const void* up, int64_t size, void* masters);
 void jaxferry_host_clear(void* destination, int64_t num_bytes);
 void jaxferry_host_add(int from, const void* source, int to, void* destination, int64_t size, int adds);
 void jaxferry_host_add_rows(int from, const void* rows, const int32_t* indices, int64_t num_rows, int64_t columns,

@@ -78,9 +78,9 @@ int jaxferry_host_split(const void* masters, const void* copy, int64_t size, voi
                                 jaxferry::RestAt(static_cast<uint16_t*>(rest), size));
 }
 
-void jaxferry_host_join(const void* copy, void* rest, int64_t size, void* masters) {
-  jaxferry::JoinMasters(static_cast<const uint16_t*>(copy), jaxferry::RestAt(static_cast<uint16_t*>(rest), size), size,
-                        static_cast<float*>(masters));
+void jaxferry_host_join(const void* copy, const void* low, const void* up, int64_t size, void* masters) {
+  jaxferry::JoinMasters(static_cast<const uint16_t*>(copy), static_cast<const uint16_t*>(low),
+                        static_cast<const uint8_t*>(up), size, static_cast<float*>(masters));
 }
 
 void jaxferry_host_clear(void* destination, int64_t num_bytes) { jaxferry::ClearOnHost(destination, num_bytes); }

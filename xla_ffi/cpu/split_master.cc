@@ -23,7 +23,8 @@ struct Splitting {
 
 struct Joining {
   const uint16_t* copy;
-  SplitRest rest;
+  const uint16_t* low;
+  const uint8_t* up;
   int64_t size;
   float* masters;
 };
@@ -51,10 +52,10 @@ void JoinChunk(const void* job, int64_t chunk) {
   const Joining& j = *static_cast<const Joining*>(job);
   const int64_t end = std::min(j.size, (chunk + 1) * kMastersInChunk);
   for (int64_t start = chunk * kMastersInChunk; start < end; start += kInByte) {
-    const uint32_t up = j.rest.up[start / kInByte];
+    const uint32_t up = j.up[start / kInByte];
     for (int64_t i = start; i < std::min(start + kInByte, end); ++i) {
       const uint32_t high = j.copy[i] - ((up >> (i - start)) & 1);
-      j.masters[i] = FromBits(high << 16 | j.rest.low[i]);
+      j.masters[i] = FromBits(high << 16 | j.low[i]);
     }
   }
 }
@@ -68,8 +69,8 @@ bool SplitMasters(const float* masters, const uint16_t* copy, int64_t size, Spli
   return is_exact;
 }
 
-void JoinMasters(const uint16_t* copy, SplitRest rest, int64_t size, float* masters) {
-  const Joining job{copy, rest, size, masters};
+void JoinMasters(const uint16_t* copy, const uint16_t* low, const uint8_t* up, int64_t size, float* masters) {
+  const Joining job{copy, low, up, size, masters};
   HostThreads::Get().Run(JoinChunk, &job, NumMasterChunks(size));
 }
 

@@ -27,7 +27,7 @@ inline SplitRest RestAt(uint16_t* rest, int64_t size) { return {rest, reinterpre
 // threads of host steps, as the other function.
 bool SplitMasters(const float* masters, const uint16_t* copy, int64_t size, SplitRest rest);
 
-void JoinMasters(const uint16_t* copy, SplitRest rest, int64_t size, float* masters);
+void JoinMasters(const uint16_t* copy, const uint16_t* low, const uint8_t* up, int64_t size, float* masters);
 
 }  // namespace jaxferry
 
