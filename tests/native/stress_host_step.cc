@@ -15,6 +15,7 @@
 
 #include "cpu/host_step.h"
 #include "cpu/host_step_kernels.h"
+#include "cpu/host_sums.h"
 #include "cpu/host_threads.h"
 
 using namespace jaxferry;
@@ -50,8 +51,9 @@ struct Layer {
     std::vector<StepPart> parts;
     int64_t offset = 0;
     for (size_t i = 0; i < sizes.size(); ++i) {
-      parts.push_back({dtype, dtype, Skip(dtype, static_cast<const void*>(gradient.data()), offset),
-                       Skip(dtype, static_cast<void*>(copy.data()), offset), masters[i].data(), first[i].data(),
+      const bool is_split = !rests.empty();
+      parts.push_back({dtype, dtype, Skip(dtype, static_cast<const void*>(gradient.data()), offset), CopyAt(offset),
+                       is_split ? nullptr : masters[i].data(), is_split ? RestOf(i) : SplitRest{}, first[i].data(),
                        second[i].data(), sizes[i], i % 2 == 0, 0});
       offset += sizes[i];
     }
@@ -62,6 +64,33 @@ struct Layer {
                  static_cast<int64_t>(parts.size())});
   }
 
+  // Splits the masters; returns whether that is exact.
+  bool Split() {
+    bool is_exact = true;
+    int64_t offset = 0;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      CastOnHost(Dtype::kFloat32, masters[i].data(), dtype, CopyAt(offset), sizes[i]);
+      rests.emplace_back(sizes[i] + (sizes[i] + 15) / 16);
+      is_exact &= SplitMasters(masters[i].data(), static_cast<const uint16_t*>(CopyAt(offset)), sizes[i], RestOf(i));
+      std::fill(masters[i].begin(), masters[i].end(), 0.0f);
+      offset += sizes[i];
+    }
+    return is_exact;
+  }
+
+  void Join() {
+    int64_t offset = 0;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      const SplitRest rest = RestOf(i);
+      JoinMasters(static_cast<const uint16_t*>(CopyAt(offset)), rest.low, rest.up, sizes[i], masters[i].data());
+      offset += sizes[i];
+    }
+    rests.clear();
+  }
+
+  void* CopyAt(int64_t offset) { return Skip(dtype, static_cast<void*>(copy.data()), offset); }
+  SplitRest RestOf(size_t i) { return RestAt(rests[i].data(), sizes[i]); }
+
   bool operator==(const Layer& other) const {
     return masters == other.masters && first == other.first && second == other.second && copy == other.copy;
   }
@@ -70,6 +99,7 @@ struct Layer {
   std::vector<int64_t> sizes;
   std::vector<char> gradient, copy;
   std::vector<std::vector<float>> masters, first, second;
+  std::vector<std::vector<uint16_t>> rests;  // of masters that are split; then `masters` are zeros
 };
 
 constexpr int64_t kLarge = (int64_t{1} << 15) + 3;  // more than one chunk
@@ -92,6 +122,24 @@ void TestEveryKernelAndNumberOfThreadsGivesTheSameBits() {
           EXPECT(layer == expected);
         }
       }
+    }
+  }
+}
+
+void TestSplitMastersTakeTheSameSteps() {
+  const Layer initial(Dtype::kBfloat16, {1, 0, 4, 17, kLarge, 24, 33, 3 * kLarge, 5}, 3);
+  for (int simd = 0; simd <= static_cast<int>(BestSimd()); ++simd) {
+    SetSimd(static_cast<Simd>(simd));
+    for (const int64_t num_threads : {1, 5}) {
+      HostThreads::SetNumThreads(num_threads);
+      Layer expected = initial, layer = initial;
+      EXPECT(layer.Split());
+      for (int step = 0; step < 3; ++step) {
+        expected.Step(StepRule::kAdam);
+        layer.Step(StepRule::kAdam);
+      }
+      layer.Join();
+      EXPECT(layer == expected);
     }
   }
 }
@@ -179,6 +227,7 @@ void TestAForkedChildHasThreadsOfItsOwn() {
 
 void TestHostStep() {
   TestEveryKernelAndNumberOfThreadsGivesTheSameBits();
+  TestSplitMastersTakeTheSameSteps();
   TestManyCallersAtOnceDoTheirOwnWork();
   TestEveryChunkIsDoneOnce();
   TestSubnormalNumbersAreZero();

@@ -5,7 +5,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxferry.native import FACTORS, KINDS, NUM_MOMENTS, SIMD, HostStep, StepFactors, StepPart, StepRule
+from jaxferry.native import (
+    FACTORS,
+    KINDS,
+    NUM_MOMENTS,
+    SIMD,
+    HostStep,
+    StepFactors,
+    StepPart,
+    StepRule,
+    library,
+    rest_size,
+)
 from python_runs import run_python
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
@@ -192,6 +203,64 @@ def test_every_instruction_set_and_number_of_threads_gives_the_same_bits(steps, 
         for threads in (1, 2, 7, 0):
             steps.set_host_threads(threads)
             assert_same_bits(run_one(kind, *arrays), expected)
+
+
+def split_of(master, copy):
+    """What a bf16 copy lacks of a master, and whether both are the master."""
+    rest = np.empty(rest_size(master.size), np.uint16)
+    return rest, library("cpu").split(master, copy.view(np.uint16), rest)
+
+
+def joined(copy, rest):
+    made = np.empty(copy.size, np.float32)
+    library("cpu").join(copy.view(np.uint16), rest[: copy.size], rest[copy.size :].view(np.uint8), made)
+    return made
+
+
+def test_every_upper_half_of_a_number_is_split_and_joined_exactly_with_ties_infinities_and_nan(cpu):
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        master = (upper | lower).view(np.float32)
+        master = master[~np.isnan(master) | (master.view(np.uint32) & 0x400000 != 0)]  # no signalling NaN
+        with np.errstate(invalid="ignore"):
+            copy = master.astype(ml_dtypes.bfloat16)
+        copy.view(np.uint16)[np.isnan(master)] = (master.view(np.uint32) >> 16)[np.isnan(master)]
+        rest, is_exact = split_of(master, copy)
+        assert is_exact
+        np.testing.assert_array_equal(joined(copy, rest).view(np.uint32), master.view(np.uint32))
+
+
+def test_a_master_is_not_split_from_another_copy_or_as_a_signalling_nan(cpu):
+    master = np.arange(100, dtype=np.float32)
+    copy = master.astype(ml_dtypes.bfloat16)
+    assert split_of(master, copy)[1]
+    copy.view(np.uint16)[50] += 2
+    assert not split_of(master, copy)[1]
+    signalling = np.array([0x7F800001], np.uint32).view(np.float32)
+    assert not split_of(signalling, np.array([0x7FC0], np.uint16).view(ml_dtypes.bfloat16))[1]
+
+
+@pytest.mark.parametrize("simd", SIMD)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_split_master_takes_the_same_steps(steps, kind, simd):
+    steps.set_host_simd(simd)
+    sizes = [1, 3, 4, 7, 8, 15, 16, 17, 24, 33, CHUNK + 5]
+    starts = np.cumsum([3, *sizes])
+    gradients = normal(starts[-1], ml_dtypes.bfloat16, 0, 900)
+    masters = [normal(size, np.float32, i) for i, size in enumerate(sizes)]
+    moments = [[np.abs(normal(size, np.float32, 50 + i)) for i, size in enumerate(sizes)]] * NUM_MOMENTS[kind]
+    parts = [StepPart(0, int(start), i % 3 > 0) for i, start in enumerate(starts[:-1])]
+    copies = np.zeros(starts[-1], ml_dtypes.bfloat16)
+    for start, master in zip(starts, masters, strict=False):
+        copies[start : start + master.size] = master.astype(copies.dtype)
+    expected, split_moments, split_copies = (masters, moments, [copies]), moments, [copies]
+    rests = [split_of(m, copies[s : s + m.size])[0] for s, m in zip(starts, masters, strict=False)]
+    for _ in range(3):
+        expected = run(kind, [gradients], *expected, parts)
+        rests, split_moments, split_copies = run(kind, [gradients], rests, split_moments, split_copies, parts)
+    found = [joined(split_copies[0][s : s + n], rest) for s, n, rest in zip(starts, sizes, rests, strict=False)]
+    assert_same_bits(found, expected[0])
+    assert_same_bits(jax.tree.leaves((split_moments, split_copies)), jax.tree.leaves(expected[1:]))
 
 
 @pytest.mark.parametrize("simd", SIMD)

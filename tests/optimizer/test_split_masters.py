@@ -1,0 +1,157 @@
+"""Masters that are stored as their bf16 compute copy and what it lacks: as arrays, in training, in host memory."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.native import library, rest_size
+from jaxferry.optimizer import SplitMaster, split_masters
+from jaxferry.step import LayerPlan, Plan
+from models import chain
+from planned import assert_same_bits
+
+WIDTH, DEPTH = 64, 4
+BATCH = np.ones((4, WIDTH), np.float32)
+SHAPES = [(), (1,), (17,), (3, 5), (1, 40), (2, 1, 33), (4, 0, 3), (5, 4, 3, 2)]
+
+
+def split_master(shape, offset=3):
+    size = int(np.prod(shape))
+    master = np.random.default_rng(size).normal(size=size).astype(np.float32)
+    copy = np.zeros(offset + size + 2, ml_dtypes.bfloat16)
+    copy[offset : offset + size] = master.astype(copy.dtype)
+    made = SplitMaster(np.zeros(rest_size(size), np.uint16), jnp.asarray(copy), offset, shape)
+    assert library("cpu").split(master, copy[offset : offset + size].view(np.uint16), made.rest)
+    return made, master.reshape(shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_numpy_reads_the_array(shape):
+    split, master = split_master(shape)
+    assert (split.shape, split.dtype, split.ndim, split.size, split.nbytes) == (
+        *(master.shape, master.dtype, master.ndim, master.size, master.nbytes),
+    )
+    assert_same_bits(np.asarray(split), master)
+    assert_same_bits(np.asarray(split, np.float16), master.astype(np.float16))
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_any_index_of_numpy_reads_the_same_elements(shape):
+    split, master = split_master(shape)
+    cuts = [slice(None), slice(0, 1), slice(1, 3), slice(-2, None), slice(3, 1), slice(None, None, 2), 0, -1, ...]
+    indices = [*cuts, *itertools.product(cuts[:7], repeat=2)] if len(shape) > 1 else cuts
+    for index in indices:
+        try:
+            expected = master[index]
+        except IndexError:
+            continue
+        assert_same_bits(np.asarray(split[index]), np.asarray(expected))
+
+
+def test_rows_are_joined_without_the_others(monkeypatch):
+    split, master = split_master((2, 100, 7))
+    joined, read = [], SplitMaster._elements
+    monkeypatch.setattr(SplitMaster, "_elements", lambda own, *cut: (joined.append(cut[1]), read(own, *cut))[1])
+    assert_same_bits(split[1:2, 10:13, 2:4], master[1:2, 10:13, 2:4])
+    assert_same_bits(split[:1], master[:1])
+    assert joined == [3 * 7, 700]
+
+
+loss_fn = chain()
+
+
+def parameters():
+    generator = np.random.default_rng(0)
+    params = {f"l{i}": {"w": generator.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.1} for i in range(DEPTH)}
+    params["l1"]["w"][:3] = np.array([0, np.float32(1 + 2**-8), -np.float32(1 + 3 * 2**-8)])[:, None]  # ties
+    params["l2"]["w"][0] = np.finfo(np.float32).smallest_subnormal
+    return params
+
+
+def step_of(optimizer, modes=(Mode.GFGB, Mode.DHA, Mode.RELOAD, Mode.GFGB), **options):
+    layers = tuple(LayerPlan(f"l{i}", mode, GradientPlace.DEVICE) for i, mode in enumerate(modes))
+    options = {"plan": Plan("any", 1.0, layers), "compute_dtype": jnp.bfloat16, **options}
+    return jaxferry.train_step(loss_fn, optimizer, **options)
+
+
+def kinds(state):
+    return {type(master) for unit in state.host.units for master in unit.masters}
+
+
+def train(step, state, num_steps):
+    losses = []
+    for _ in range(num_steps):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """Keeps masters whole from when it is called."""
+    return lambda: monkeypatch.setattr(split_masters, "_LEAST_SIZE", 1 << 60)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1e-3}, {"accumulate": 2}], ids=["plain", "clipped", "sums"])
+def test_training_takes_the_same_steps_as_with_whole_masters(whole, kind, options):
+    optimizer = getattr(jaxferry, kind)(1e-2)
+    step = step_of(optimizer, **options)
+    state, losses = train(step, step.init(parameters()), 6)
+    assert kinds(state) == {SplitMaster}
+    whole()
+    step = step_of(optimizer, **options)
+    expected, expected_losses = train(step, step.init(parameters()), 6)
+    assert SplitMaster not in kinds(expected)
+    assert losses == expected_losses and len(set(losses)) > 2
+    assert_same_bits((state.params, state.opt_state), (expected.params, expected.opt_state))
+
+
+def test_masters_stay_split_whatever_is_done_with_a_state(tmp_path, whole):
+    step = step_of(jaxferry.adamw(1e-2))
+    state, _ = train(step, step.init(parameters()), 2)
+    step.save(state, tmp_path / "saved")
+    params = state.params
+    others = {
+        "copied": state.copy(),
+        "restored": step.restore(tmp_path / "saved"),
+        "assigned": step.restore(tmp_path / "saved"),
+    }
+    others["assigned"].params = params
+    # Layers of other groups: the state is arranged anew.
+    other = step_of(jaxferry.adamw(1e-2), modes=[Mode.RESIDENT] * DEPTH)
+    moved, _ = train(other, other.restore(tmp_path / "saved"), 1)
+    results = [train(step, own, 3) for own in (state, *others.values())]
+    for own, _ in results:
+        assert kinds(own) == {SplitMaster}
+        assert_same_bits(own.params, results[0][0].params)
+    assert all(losses == results[0][1] for _, losses in results)
+    whole()
+    assert_same_bits(step_of(jaxferry.adamw(1e-2)).restore(tmp_path / "saved").params, params)
+    assert moved.step == 3
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"), [(optax.adamw, jnp.bfloat16), (jaxferry.adamw, np.float32), (jaxferry.adamw, np.float16)]
+)
+def test_other_masters_stay_whole(optimizer, dtype):
+    step = step_of(optimizer(1e-2), compute_dtype=dtype)
+    state, _ = train(step, step.init(parameters()), 2)
+    assert SplitMaster not in kinds(state)
+
+
+def test_a_signalling_nan_stays_what_it_is():
+    params = parameters()
+    params["l3"]["w"].view(np.uint32)[0, 0] = 0x7F800001
+    step = step_of(jaxferry.adamw(1e-2))
+    state = step.init(params)
+    state.fill()
+    assert kinds(state) >= {SplitMaster}
+    assert int(state.params["l3"]["w"].view(np.uint32)[0, 0]) == 0x7F800001
