@@ -27,12 +27,15 @@ import optax
 
 from jaxferry.errors import InputError
 from jaxferry.native import DTYPES, FACTORS, HostStep, StepFactors, StepPart, StepRule, is_available
+from jaxferry.optimizer.moments import scale_by_adam_in_bfloat16
 from jaxferry.optimizer.split_masters import SplitMaster, split_bytes
 from jaxferry.optimizer.update_group import OfLayers, UpdateGroup
 from jaxferry.partition import Layer, Leaf
 from jaxferry.transport import Placement, Vectors, as_numpy, updated_vectors
 
 Schedule = Callable[[Any], Any]
+
+_MOMENT_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 _MOMENTS = {
     "adam": (optax.ScaleByAdamState, ("mu", "nu")),
@@ -49,23 +52,24 @@ class HostRule:
     """The arithmetic of an Optax chain of update rule, weight decay and learning rate.
 
     `learning_rate` and `weight_decay` (None without) are numbers, or functions of the number of steps taken. `mask`
-    says which parameters decay, in Optax's format; None for all.
+    says which parameters decay, in Optax's format; None for all. `moment_dtype` is that of all moments.
     """
 
     step: StepRule
     learning_rate: float | Schedule
     weight_decay: float | Schedule | None = None
     mask: Any = None
+    moment_dtype: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
 
     def fits(self, state: Any) -> bool:
-        """Whether a state (arrays or shapes) belongs to this rule and has fp32 moments."""
+        """Whether a state (arrays or shapes) belongs to this rule, with moments of its dtype."""
         kind, _ = _MOMENTS[self.step.kind]
         if not (isinstance(state, tuple) and len(state) == (2 if self.weight_decay is None else 3)):
             return False
         if not isinstance(state[0], kind):
             return False
-        is_fp32 = all(leaf.dtype == jnp.float32 for tree in self.moments(state) for leaf in jax.tree.leaves(tree))
-        return is_fp32 and all(leaf.shape == () and leaf.dtype == jnp.int32 for leaf in jax.tree.leaves(state[1:]))
+        is_known = all(leaf.dtype == self.moment_dtype for leaf in jax.tree.leaves(self.moments(state)))
+        return is_known and all(leaf.shape == () and leaf.dtype == jnp.int32 for leaf in jax.tree.leaves(state[1:]))
 
     def moments(self, state: Any) -> list[Any]:
         """Returns the trees of the rule's moments in a state."""
@@ -126,14 +130,18 @@ def adam(
     mu_dtype: Any = None,
     *,
     nesterov: bool = False,
+    moments: str = "float32",
 ) -> FusedTransformation:
     """`optax.adam`, which documents the arguments, in one pass over host memory by the native library, if available.
 
-    Optax runs the step unless `mu_dtype` is fp32 or None.
+    Optax runs the step unless `mu_dtype` is fp32 or None. `moments` is the dtype of both moments: "float32", or
+    "bfloat16", which halves them, with stochastic rounding of the second (`jaxferry.optimizer.moments`). Raises
+    `InputError` for another one, or if `mu_dtype` is given too.
     """
-    plain = optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
+    scale = _scale_by_adam(moments, mu_dtype, b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
+    plain = optax.chain(scale, optax.scale_by_learning_rate(learning_rate))
     step = _step_rule("nadam" if nesterov else "adam", b1, b2, eps, eps_root)
-    return _fused(plain, step, learning_rate)
+    return _fused(plain, step, learning_rate, moments=moments)
 
 
 def adamw(
@@ -147,14 +155,17 @@ def adamw(
     mask: Any = None,
     *,
     nesterov: bool = False,
+    moments: str = "float32",
 ) -> FusedTransformation:
     """`optax.adamw`, which documents the arguments, in one pass over host memory by the native library, if available.
 
-    Optax runs the step unless `mu_dtype` is fp32 or None.
+    Optax runs the step unless `mu_dtype` is fp32 or None. `moments` as for `adam`.
     """
-    plain = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
+    scale = _scale_by_adam(moments, mu_dtype, b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
+    decay = optax.add_decayed_weights(weight_decay, mask)
+    plain = optax.chain(scale, decay, optax.scale_by_learning_rate(learning_rate))
     step = _step_rule("nadam" if nesterov else "adam", b1, b2, eps, eps_root)
-    return _fused(plain, step, learning_rate, weight_decay, mask)
+    return _fused(plain, step, learning_rate, weight_decay, mask, moments)
 
 
 def lion(
@@ -180,18 +191,35 @@ def sgd(
     return _fused(plain, _step_rule(kind, 0.0 if momentum is None else momentum), learning_rate)
 
 
+def _scale_by_adam(moments: str, mu_dtype: Any, **options: Any) -> Any:
+    if moments not in _MOMENT_DTYPES:
+        raise InputError(f"moments must be one of {', '.join(_MOMENT_DTYPES)}, got {moments!r}")
+    if moments == "float32":
+        return optax.scale_by_adam(**options, mu_dtype=mu_dtype)
+    if mu_dtype is not None:
+        raise InputError(f"moments={moments!r} is the dtype of both moments: leave out mu_dtype={mu_dtype!r}")
+    return scale_by_adam_in_bfloat16(**options)
+
+
 def _step_rule(kind: str, *numbers: Any) -> StepRule | None:
     constants = [_constant(number) for number in numbers]
     return None if None in constants else StepRule(kind, *(c for c in constants if c is not None))
 
 
 def _fused(
-    plain: Any, step: StepRule | None, learning_rate: Any, weight_decay: Any = None, mask: Any = None
+    plain: Any,
+    step: StepRule | None,
+    learning_rate: Any,
+    weight_decay: Any = None,
+    mask: Any = None,
+    moments: str = "float32",
 ) -> FusedTransformation:
     rate = learning_rate if callable(learning_rate) else _constant(learning_rate)
     decay = weight_decay if weight_decay is None or callable(weight_decay) else _constant(weight_decay)
     is_known = step is not None and rate is not None and (decay is not None or weight_decay is None)
-    rule = HostRule(step, rate, decay, mask) if is_known and step is not None and rate is not None else None
+    dtype, rule = np.dtype(_MOMENT_DTYPES[moments]), None
+    if is_known and step is not None and rate is not None:
+        rule = HostRule(step, rate, decay, mask, dtype)
     return FusedTransformation(plain.init, plain.update, rule)
 
 

@@ -53,13 +53,14 @@ struct Layer {
     for (size_t i = 0; i < sizes.size(); ++i) {
       const bool is_split = !rests.empty();
       parts.push_back({dtype, dtype, Skip(dtype, static_cast<const void*>(gradient.data()), offset), CopyAt(offset),
-                       is_split ? nullptr : masters[i].data(), is_split ? RestOf(i) : SplitRest{}, first[i].data(),
-                       second[i].data(), sizes[i], i % 2 == 0, 0});
+                       is_split ? nullptr : masters[i].data(), is_split ? RestOf(i) : SplitRest{}, Dtype::kFloat32,
+                       Dtype::kFloat32, first[i].data(), second[i].data(), sizes[i], i % 2 == 0, 0});
       offset += sizes[i];
     }
     RunHostStep({rule,
                  {0.5f, 0.25f, -0.01f, 0.1f, 10.0f, 0.5f, 100.0f},
                  {0.9f, 0.1f, 0.99f, 0.01f, 1e-8f, 1e-12f},
+                 0,
                  parts.data(),
                  static_cast<int64_t>(parts.size())});
   }

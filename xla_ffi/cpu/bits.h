@@ -29,6 +29,18 @@ inline uint16_t ToBfloat16(float number) {
   return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
 }
 
+// The factors of a step's number and of its hashes: neighbours should have other bits everywhere. The last two are from
+// the finalizer of MurmurHash3.
+constexpr uint32_t kOfSeed = 0x9e3779b9, kFirstFactor = 0x85ebca6b, kSecondFactor = 0xc2b2ae35;
+
+// Rounds up or down, with probabilities that keep the mean, by a hash of the seed.
+inline uint16_t DitheredBfloat16(float number, uint32_t seed) {
+  uint32_t noise = (seed ^ (seed >> 16)) * kFirstFactor;
+  noise = (noise ^ (noise >> 13)) * kSecondFactor;
+  const uint32_t bits = BitsOf(number), nan = (bits >> 16) | 0x40;
+  return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? nan : (bits + (noise >> 16)) >> 16);
+}
+
 inline float FromFloat16(uint16_t number) {
   const uint32_t sign = static_cast<uint32_t>(number & 0x8000) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(number & 0x7fff) << 13;

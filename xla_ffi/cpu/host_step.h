@@ -1,6 +1,6 @@
 // An optimizer step on host memory in one pass: reads a gradient of any dtype, updates fp32 master and moments in
 // place, and writes the compute copy. A master is whole, or split into a bf16 compute copy and the bits that this lacks
-// (split_master.h). README.md defines the arithmetic. No XLA types.
+// (split_master.h). Moments are fp32 or bf16. README.md defines the arithmetic. No XLA types.
 //
 // All instruction sets compute the same bits, except in NaNs: each operation is rounded separately (the library is
 // compiled without fusing), and subnormal numbers are zero, as on XLA's own threads.
@@ -48,8 +48,9 @@ struct StepPart {
   void* copy;
   float* master;
   SplitRest rest;  // if the master is split; `master` is null then
-  float* first;
-  float* second;
+  Dtype first_dtype, second_dtype;
+  void* first;
+  void* second;
   int64_t size;
   bool decays;
   int64_t first_chunk;  // set by RunHostStep
@@ -59,6 +60,7 @@ struct HostStep {
   StepRule rule;
   StepFactors factors;
   StepConstants constants;
+  uint32_t seed;  // of the step, for rounding second moments to bf16
   StepPart* parts;
   int64_t num_parts;
 };

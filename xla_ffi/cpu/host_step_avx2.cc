@@ -1,4 +1,5 @@
 // The step with AVX2, eight numbers at once; F16C converts halves.
+#include "cpu/bits.h"
 #include "cpu/host_step_kernels.h"
 
 #ifdef JAXFERRY_HAS_AVX
@@ -37,6 +38,16 @@ struct Vector {
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     const __m256i chosen = _mm256_blendv_epi8(rounded, nan, is_nan);
     return Narrow(chosen);
+  }
+
+  static __m128i Dithered(F x, F g, uint32_t seed) {
+    __m256i noise = _mm256_xor_si256(_mm256_castps_si256(g), _mm256_set1_epi32(seed));
+    noise = _mm256_mullo_epi32(_mm256_xor_si256(noise, _mm256_srli_epi32(noise, 16)), _mm256_set1_epi32(kFirstFactor));
+    noise = _mm256_mullo_epi32(_mm256_xor_si256(noise, _mm256_srli_epi32(noise, 13)), _mm256_set1_epi32(kSecondFactor));
+    const __m256i bits = _mm256_castps_si256(x), nan = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_srli_epi32(noise, 16)), 16);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return Narrow(_mm256_blendv_epi8(rounded, nan, is_nan));
   }
 
   static F Join(const uint16_t* copy, const SplitRest& rest, int64_t i) {

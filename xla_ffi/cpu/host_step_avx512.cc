@@ -1,4 +1,5 @@
 // The step with AVX-512, sixteen numbers at once, with and without its bfloat16 conversion.
+#include "cpu/bits.h"
 #include "cpu/host_step_kernels.h"
 
 #ifdef JAXFERRY_HAS_AVX
@@ -43,6 +44,15 @@ struct Vector {
     const __m512i nan = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
     const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(is_nan, rounded, nan));
+  }
+
+  static __m256i Dithered(F x, F g, uint32_t seed) {
+    __m512i noise = _mm512_xor_si512(_mm512_castps_si512(g), _mm512_set1_epi32(seed));
+    noise = _mm512_mullo_epi32(_mm512_xor_si512(noise, _mm512_srli_epi32(noise, 16)), _mm512_set1_epi32(kFirstFactor));
+    noise = _mm512_mullo_epi32(_mm512_xor_si512(noise, _mm512_srli_epi32(noise, 13)), _mm512_set1_epi32(kSecondFactor));
+    const __m512i bits = _mm512_castps_si512(x), nan = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_srli_epi32(noise, 16)), 16);
+    return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), rounded, nan));
   }
 
   static F Join(const uint16_t* copy, const SplitRest& rest, int64_t i) {

@@ -46,6 +46,12 @@ struct Vector {
              jaxferry::ToBfloat16(x[3])}};
   }
 
+  static Halves Dithered(F x, F g, uint32_t seed) {
+    Halves made;
+    for (int64_t j = 0; j < kLanes; ++j) made.numbers[j] = DitheredBfloat16(x[j], BitsOf(g[j]) ^ seed);
+    return made;
+  }
+
   static F Join(const uint16_t* copy, const SplitRest& rest, int64_t i) {
     const int up = rest.up[i / 8] >> i % 8;
     F x;
