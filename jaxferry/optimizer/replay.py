@@ -362,8 +362,11 @@ class _Replay:
         equation = self._made_by.get(atom)
         if equation is None:
             raise _ObstacleError("it meets an array that has no parts")
-        is_fill = equation.primitive.name == "broadcast_in_dim" and not self._shape(equation.inputs[0])
-        if not is_fill and equation.primitive.name not in ELEMENTWISE:
+        name, first = equation.primitive.name, equation.inputs[0] if equation.inputs else None
+        is_fill = name == "broadcast_in_dim" and not self._shape(first)
+        # To a dtype of another width, it makes other numbers of elements.
+        is_same = name == "bitcast_convert_type" and self._shape(first) == self._shape(atom)
+        if not (is_fill or is_same) and name not in ELEMENTWISE:
             raise _ObstacleError(f"{equation.primitive.name!r} is not element-wise")
         for operand in equation.inputs:
             is_of_leaf = self._shapes[leaf] or self._is_of_leaves(operand)

@@ -67,7 +67,8 @@ def test_arguments_and_their_defaults_are_those_of_optax(name):
         parameters = inspect.signature(function).parameters.values()
         return [(p.name, p.kind, p.default) for p in parameters]
 
-    assert described(getattr(jaxferry, name)) == described(getattr(optax, name))
+    more = [("moments", inspect.Parameter.KEYWORD_ONLY, "float32")] if name.startswith("adam") else []
+    assert described(getattr(jaxferry, name)) == described(getattr(optax, name)) + more
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

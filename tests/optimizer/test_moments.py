@@ -1,0 +1,164 @@
+"""Adam's moments in bfloat16: rounding that keeps the mean, and training with them, by the library and by XLA."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from jaxferry.errors import InputError
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.native import FACTORS, SIMD, HostStep, StepFactors, StepPart, library
+from jaxferry.optimizer import moments as bf16_moments
+from jaxferry.step import LayerPlan, Plan
+from models import chain
+from planned import assert_same_bits, taken
+
+WIDTH, DEPTH = 64, 4
+BATCH = np.random.default_rng(1).normal(size=(4, WIDTH)).astype(np.float32)
+loss_fn = chain()
+
+
+def parameters():
+    generator = np.random.default_rng(0)
+    return {f"l{i}": {"w": generator.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.1} for i in range(DEPTH)}
+
+
+def step_of(optimizer, mode=Mode.GFGB, **options):
+    layers = tuple(LayerPlan(f"l{i}", mode, GradientPlace.DEVICE) for i in range(DEPTH))
+    return jaxferry.train_step(loss_fn, optimizer, plan=Plan("any", 1.0, layers), **options)
+
+
+def by_xla(optimizer):
+    """The same transformation without the description by which the library runs it."""
+    return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
+
+
+def bf16_adam(**options):
+    return jaxferry.adamw(1e-2, moments="bfloat16", **options)
+
+
+def test_random_rounding_keeps_the_mean_and_takes_neighbours_only():
+    gradients = np.random.default_rng(0).normal(size=1 << 18).astype(np.float32)
+    for value in (1 + 2**-9, 1 + 2**-10 + 2**-15, 3e-12, -1.7):
+        exact = np.float32(value)
+        found = bf16_moments._dithered(jnp.full(gradients.size, exact), gradients, jnp.uint32(7))
+        found = np.asarray(found).astype(np.float64)
+        low, high = found.min(), found.max()
+        assert len(np.unique(found)) == 2 and low < exact < high and abs(high - low) < 2**-7 * abs(exact)
+        deviation = (high - low) / 2 / np.sqrt(gradients.size)
+        assert abs(found.mean() - exact) < 5 * deviation
+
+
+def test_what_bf16_holds_infinities_and_nan_stay():
+    numbers = np.array([0, -0.0, 1.5, -3, np.inf, -np.inf, np.nan, 2.0**-126, 2.0**127], np.float32)
+    found = bf16_moments._dithered(jnp.asarray(numbers), jnp.ones(numbers.size), jnp.uint32(3))
+    np.testing.assert_array_equal(np.asarray(found).astype(np.float32), numbers)
+
+
+def stepped(simd, count, moments, gradient):
+    """A step of Adam by the library; returns the master and both moments."""
+    master, copy = np.zeros(gradient.size, np.float32), np.zeros(gradient.size, np.float32)
+    own, counts, factors = [m.copy() for m in moments], [np.array(count, np.int32)], StepFactors(1)
+    rule, dtypes = jaxferry.adam(1e-2).rule, [np.dtype(np.float32)]
+    numbers = {"unscale": 1, "clip": 1, **rule.factors((optax.ScaleByAdamState(np.int32(count), None, None), ()))}
+    factors.values[:], factors.counts[:] = [numbers[name] for name in FACTORS], count
+    library("cpu").set_host_simd(simd)
+    step = HostStep(rule.step, [StepPart(0, 0, False)], [master], [[m] for m in own], dtypes, dtypes, counts, factors)
+    step.gradients[0], step.copies[0] = gradient.ctypes.data, copy.ctypes.data
+    assert step.run()
+    library("cpu").set_host_simd(SIMD[-1])
+    return [master, *own]
+
+
+def test_the_library_rounds_as_xla_does_with_any_instructions():
+    generator = np.random.default_rng(0)
+    gradient = generator.normal(size=100_013).astype(np.float32)
+    gradient[::7] = 0
+    moments = [generator.normal(size=gradient.size).astype(ml_dtypes.bfloat16) for _ in range(2)]
+    moments[1] = np.abs(moments[1])
+    optimizer = jaxferry.adam(1e-2, moments="bfloat16")
+    params = np.zeros(gradient.size, np.float32)
+    state = optimizer.init(params)
+    state = (state[0]._replace(count=np.int32(5), mu=moments[0], nu=moments[1]), *state[1:])
+    updates, (new, *_) = jax.jit(optimizer.update)(gradient, state, params)
+    results = [stepped(simd, 5, moments, gradient) for simd in SIMD]
+    for found in results[1:]:
+        assert_same_bits(found, results[0])
+    master, first, second = results[0]
+    np.testing.assert_allclose(master, updates, rtol=2e-5, atol=1e-9)
+    for own, theirs in ((first, new.mu), (second, new.nu)):
+        own, theirs = own.view(np.int16).astype(int), np.asarray(theirs).view(np.int16).astype(int)
+        # XLA fuses operations: a last bit of fp32 may turn a rounding.
+        assert np.abs(own - theirs).max() <= 1 and (own != theirs).mean() < 1e-3
+    assert (second.view(np.int16) != moments[1].view(np.int16)).mean() > 0.05
+
+
+def test_second_moments_follow_gradients_that_fall():
+    optimizer, wide = (jaxferry.adam(1e-3, moments=dtype) for dtype in ("bfloat16", "float32"))
+    gradients = np.random.default_rng(0).normal(size=(2000, 256)).astype(np.float32)
+    gradients[500:] *= 0.1
+    means = []
+    for own in (optimizer, wide):
+        update = jax.jit(lambda gradient, state, own=own: own.update(gradient, state)[1])
+        state = own.init(jnp.zeros(256))
+        for gradient in gradients:
+            state = update(gradient, state)
+        means.append(float(state[0].nu.astype(jnp.float32).mean()))
+    np.testing.assert_allclose(means[0], means[1], rtol=0.02)
+
+
+@pytest.mark.parametrize("options", [{}, {"compute_dtype": jnp.bfloat16, "clip_norm": 1.0}], ids=["fp32", "bf16"])
+def test_training_agrees_with_xla_and_with_fp32_moments(options):
+    losses = {}
+    for name, optimizer in {"own": bf16_adam(), "xla": by_xla(bf16_adam()), "fp32": jaxferry.adamw(1e-2)}.items():
+        step = step_of(optimizer, **options)
+        state, losses[name] = step.init(parameters()), []
+        for _ in range(20):
+            state, metrics = step(state, BATCH)
+            losses[name].append(float(metrics["loss"]))
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim}
+        assert dtypes == {np.dtype(np.float32 if name == "fp32" else jnp.bfloat16)}
+    np.testing.assert_allclose(losses["own"], losses["xla"], rtol=2e-2)
+    np.testing.assert_allclose(losses["own"], losses["fp32"], rtol=5e-2)
+    assert losses["own"][-1] < losses["own"][0] / 2 and losses["own"] != losses["fp32"]
+
+
+def test_plans_and_micro_batches_do_not_change_the_bits():
+    results = []
+    for mode, transport in ((Mode.GFGB, "ferry"), (Mode.RELOAD, "ferry"), (Mode.GFGB, "device_put")):
+        step = step_of(bf16_adam(), mode, transport=transport, accumulate=2)
+        state = taken(step, step.init(parameters()), BATCH, 6)
+        results.append((state.params, state.opt_state))
+    for found in results[1:]:
+        assert_same_bits(found, results[0])
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path):
+    step = step_of(bf16_adam())
+    state = taken(step, step.init(parameters()), BATCH, 3)
+    step.save(state, tmp_path / "saved")
+    restored = step.restore(tmp_path / "saved")
+    states = [taken(step, own, BATCH, 3) for own in (state, restored)]
+    assert_same_bits(*[(own.params, own.opt_state) for own in states])
+
+
+def test_moments_of_a_model_whose_layers_are_stacked_are_updated_by_layer():
+    params = {"stack": np.stack([layer["w"] for layer in parameters().values()])}
+
+    def scanned(params, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["stack"])[0] ** 2)
+
+    step = jaxferry.train_step(scanned, bf16_adam())
+    state = taken(step, step.init(params), BATCH, 3)
+    assert len(state.host.units) == DEPTH
+    assert state.opt_state[0].nu["stack"].shape == params["stack"].shape
+
+
+def test_other_dtypes_are_refused():
+    with pytest.raises(InputError, match="moments must be one of float32, bfloat16, got 'int4'"):
+        jaxferry.adamw(1e-3, moments="int4")
+    with pytest.raises(InputError, match="is the dtype of both moments: leave out mu_dtype"):
+        jaxferry.adam(1e-3, mu_dtype=jnp.bfloat16, moments="bfloat16")
