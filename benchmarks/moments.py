@@ -97,11 +97,12 @@ def main():
     options = parser.parse_args()
     config, console = model.SIZES["tiny"], Console()
     corpus = load(None, config.vocab_size, train_byte_bpe, "gpt2")
-    rows = [
-        curve(config, corpus, name, seed, options.steps, options.every, console.print)
-        for seed in options.seeds
-        for name in OPTIMIZERS
-    ]
+    rows = []
+    for seed in options.seeds:
+        for name in OPTIMIZERS:
+            rows.append(curve(config, corpus, name, seed, options.steps, options.every, console.print))
+            document = {"machine": measure.machine(), "steps": options.steps, "every": options.every, "rows": rows}
+            measure.write("moments", document)  # each takes minutes
     final = {name: [row["validation_losses"][-1] for row in rows if row["optimizer"] == name] for name in OPTIMIZERS}
     table = Table("moments", "bytes a parameter", "validation loss at the end, by seed", "mean second moment")
     for name, losses in final.items():
@@ -109,8 +110,6 @@ def main():
         size = "8" if name == "float32" else "4"
         table.add_row(name, size, ", ".join(f"{x:.4f}" for x in losses), ", ".join(f"{x:.2e}" for x in second))
     console.print(table)
-    document = {"machine": measure.machine(), "steps": options.steps, "every": options.every, "rows": rows}
-    measure.write("moments", document)
     draw(rows, options.every, measure.RESULTS / "moments.png")
 
 

@@ -21,6 +21,7 @@ from typer import Option
 
 from jaxferry.errors import InputError, JaxFerryError, PartitionError, call_users, origin_of
 from jaxferry.modes import BLOCK, MODULE
+from jaxferry.optimizer import adam, adamw, lion, sgd
 from jaxferry.partition import result_shapes
 from jaxferry.training import read_compute_dtype
 
@@ -35,12 +36,13 @@ EXAMPLES = ("gpt2", "llama", "bert", "roberta", "transformer_xl", "vit", "resnet
 FORMS = "module:function, file.py:function, or an example's name and size such as gpt2:6.7b"
 
 OPTIMIZERS: Mapping[str, Callable[[float], optax.GradientTransformation]] = {
-    "adamw": optax.adamw,
-    "adam": optax.adam,
-    "lion": optax.lion,
+    "adamw": adamw,
+    "adamw-bf16": functools.partial(adamw, moments="bfloat16"),
+    "adam": adam,
+    "lion": lion,
     "adafactor": optax.adafactor,
-    "momentum": functools.partial(optax.sgd, momentum=0.9),
-    "sgd": optax.sgd,
+    "momentum": functools.partial(sgd, momentum=0.9),
+    "sgd": sgd,
 }
 """Optimizers by name, as functions of the learning rate."""
 

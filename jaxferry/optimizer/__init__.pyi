@@ -20,8 +20,13 @@ from .optimizer import taken_extra_args as taken_extra_args
 from .optimizers import FusedTransformation as FusedTransformation
 from .optimizers import FusedUpdate as FusedUpdate
 from .optimizers import HostRule as HostRule
+from .optimizers import adam as adam
+from .optimizers import adamw as adamw
 from .optimizers import fused_rule as fused_rule
+from .optimizers import in_order as in_order
+from .optimizers import lion as lion
 from .optimizers import master_bytes as master_bytes
+from .optimizers import sgd as sgd
 from .optimizers import splits_masters as splits_masters
 from .pieces import Pieces as Pieces
 from .pieces import Stored as Stored
@@ -35,3 +40,4 @@ from .update_group import UpdateGroup as UpdateGroup
 from .update_group import masters_by_leaf as masters_by_leaf
 from .update_group import path_names as path_names
 from .update_group import vectors_arriving as vectors_arriving
+from .update_programs import split_unit as split_unit

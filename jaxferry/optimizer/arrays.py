@@ -16,7 +16,7 @@ from jaxferry.optimizer.on_devices import OnDevices, Streamed, subgroups_of
 from jaxferry.optimizer.optimizer import HostOptimizer
 from jaxferry.optimizer.pieces import Key, Pieces, Stored, Where, WholeCopies, cut, filled, on_host
 from jaxferry.optimizer.update_group import UpdateGroup
-from jaxferry.optimizer.update_programs import split_masters
+from jaxferry.optimizer.update_programs import split_unit
 from jaxferry.partition import Layer, Leaf
 from jaxferry.transport import ORPHANED_COPIES, Placement, Vectors, from_shares, on_cpu, to_pinned, writes_in_place
 
@@ -284,7 +284,7 @@ class HostArrays:
         made = self._held[0]
         if max(unit.layers) < len(made) and self._optimizer.updates.splits(unit, self.layers):
             layers = [self._placement.ownership.of(self.layers[group].trained) for group in unit.layers]
-            split_masters(unit, layers, [made[group] for group in unit.layers])
+            split_unit(unit, layers, [made[group] for group in unit.layers])
 
     def _end_filling(self, at_once: bool = False) -> None:
         """Waits until no thread makes vectors; `fill` makes those that it could not make, and raises the error."""

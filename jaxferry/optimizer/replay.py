@@ -362,10 +362,10 @@ class _Replay:
         equation = self._made_by.get(atom)
         if equation is None:
             raise _ObstacleError("it meets an array that has no parts")
-        name, first = equation.primitive.name, equation.inputs[0] if equation.inputs else None
-        is_fill = name == "broadcast_in_dim" and not self._shape(first)
+        name, shapes = equation.primitive.name, list(map(self._shape, equation.inputs))
+        is_fill = name == "broadcast_in_dim" and not shapes[0]
         # To a dtype of another width, it makes other numbers of elements.
-        is_same = name == "bitcast_convert_type" and self._shape(first) == self._shape(atom)
+        is_same = name == "bitcast_convert_type" and shapes[0] == self._shape(atom)
         if not (is_fill or is_same) and name not in ELEMENTWISE:
             raise _ObstacleError(f"{equation.primitive.name!r} is not element-wise")
         for operand in equation.inputs:

@@ -96,7 +96,7 @@ class CompiledUpdate:
         else:
             found = updated_vectors(vectors, new, self._placement, self._layers)
         if were_split:  # a unit that the library updates, but for a batch without gradients of some of its layers
-            split_masters(unit, self._layers, found)
+            split_unit(unit, self._layers, found)
         return found
 
     def begin_step(self, unit: UpdateGroup, norm: Any, scale: Any) -> None:
@@ -126,7 +126,7 @@ class _InitialState:
         return list(made)
 
 
-def split_masters(unit: UpdateGroup, layers: Sequence[Layer], vectors: OfLayers) -> None:
+def split_unit(unit: UpdateGroup, layers: Sequence[Layer], vectors: OfLayers) -> None:
     """Splits masters of a unit where a vector has their bf16 copy (`split_masters`); `layers` are its trained parts."""
     pairs = zip(unit.masters, in_order(layers), strict=True)
     unit.masters = [
