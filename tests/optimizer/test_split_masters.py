@@ -89,6 +89,7 @@ def train(step, state, num_steps):
     for _ in range(num_steps):
         state, metrics = step(state, BATCH)
         losses.append(float(metrics["loss"]))
+    state.block_until_ready()
     return state, losses
 
 
@@ -144,6 +145,31 @@ def test_other_masters_stay_whole(optimizer, dtype):
     step = step_of(optimizer(1e-2), compute_dtype=dtype)
     state, _ = train(step, step.init(parameters()), 2)
     assert SplitMaster not in kinds(state)
+
+
+def test_a_layer_that_is_never_read_decays_and_stays_split(whole):
+    params = {**parameters(), "unread": {"w": np.full((WIDTH, WIDTH), 1.01, np.float32)}}
+    states = []
+    for _ in range(2):
+        reads = chain([f"l{i}" for i in range(DEPTH)])
+        step = jaxferry.train_step(reads, jaxferry.adamw(1e-2, weight_decay=0.1), compute_dtype=jnp.bfloat16)
+        states.append(train(step, step.init(params), 3)[0])
+        whole()
+    assert kinds(states[0]) == {SplitMaster} and SplitMaster not in kinds(states[1])
+    assert_same_bits(*[(state.params, state.opt_state) for state in states])
+    assert (states[0].params["unread"]["w"] < 1.01).all()
+
+
+@pytest.mark.parametrize("optimizer", [jaxferry.adamw, optax.adamw], ids=["split", "whole"])
+def test_host_memory_is_counted_as_masters_are_stored(optimizer):
+    step = step_of(optimizer(1e-2))
+    state, _ = train(step, step.init(parameters()), 1)
+    model, layers = step.compiler.model, state.host.layers
+    masters = [master for unit in state.host.units for master in unit.masters]
+    stored = sum(own.rest.nbytes if isinstance(own, SplitMaster) else own.nbytes for own in masters)
+    assert model.host_bytes(layers)["master parameters"] == stored
+    streamed = model.host_bytes(layers, streamed=range(DEPTH))["master parameters"]
+    assert streamed == sum(own.nbytes for own in masters) == 4 * DEPTH * WIDTH**2
 
 
 def test_a_signalling_nan_stays_what_it_is():
