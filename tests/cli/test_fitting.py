@@ -36,7 +36,7 @@ def traced(size):
 
 
 def find(own, budget, host_memory_bytes=None):
-    sizes = {"model": "m", "machine": "a100", "host_bytes": lambda traced: KEPT}
+    sizes = {"model": "m", "machine": "a100", "host_bytes": lambda traced, streamed: KEPT}
     return find_fit(traced, own, budget_bytes=budget, host_memory_bytes=host_memory_bytes, **sizes)
 
 
@@ -153,7 +153,7 @@ def offloading(size):
 
 
 def test_saved_activations_bound_the_batch_by_host_memory_and_are_stated():
-    sizes = {"model": "m", "machine": "a100", "host_bytes": lambda traced: KEPT}
+    sizes = {"model": "m", "machine": "a100", "host_bytes": lambda traced, streamed: KEPT}
     one = offloading(1).saved_bytes
     assert one > 0 and offloading(7).saved_bytes == 7 * one
     budget = offloading(64).loading_bytes
