@@ -103,6 +103,23 @@ def required(fields: Mapping[str, Any], key: str, where: str) -> Any:
     return fields[key]
 
 
+Reader = Callable[[Any, str, str], Any]
+"""Reads and checks the value of a key, given the key and the record that errors name; such as `check_text`."""
+
+
+def read_fields(document: Any, readers: Mapping[str, Reader], where: str) -> dict[str, Any]:
+    """Reads each key of an object by its reader; raises InputError for a missing or unknown key or a bad value."""
+    check_keys(check_object(document, "", where), tuple(readers), where)
+    return {key: read(required(document, key, where), key, where) for key, read in readers.items()}
+
+
+def check_object(value: Any, key: str, where: str) -> Mapping[str, Any]:
+    """Returns the value if it is a JSON object; an empty `key` stands for the record itself."""
+    if not isinstance(value, Mapping):
+        raise InputError(f"{where}{': ' if key else ''}{key} must be a JSON object, got {_show(value)}")
+    return value
+
+
 def check_text(value: Any, key: str, where: str) -> str:
     """Returns the value if it is a non-empty string that UTF-8 can encode."""
     if not isinstance(value, str) or not value:

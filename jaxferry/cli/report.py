@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import importlib
-import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping
@@ -37,7 +36,6 @@ from jaxferry.cli.recording import (
     STAGE_OF,
     STAGES,
     Recording,
-    Summary,
     Window,
     bytes_by_link,
     bytes_over_time,
@@ -127,7 +125,7 @@ def report(
             output.write_text(page, encoding="utf-8")
         except OSError as error:
             raise InputError(f"cannot write {output}: {error.strerror or error}") from error
-    parts = [Summary(found).sentence] if isinstance(found, Recording) else [found.table(), *found.lines()]
+    parts = [found.sentence] if isinstance(found, Recording) else [found.table(), *found.lines()]
     print_result(as_json, found.to_json(), *parts)
 
 
@@ -157,7 +155,6 @@ def _title(recording: Recording) -> str:
 
 def _page_run(recording: Recording, policy: str = "") -> dict[str, Any]:
     """Returns what the template states of a recording: tables as heads and rows, figures as SVG."""
-    summary = Summary(recording)
     described = (_fact(key, value) for key, value in recording.machine.items() if isinstance(value, str | int))
     total = sum(recording.host_bytes.values())
     reasons = layer_reasons(recording.profile, recording.plan, recording.memory_budget_bytes)
@@ -167,7 +164,7 @@ def _page_run(recording: Recording, policy: str = "") -> dict[str, Any]:
     ]
     figures = {
         "stages_figure": stages_figure(recording),
-        "lanes_figure": steps_figure(summary),
+        "lanes_figure": steps_figure(recording),
         "speeds_figure": speeds_figure(recording),
         "sizes_figure": sizes_figure(recording),
         "memory_figure": memory_figure(recording),
@@ -175,7 +172,6 @@ def _page_run(recording: Recording, policy: str = "") -> dict[str, Any]:
     return {
         "policy": policy,
         "recording": recording,
-        "summary": summary,
         "steps": sorted({task.step for task in recording.tasks}),
         "machine": ", ".join(described),
         "stages": _stages(recording),
@@ -229,11 +225,11 @@ def stages_figure(recording: Recording) -> Any:
     return lanes_figure({"": rows}, max((spans[-1][1] for spans in rows.values() if spans), default=0.0))
 
 
-def steps_figure(summary: Summary) -> Any:
+def steps_figure(recording: Recording) -> Any:
     """Draws the lanes of one step, measured above predicted."""
-    windows = {"measured": window(summary.recording.tasks)}
-    if summary.predicted:
-        windows["predicted"] = window(summary.predicted)
+    windows = {"measured": window(recording.tasks)}
+    if recording.predicted:
+        windows["predicted"] = window(recording.predicted)
     charts = {title: _lanes(shown) for title, shown in windows.items()}
     return lanes_figure(charts, max(shown.end_s - shown.begin_s for shown in windows.values()))
 
@@ -264,12 +260,12 @@ def speeds_figure(recording: Recording) -> Any:
     end_s = max(task.end_s for task in recording.tasks)
     width = end_s / _BINS or 1.0
     moved = {lane: bytes_over_time(recording, lane, _BINS) for lane in _LINKS}
-    most = max(itertools.chain(*moved.values())) / width
+    most = max(each.max() for each in moved.values()) / width
     unit, scale = ("GB/s", 1e9) if most >= 1e8 else ("MB/s", 1e6)
     series = [
         (name, colour, [(number * width, each / width / scale) for number, each in enumerate(moved[lane])])
         for lane, (name, colour) in _LINKS.items()
-        if any(moved[lane])
+        if moved[lane].any()
     ]
     return lines_figure(series, end_s, unit)
 
