@@ -23,7 +23,6 @@ from jaxferry.cli.workload import (
     Seed,
     Tiles,
     call_model,
-    check_fixed_granularity,
     make_optimizer,
     read_dtype,
     read_tiles,
@@ -80,7 +79,6 @@ def bench(
         raise InputError("--plot draws measured steps, and --dry measures none: give one of them")
     if plot is not None:
         plot_format(plot)
-    check_fixed_granularity(granularity)
     names = policy or _DEFAULT_POLICIES
     for name in names:
         make_policy(name)  # rejects unknown policies before anything is measured

@@ -255,8 +255,9 @@ def profile(
     granularity: Annotated[
         str,
         Option(
+            callback=check_fixed_granularity,
             help="Layers of the profile: block, or module for the matrices of each module and the vectors of each "
-            "block; `plan --granularity` plans a profile of modules for either."
+            "block; `plan --granularity` plans a profile of modules for either.",
         ),
     ] = BLOCK,
     devices: Annotated[
@@ -281,7 +282,6 @@ def profile(
         raise InputError("--processes needs --machine: several measure with `jaxferry train --profile measure`")
     if devices % processes:
         raise InputError(f"--devices must be a multiple of --processes, got {devices} and {processes}")
-    check_fixed_granularity(granularity)
     if tiles == AUTO:
         raise InputError("--tiles must be off, a number, or numbers by segment: a profile has no budget to choose for")
     if remat not in (*REMAT, AUTO):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from typer import Option
 
@@ -68,7 +69,19 @@ Tiles = Annotated[
 OffloadActivations = Annotated[
     bool, Option("--offload-activations", help="Offload values that cross segments to host memory.")
 ]
-FixedGranularity = Annotated[str, Option("--granularity", help="Layers that plans move: block, or module (finer).")]
+
+
+def check_fixed_granularity(granularity: str) -> str:
+    """Returns the granularity; raises `InputError` unless it is block or module."""
+    if granularity not in (BLOCK, MODULE):
+        raise InputError(f"--granularity must be {BLOCK} or {MODULE}, got {granularity!r}")
+    return granularity
+
+
+FixedGranularity = Annotated[
+    str,
+    Option("--granularity", callback=check_fixed_granularity, help="Layers that plans move: block, or module (finer)."),
+]
 Devices = Annotated[
     int, Option(min=1, help="Devices that share each batch; without an accelerator, virtual CPU devices.")
 ]
@@ -105,6 +118,12 @@ class UserModel:
     def batch_of(self, number: int) -> Any:
         """Returns the batch of a step."""
         return call_users(self.batch, number) if callable(self.batch) else self.batch
+
+    def batch_shapes(self) -> Any:
+        """Returns the shapes of the first batch."""
+        if callable(self.batch):
+            return jax.eval_shape(lambda: self.batch_of(0))
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), self.batch)
 
     def check_is_whole(self) -> None:
         """Raises `InputError` if parameters or batch are shapes instead of arrays."""
@@ -143,12 +162,6 @@ def make_optimizer(name: str, learning_rate: float = 1e-3) -> optax.GradientTran
 def read_dtype(name: str | None) -> Any:
     """Reads the compute dtype by name; None stays None; raises `InputError` for anything else."""
     return read_compute_dtype(name, "--compute-dtype")
-
-
-def check_fixed_granularity(granularity: str) -> None:
-    """Raises `InputError` for a granularity other than block and module."""
-    if granularity not in (BLOCK, MODULE):
-        raise InputError(f"--granularity must be {BLOCK} or {MODULE}, got {granularity!r}")
 
 
 def find_function(name: str, option: str = "--model") -> Callable[..., Any]:

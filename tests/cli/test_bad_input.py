@@ -242,7 +242,7 @@ def test_a_comparison_in_which_nothing_fits_names_the_smallest_feasible_budget(r
 @pytest.mark.parametrize(
     ("line", "target"),
     [
-        (f"fit {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.fitting.pinned_bytes"),
+        (f"fit {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.fit.pinned_bytes"),
         (f"profile --model {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.profile.estimate_profile"),
         (f"profile --model {NAME}:arrays", "jaxferry.partition.build.check_outputs"),
         (f"train --model {NAME}:arrays --steps 1", "jaxferry.engine.runner.DeviceCopies"),

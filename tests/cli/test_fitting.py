@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.cli.fitting import Sizes, find_fit
+from jaxferry.cli.fit import Sizes, find_fit
 from jaxferry.cli.profile import trace
 from jaxferry.costs import find_machine
 from jaxferry.step import needed_bytes
