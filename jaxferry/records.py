@@ -1,11 +1,12 @@
 """Reads and writes the JSON files of all records, and checks their fields."""
 
+import contextlib
 import difflib
 import json
 import numbers
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxferry.errors import InputError
@@ -75,9 +76,20 @@ def write_json(path: str | os.PathLike[str], document: Any) -> None:
     Raises:
       InputError: if the file cannot be written.
     """
-    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
-    try:
+    write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a file; raises `InputError` if it cannot be written."""
+    with naming_target(path):
         pathlib.Path(path).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def naming_target(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns an error of the file system in the block into an `InputError` that names the file to write."""
+    try:
+        yield
     except OSError as error:
         raise InputError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 

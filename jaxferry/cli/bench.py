@@ -9,7 +9,7 @@ from typer import Option
 
 from jaxferry.cli.common import AsJson, naming, print_result, read_budget
 from jaxferry.cli.compare import compare_policies, dry_run
-from jaxferry.cli.figures import plot_format, plot_timelines
+from jaxferry.cli.figures import Plot, plot_timelines
 from jaxferry.cli.recording import make_recording
 from jaxferry.cli.workload import (
     ComputeDtype,
@@ -64,7 +64,7 @@ def bench(
     offload_activations: OffloadActivations = False,
     granularity: FixedGranularity = BLOCK,
     seed: Seed = 0,
-    plot: Annotated[Path | None, Option(metavar="P.png", help="Draw the lanes over time: PNG, PDF or SVG.")] = None,
+    plot: Plot = None,
     output: Annotated[
         Path | None,
         Option("-o", "--output", metavar="BENCH.json", help="Write the results: for `report`, unless --dry."),
@@ -77,8 +77,6 @@ def bench(
     """
     if plot is not None and dry:
         raise InputError("--plot draws measured steps, and --dry measures none: give one of them")
-    if plot is not None:
-        plot_format(plot)
     names = policy or _DEFAULT_POLICIES
     for name in names:
         make_policy(name)  # rejects unknown policies before anything is measured

@@ -8,12 +8,14 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from typer import Option
 
 from jaxferry.errors import InputError
 from jaxferry.planner import SweepPoint, pareto_front
+from jaxferry.records import naming_target
 from jaxferry.step import Lane
 from jaxferry.units import format_bytes, format_seconds
 
@@ -64,12 +66,21 @@ def plot_format(path: str | os.PathLike[str]) -> str:
     return ending
 
 
+def _checked(path: pathlib.Path | None) -> pathlib.Path | None:
+    if path is not None:
+        plot_format(path)
+    return path
+
+
+Plot = Annotated[
+    pathlib.Path | None, Option(metavar="P.png", callback=_checked, help="Draw a plot: PNG, PDF or SVG, by its name.")
+]
+
+
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     """Writes a figure in the format of the file's name; raises `InputError` if that or the file is refused."""
-    try:
+    with naming_target(path):
         figure.savefig(path, dpi=120, format=plot_format(path))
-    except OSError as error:
-        raise InputError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 
 
 def to_svg(figure: Any) -> str:

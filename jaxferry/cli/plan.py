@@ -23,7 +23,7 @@ from jaxferry.cli.common import (
     read_budget,
     read_budget_on,
 )
-from jaxferry.cli.figures import plot_format, save_figure, sweep_figure
+from jaxferry.cli.figures import Plot, save_figure, sweep_figure
 from jaxferry.costs import PROFILE_FORMAT, Profile, shared_by
 from jaxferry.errors import InputError
 from jaxferry.modes import MODULE
@@ -147,9 +147,7 @@ def tune(
     ] = None,
     policy: Annotated[str | None, Option(help="The policy. [default: auto with given budgets, else exact]")] = None,
     granularity: Granularity = MODULE,
-    plot: Annotated[
-        Path | None, Option(metavar="P.png", help="Write a plot: PNG, PDF or SVG, by the file's extension.")
-    ] = None,
+    plot: Plot = None,
     output: Annotated[Path | None, Option("-o", "--output", metavar="PLAN.json", help="Write the knee's plan.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -161,8 +159,6 @@ def tune(
     budgets = None
     if memory_budget not in (None, "none"):
         budgets = read_range(memory_budget, lambda size: parse_bytes(size, "budget"))
-    if plot is not None:
-        plot_format(plot)
     chosen = policy or ("exact" if budgets is None else Auto.name)
     make_policy(chosen)
     check_granularity(granularity)

@@ -223,6 +223,40 @@ class Recording:
         """Names what limits the recorded steps."""
         return f"The bottleneck is the {self.bottleneck.noun}: {self.bottleneck.reason}."
 
+    def seconds_by_stage(self) -> dict[tuple[str, int], float]:
+        """Returns the mean seconds of work a step, by stage and micro-batch."""
+        found: dict[tuple[str, int], float] = collections.defaultdict(float)
+        steps: dict[int, set[int]] = collections.defaultdict(set)
+        for task in self.tasks:
+            found[STAGE_OF[task.kind], task.micro_batch] += task.end_s - task.start_s
+            steps[task.micro_batch].add(task.step)
+        return {key: seconds / len(steps[key[1]]) for key, seconds in found.items()}
+
+    def bytes_by_link(self) -> dict[tuple[Lane, str], float]:
+        """Returns the mean bytes a step over the host link, by lane and stage."""
+        found: dict[tuple[Lane, str], float] = collections.defaultdict(float)
+        num_steps = len({task.step for task in self.tasks})
+        for task in self.tasks:
+            if task.num_bytes:
+                found[task.lane, STAGE_OF[task.kind]] += task.num_bytes / num_steps
+        return dict(found)
+
+    def bytes_over_time(self, lane: Lane, num_bins: int) -> np.ndarray:
+        """Returns the bytes that a lane moves in each of `num_bins` equal parts of the time, evenly over each task."""
+        edges = np.linspace(0.0, max(task.end_s for task in self.tasks), num_bins + 1)
+        edges[[0, -1]] = -np.inf, np.inf
+        moved = np.zeros(num_bins)
+        for task in self.tasks:
+            if task.lane is lane and task.num_bytes:
+                moved += task.num_bytes * np.diff(np.interp(edges, (task.start_s, task.end_s), (0.0, 1.0)))
+        return moved
+
+    def speed(self, lane: Lane) -> float | None:
+        """Returns the bytes a second while tasks of a lane move any; None if none of them takes time."""
+        tasks = [task for task in self.tasks if task.lane is lane and task.num_bytes]
+        seconds = sum(task.end_s - task.start_s for task in tasks)
+        return sum(task.num_bytes for task in tasks) / seconds if seconds > 0 else None
+
 
 def _read_changes(document: Any, *_: str) -> dict[str, Changes]:
     try:
@@ -348,41 +382,3 @@ def _program_spans(tasks: Sequence[RecordedTask]) -> list[tuple[float, float]]:
             start_s, end_s = spans.get(task.step, (task.start_s, task.end_s))
             spans[task.step] = min(start_s, task.start_s), max(end_s, task.end_s)
     return [spans[step] for step in sorted(spans)]
-
-
-def seconds_by_stage(recording: Recording) -> dict[tuple[str, int], float]:
-    """Returns the mean seconds of work a step, by stage and micro-batch."""
-    found: dict[tuple[str, int], float] = collections.defaultdict(float)
-    steps: dict[int, set[int]] = collections.defaultdict(set)
-    for task in recording.tasks:
-        found[STAGE_OF[task.kind], task.micro_batch] += task.end_s - task.start_s
-        steps[task.micro_batch].add(task.step)
-    return {key: seconds / len(steps[key[1]]) for key, seconds in found.items()}
-
-
-def bytes_by_link(recording: Recording) -> dict[tuple[Lane, str], float]:
-    """Returns the mean bytes a step over the host link, by lane and stage."""
-    found: dict[tuple[Lane, str], float] = collections.defaultdict(float)
-    num_steps = len({task.step for task in recording.tasks})
-    for task in recording.tasks:
-        if task.num_bytes:
-            found[task.lane, STAGE_OF[task.kind]] += task.num_bytes / num_steps
-    return dict(found)
-
-
-def bytes_over_time(recording: Recording, lane: Lane, num_bins: int) -> np.ndarray:
-    """Returns the bytes that a lane moves in each of `num_bins` equal parts of the time, evenly over each task."""
-    edges = np.linspace(0.0, max(task.end_s for task in recording.tasks), num_bins + 1)
-    edges[[0, -1]] = -np.inf, np.inf
-    moved = np.zeros(num_bins)
-    for task in recording.tasks:
-        if task.lane is lane and task.num_bytes:
-            moved += task.num_bytes * np.diff(np.interp(edges, (task.start_s, task.end_s), (0.0, 1.0)))
-    return moved
-
-
-def speed(recording: Recording, lane: Lane) -> float | None:
-    """Returns the bytes a second while tasks of a lane move any; None if none of them takes time."""
-    tasks = [task for task in recording.tasks if task.lane is lane and task.num_bytes]
-    seconds = sum(task.end_s - task.start_s for task in tasks)
-    return sum(task.num_bytes for task in tasks) / seconds if seconds > 0 else None

@@ -18,35 +18,15 @@ from typing import Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
-from jaxferry.cli.common import AsJson, print_result
+from jaxferry.cli import figures
+from jaxferry.cli.common import AsJson, naming, print_result
 from jaxferry.cli.compare import BENCH_FORMAT, Comparison
-from jaxferry.cli.figures import (
-    COLOURS,
-    Span,
-    areas_figure,
-    counts_figure,
-    lanes_figure,
-    lines_figure,
-    plot_format,
-    plot_timelines,
-    to_svg,
-)
-from jaxferry.cli.recording import (
-    RECORDING_FORMAT,
-    STAGE_OF,
-    STAGES,
-    Recording,
-    Window,
-    bytes_by_link,
-    bytes_over_time,
-    seconds_by_stage,
-    speed,
-    window,
-)
+from jaxferry.cli.figures import COLOURS, Span
+from jaxferry.cli.recording import RECORDING_FORMAT, STAGE_OF, STAGES, Recording, Window, window
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
-from jaxferry.records import load_record, read_json
+from jaxferry.records import read_json, write_text
 from jaxferry.step import (
     ACTIVATIONS,
     GRADIENTS,
@@ -92,9 +72,7 @@ def report(
     results: Annotated[
         Path, Argument(metavar="FILE.json", help="A file of `jaxferry bench -o` or `jaxferry train --record`.")
     ],
-    plot: Annotated[
-        Path | None, Option(metavar="P.png", help="Draw the lanes of a bench over time: PNG, PDF or SVG.")
-    ] = None,
+    plot: figures.Plot = None,
     output: Annotated[
         Path | None, Option("-o", "--output", metavar="REPORT.html", help="Write all as one page.")
     ] = None,
@@ -105,26 +83,19 @@ def report(
     Prints what limits a recorded run, or the table of a bench.
     """
     document = read_json(results)
-    kind = document.get("format") if isinstance(document, Mapping) else None
-    if kind not in (BENCH_FORMAT, RECORDING_FORMAT):
-        raise InputError(f'{results}: format must be "{BENCH_FORMAT}" or "{RECORDING_FORMAT}", got {kind!r}')
-    if kind == RECORDING_FORMAT and plot is not None:
+    format = document.get("format") if isinstance(document, Mapping) else None
+    if format not in (BENCH_FORMAT, RECORDING_FORMAT):
+        raise InputError(f'{results}: format must be "{BENCH_FORMAT}" or "{RECORDING_FORMAT}", got {format!r}')
+    if format == RECORDING_FORMAT and plot is not None:
         raise InputError("--plot draws a bench; for a recording give -o REPORT.html")
-    if plot is not None:
-        plot_format(plot)
-    found: Recording | Comparison
-    if kind == RECORDING_FORMAT:
-        found = load_record(results, Recording.from_json)
-    else:
-        found = load_record(results, Comparison.from_json)
+    with naming(results):
+        kind: type[Recording] | type[Comparison] = Recording if format == RECORDING_FORMAT else Comparison
+        found = kind.from_json(document)
     if plot is not None and isinstance(found, Comparison):
-        plot_timelines(found, plot)
+        figures.plot_timelines(found, plot)
     if output is not None:
         page = report_page(found) if isinstance(found, Recording) else bench_page(found)
-        try:
-            output.write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot write {output}: {error.strerror or error}") from error
+        write_text(output, page)
     parts = [found.sentence] if isinstance(found, Recording) else [found.table(), *found.lines()]
     print_result(as_json, found.to_json(), *parts)
 
@@ -157,18 +128,18 @@ def _page_run(recording: Recording, policy: str = "") -> dict[str, Any]:
     """Returns what the template states of a recording: tables as heads and rows, figures as SVG."""
     described = (_fact(key, value) for key, value in recording.machine.items() if isinstance(value, str | int))
     total = sum(recording.host_bytes.values())
+    drawn = {
+        "stages": stages_figure(recording),
+        "lanes": steps_figure(recording),
+        "speeds": speeds_figure(recording),
+        "sizes": sizes_figure(recording),
+        "memory": memory_figure(recording),
+    }
     reasons = layer_reasons(recording.profile, recording.plan, recording.memory_budget_bytes)
     layers = [
         [each.name, each.mode.value, each.gradient.value, each.remat.value, each.update.value, reason]
         for each, reason in zip(recording.plan.layers, reasons, strict=True)
     ]
-    figures = {
-        "stages_figure": stages_figure(recording),
-        "lanes_figure": steps_figure(recording),
-        "speeds_figure": speeds_figure(recording),
-        "sizes_figure": sizes_figure(recording),
-        "memory_figure": memory_figure(recording),
-    }
     return {
         "policy": policy,
         "recording": recording,
@@ -185,7 +156,7 @@ def _page_run(recording: Recording, policy: str = "") -> dict[str, Any]:
         ),
         "details": ", ".join(_fact(name, value) for name, value in recording.plan.details.items()),
         "layers": (["layer", "mode", "gradient", "remat", "update", "reason"], layers),
-        **{name: figure and to_svg(figure) for name, figure in figures.items()},
+        **{f"{name}_figure": figure and figures.to_svg(figure) for name, figure in drawn.items()},
     }
 
 
@@ -206,7 +177,7 @@ def _batches(recording: Recording) -> dict[int, str]:
 
 
 def _stages(recording: Recording) -> tuple[list[str], list[list[str]]]:
-    seconds, batches = seconds_by_stage(recording), _batches(recording)
+    seconds, batches = recording.seconds_by_stage(), _batches(recording)
     shown = [stage for stage in STAGES if any((stage, batch) in seconds for batch in batches)]
     rows = [[stage, *(format_seconds(seconds.get((stage, batch), 0.0)) for batch in batches)] for stage in shown]
     return ["work", *batches.values()], rows
@@ -214,7 +185,7 @@ def _stages(recording: Recording) -> tuple[list[str], list[list[str]]]:
 
 def stages_figure(recording: Recording) -> Any:
     """Draws the seconds of work of each micro-batch, by stage."""
-    seconds, rows = seconds_by_stage(recording), dict[str, list[Span]]()
+    seconds, rows = recording.seconds_by_stage(), dict[str, list[Span]]()
     for batch in _batches(recording):
         end = 0.0
         spans = rows.setdefault(f"batch {batch}", [])
@@ -222,7 +193,7 @@ def stages_figure(recording: Recording) -> Any:
             if took := seconds.get((stage, batch), 0.0):
                 spans.append((end, end + took, COLOURS[stage], f"{stage}: {format_seconds(took)}"))
                 end += took
-    return lanes_figure({"": rows}, max((spans[-1][1] for spans in rows.values() if spans), default=0.0))
+    return figures.lanes_figure({"": rows}, max((spans[-1][1] for spans in rows.values() if spans), default=0.0))
 
 
 def steps_figure(recording: Recording) -> Any:
@@ -231,7 +202,7 @@ def steps_figure(recording: Recording) -> Any:
     if recording.predicted:
         windows["predicted"] = window(recording.predicted)
     charts = {title: _lanes(shown) for title, shown in windows.items()}
-    return lanes_figure(charts, max(shown.end_s - shown.begin_s for shown in windows.values()))
+    return figures.lanes_figure(charts, max(shown.end_s - shown.begin_s for shown in windows.values()))
 
 
 def _lanes(shown: Window) -> dict[str, list[Span]]:
@@ -245,11 +216,11 @@ def _lanes(shown: Window) -> dict[str, list[Span]]:
 
 
 def _links(recording: Recording) -> tuple[list[str], list[list[str]]]:
-    moved = bytes_by_link(recording)
+    moved = recording.bytes_by_link()
     stages = [stage for stage in STAGES if any(each == stage for _, each in moved)]
     rows = []
     for lane, (where, _) in _LINKS.items():
-        achieved = speed(recording, lane)
+        achieved = recording.speed(lane)
         shown = "-" if achieved is None else f"{achieved / 1e9:,.3g} GB/s"
         rows.append([where, *(format_bytes(moved.get((lane, stage), 0.0)) for stage in stages), shown])
     return ["", *stages, "while busy"], rows
@@ -259,7 +230,7 @@ def speeds_figure(recording: Recording) -> Any:
     """Draws the speed of each direction of the host link over the recorded time."""
     end_s = max(task.end_s for task in recording.tasks)
     width = end_s / _BINS or 1.0
-    moved = {lane: bytes_over_time(recording, lane, _BINS) for lane in _LINKS}
+    moved = {lane: recording.bytes_over_time(lane, _BINS) for lane in _LINKS}
     most = max(each.max() for each in moved.values()) / width
     unit, scale = ("GB/s", 1e9) if most >= 1e8 else ("MB/s", 1e6)
     series = [
@@ -267,7 +238,7 @@ def speeds_figure(recording: Recording) -> Any:
         for lane, (name, colour) in _LINKS.items()
         if moved[lane].any()
     ]
-    return lines_figure(series, end_s, unit)
+    return figures.lines_figure(series, end_s, unit)
 
 
 def sizes_figure(recording: Recording) -> Any:
@@ -280,7 +251,7 @@ def sizes_figure(recording: Recording) -> Any:
             counts = {2**power: powers[power] for power in range(min(powers), max(powers) + 1)}
             title = f"{len(sizes)} transfers {where}, median {format_bytes(statistics.median(sizes))}"
             charts.append((title, colour, counts))
-    return counts_figure(charts) if charts else None
+    return figures.counts_figure(charts) if charts else None
 
 
 def memory_figure(recording: Recording) -> Any:
@@ -293,7 +264,7 @@ def memory_figure(recording: Recording) -> Any:
             series.append(
                 (name, colour, [(time_s - shown.begin_s, num_bytes / 2**20) for time_s, num_bytes in changes])
             )
-    return areas_figure(series, shown.end_s - shown.begin_s, "MiB")
+    return figures.areas_figure(series, shown.end_s - shown.begin_s, "MiB")
 
 
 class _Outcome(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 
 import browser
 from jaxferry.cli.compare import Comparison, PolicyRun
-from jaxferry.cli.recording import RecordedTask, Recording, bytes_by_link, seconds_by_stage
+from jaxferry.cli.recording import RecordedTask, Recording
 from jaxferry.cli.report import bench_page, layer_reasons, report_page, speeds_figure
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
@@ -92,11 +92,11 @@ def section(page, heading):
 
 
 def test_work_and_bytes_are_added_up_by_stage_micro_batch_and_link(recording):
-    seconds = seconds_by_stage(recording)
+    seconds = recording.seconds_by_stage()
     assert (seconds["backward", 0], seconds["backward", 1]) == (3.0, 4.0)
     assert seconds["forward", 0] == seconds["forward", 1] == 2.0
     moved = {(Lane.H2D, "load"): 3 * MIB, (Lane.GPU, "backward"): MIB, (Lane.D2H, "offload"): 2 * MIB}
-    assert bytes_by_link(recording) == moved
+    assert recording.bytes_by_link() == moved
     assert "micro-batch 1 (gradient boundary)" in section(report_page(recording), "Time by stage and micro-batch")
 
 
