@@ -62,21 +62,18 @@ class PolicyRun:
 
     def to_json(self, bound_s: float) -> dict[str, Any]:
         """Returns the results and their ratios as JSON values."""
-        return {
-            "policy": self.policy,
+        document = vars(self) | {
             "measured_s": self.measured_s,
             "step_s": list(self.step_s),
-            "predicted_s": self.predicted_s,
-            "own_bound_s": self.own_bound_s,
-            "measured_over_predicted": ratio(self.measured_s, self.predicted_s),
-            "measured_over_bound": ratio(self.measured_s, bound_s),
-            "measured_over_own_bound": ratio(self.measured_s, self.own_bound_s),
-            "peak_device_bytes": self.peak_device_bytes,
             "losses": list(self.losses),
-            "measured": {lane.value: [list(bar) for bar in bars] for lane, bars in self.measured.items()},
-            "predicted": {lane.value: [list(bar) for bar in bars] for lane, bars in self.predicted.items()},
-            **({} if self.recording is None else {"recording": self.recording.to_json()}),
         }
+        for name, by_s in (("predicted", self.predicted_s), ("bound", bound_s), ("own_bound", self.own_bound_s)):
+            document[f"measured_over_{name}"] = ratio(self.measured_s, by_s)
+        for name in ("measured", "predicted"):
+            document[name] = {lane.value: bars for lane, bars in document[name].items()}
+        if (recording := document.pop("recording")) is not None:
+            document["recording"] = recording.to_json()
+        return document
 
     def cells(self, bound_s: float) -> list[str]:
         """Returns the measured step beside its prediction and its bounds."""
@@ -186,11 +183,7 @@ class Comparison:
 
     def table(self) -> Table:
         """Returns the policies as a table."""
-        heads, rows = self.cells()
-        table = make_table(*heads, title=self.rows[0].TITLE)
-        for row in rows:
-            table.add_row(*row)
-        return table
+        return make_table(*self.cells(), title=self.rows[0].TITLE)
 
     def lines(self) -> list[str]:
         """Explains the bounds, which come from the profile's times, and what a measured step below a bound means."""

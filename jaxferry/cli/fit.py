@@ -204,7 +204,6 @@ def _lines(fit: Fit) -> list[str]:
 
 def _table(fit: Fit) -> Table:
     sizes = [f"{row.batch_size}{' (largest)' * (row.batch_size == fit.largest_batch_size)}" for row in fit.rows]
-    table = make_table("batch size", *sizes, title="predicted")
     columns = []
     for row in fit.rows:
         tokens = {} if row.tokens_per_s is None else {"tokens a second": f"{row.tokens_per_s:,.0f}"}
@@ -213,9 +212,8 @@ def _table(fit: Fit) -> Table:
         modes = ", ".join(f"{count} {mode}" for mode, count in plan_counts(row.plan).items())
         chosen = {"limited by": row.bottleneck.limit, "layers": modes, "recomputing": str(sum(row.plan.recomputes))}
         columns.append({**speed, "device memory": format_bytes(sum(row.device_bytes.values())), **memory, **chosen})
-    for name in columns[0]:
-        table.add_row(name, *(column.get(name, "-") for column in columns))
-    return table
+    rows = [[name, *(column.get(name, "-") for column in columns)] for name in columns[0]]
+    return make_table(["batch size", *sizes], rows, title="predicted")
 
 
 @dataclasses.dataclass(frozen=True)

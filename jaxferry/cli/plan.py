@@ -244,36 +244,28 @@ def host_memory_lines(machine: Mapping[str, Any], copies_bytes: int = 0, saved_b
 
 def comparison_table(compared: Compared) -> Table:
     """Returns all policies side by side."""
-    updates = dict[str, list[str]]()
+    heads = ["policy", "reserve factor", "forward", "step", "steady step", "peak device", "link bytes", "gap"]
+    rows, num_heads = [], len(heads)
     for row in compared.rows:
-        counts = () if row.plan is None else (sum(row.plan.updates_on_device), sum(row.plan.updates_streamed))
-        num = 0 if row.plan is None else len(row.plan.layers)
-        updates[row.policy] = [f"{count} of {num}" for count in counts] if any(counts) else []
-    heads = ["reserve factor", "forward", "step", "steady step", "peak device", "link bytes", "gap"]
-    more = ["updates on device", "streamed"] if any(updates.values()) else []
-    table = make_table("policy", *heads, *more, title="policies")
-    for row in compared.rows:
-        if row.plan is None or row.plan.predicted is None:
-            need = f"needs {format_bytes(row.smallest_bytes)}"
-            table.add_row(row.policy, "-", "-", "-", "-", need, "-", "-", *("-" for _ in more))
+        made, places = row.plan, ["-", "-"]
+        if made is None or made.predicted is None:
+            rows.append(
+                [row.policy, "-", "-", "-", "-", f"needs {format_bytes(row.smallest_bytes)}", "-", "-", *places]
+            )
             continue
-        predicted = row.plan.predicted
-        table.add_row(
-            row.policy,
-            f"{row.plan.reserve_factor:g}",
-            format_seconds(predicted.forward_s),
-            format_seconds(predicted.step_s),
-            format_seconds(predicted.steady_step_s),
-            format_bytes(predicted.peak_device_bytes),
-            format_bytes(row.link_bytes),
-            f"{row.gap:.2%}",
-            *(updates[row.policy] or ("-" for _ in more)),
-        )
-    return table
+        counts = [sum(made.updates_on_device), sum(made.updates_streamed)]
+        if any(counts):
+            places, num_heads = [f"{count} of {len(made.layers)}" for count in counts], len(heads) + 2
+        predicted = made.predicted
+        times = map(format_seconds, (predicted.forward_s, predicted.step_s, predicted.steady_step_s))
+        sizes = map(format_bytes, (predicted.peak_device_bytes, row.link_bytes))
+        rows.append([row.policy, f"{made.reserve_factor:g}", *times, *sizes, f"{row.gap:.2%}", *places])
+    heads = [*heads, "updates on device", "streamed"][:num_heads]
+    return make_table(heads, [row[:num_heads] for row in rows], title="policies")
 
 
 def _sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
-    table = make_table("reserve factor", "budget", "steady step", "step", "peak device", "", title="sweep")
+    rows = []
     for point in points:
         budget = "-" if point.memory_budget_bytes is None else format_bytes(point.memory_budget_bytes)
         cells = ["does not fit", "-", "-"]
@@ -281,17 +273,18 @@ def _sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
             predicted = point.plan.predicted
             times = [format_seconds(predicted.steady_step_s), format_seconds(predicted.step_s)]
             cells = [*times, format_bytes(predicted.peak_device_bytes)]
-        table.add_row(f"{point.reserve_factor:g}", budget, *cells, "knee" if point is best else "")
-    return table
+        rows.append([f"{point.reserve_factor:g}", budget, *cells, "knee" if point is best else ""])
+    heads = ["reserve factor", "budget", "steady step", "step", "peak device", ""]
+    return make_table(heads, rows, title="sweep")
 
 
 def _lane_table(simulation: Simulation) -> Table:
-    table = make_table("lane", "busy", "idle", "used", title="lanes, one step")
+    rows = []
     for lane, use in simulation.lanes.items():
         total_s = use.busy_s + use.idle_s
         share = use.busy_s / total_s if total_s > 0 else 0.0
-        table.add_row(lane.value, format_seconds(use.busy_s), format_seconds(use.idle_s), f"{share:.0%}")
-    return table
+        rows.append([lane.value, format_seconds(use.busy_s), format_seconds(use.idle_s), f"{share:.0%}"])
+    return make_table(["lane", "busy", "idle", "used"], rows, title="lanes, one step")
 
 
 def _simulation_lines(simulation: Simulation) -> list[str]:
