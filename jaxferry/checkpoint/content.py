@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,9 +47,15 @@ class Checkpoint:
         """The fields whose values are arrays, by name."""
         return {"params": self.params, "optimizer": self.optimizer, "extra": self.extra}
 
-    def with_arrays(self, arrays: Mapping[str, Mapping[str, Any]]) -> Checkpoint:
-        """Returns the checkpoint with other values in place of `arrays`."""
-        return dataclasses.replace(self, **{field: arrays[field] for field in self.arrays})  # type: ignore[arg-type]
+    def map_arrays(self, change: Callable[[str, str, Any], Any]) -> Checkpoint:
+        """Returns the checkpoint with `change(field, name, array)` in place of each array."""
+        return dataclasses.replace(
+            self,
+            **{  # type: ignore[arg-type]
+                field: {name: change(field, name, array) for name, array in own.items()}
+                for field, own in self.arrays.items()
+            },
+        )
 
     def dictionary(self) -> Any:
         """Returns the parameters' shapes and dtypes in nested dictionaries; `CheckpointError` for other trees."""

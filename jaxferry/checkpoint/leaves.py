@@ -19,6 +19,7 @@ import tensorstore
 
 from jaxferry.checkpoint.about import About, Digest, Leaf, Piece
 from jaxferry.checkpoint.arrays import folder_of, indices, names_of, reason, storage_errors
+from jaxferry.checkpoint.content import Checkpoint
 from jaxferry.errors import CheckpointError, is_internal
 from jaxferry.partition import Span
 
@@ -88,8 +89,6 @@ class StoredLeaf:
         if found.ndim and made.ndim and found.shape[1:] == made.shape[1:]:
             row = first // max(1, math.prod(made.shape[1:]))
             made[row : row + len(found)] = found
-        elif found.shape == made.shape:
-            made[...] = found
         else:
             flat = made.reshape(-1) if made.flags.c_contiguous else made.flat
             flat[first : first + found.size] = found.reshape(-1)
@@ -181,16 +180,17 @@ class StoredKey:
             raise cannot_read(self.data.path, error) from error
 
 
-def stored_leaves(about: About, folder: pathlib.Path, path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """Returns a `StoredLeaf` for each leaf of `params`, `optimizer` and `extra`, by path."""
+def stored_content(about: About, folder: pathlib.Path, path: str | os.PathLike[str]) -> Checkpoint:
+    """Returns the checkpoint with a `StoredLeaf`, or a `StoredKey`, in place of each array."""
     context = tensorstore.Context()
-    return {
-        part: {
-            name: StoredLeaf(leaf, part, number, folder, os.fspath(path), context)
-            for number, (name, leaf) in enumerate(own.items())
-        }
-        for part, own in about.content.arrays.items()
-    }
+    numbers = {field: {name: number for number, name in enumerate(own)} for field, own in about.content.arrays.items()}
+
+    def stored(field: str, name: str, leaf: Leaf) -> StoredLeaf | StoredKey:
+        data = StoredLeaf(leaf, field, numbers[field][name], folder, os.fspath(path), context)
+        kind = about.optimizer_keys.get(name) if field == "optimizer" else None
+        return data if kind is None else StoredKey(data, kind)
+
+    return about.content.map_arrays(stored)
 
 
 def cannot_read(path: str | os.PathLike[str], error: Exception) -> CheckpointError:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import collections
 import importlib
 import io
 import os
 import pathlib
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from typer import Option
 
+from jaxferry.cli.recording import STAGE_OF, STAGES, Recording, Window, window
 from jaxferry.errors import InputError
 from jaxferry.planner import SweepPoint, pareto_front
 from jaxferry.records import naming_target
-from jaxferry.step import Lane
+from jaxferry.step import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, TEMPORARIES, Lane
 from jaxferry.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -36,6 +39,23 @@ COLOURS = {
 }
 """Colours of stages of work and of kinds of memory."""
 
+KINDS = {
+    PARAMETERS: COLOURS["load"],
+    STATE: COLOURS["state"],
+    ACTIVATIONS: COLOURS["activations"],
+    GRADIENTS: COLOURS["offload"],
+    TEMPORARIES: COLOURS["temporaries"],
+}
+"""Kinds of device memory with their colours."""
+
+LINKS = {
+    Lane.H2D: ("to the device", COLOURS["load"]),
+    Lane.D2H: ("from the device", COLOURS["offload"]),
+    Lane.GPU: ("by programs, in host memory", COLOURS["forward"]),
+}
+"""Directions of the host link, with their colours."""
+
+_BINS = 120
 _COLOURS_OF_LANES = {
     Lane.GPU: COLOURS["forward"],
     Lane.H2D: COLOURS["load"],
@@ -49,8 +69,6 @@ _LEGEND_WIDTH = 125  # letters in a row of a legend
 _TITLE = "title: "  # what the ids of artists with a title start with
 Span = tuple[float, float, str, str]
 """Start and end of a bar in seconds, its colour, and the text that a browser shows under the pointer."""
-
-Changes = Sequence[tuple[float, float]]  # times in seconds in ascending order, and the value from each time on
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -124,41 +142,92 @@ def draw_lanes(axes: Any, lanes: Mapping[str, Sequence[Span]], end_s: float) -> 
     _show_seconds(axes)
 
 
-def lines_figure(series: Sequence[tuple[str, str, Changes]], end_s: float, unit: str) -> Any:
-    """Draws a line of steps for each name, colour, and changes."""
+def stages_figure(recording: Recording) -> Any:
+    """Draws the seconds of work of each micro-batch, by stage."""
+    seconds, rows = recording.seconds_by_stage(), dict[str, list[Span]]()
+    for batch in sorted({task.micro_batch for task in recording.tasks}):
+        end = 0.0
+        spans = rows.setdefault(f"batch {batch}", [])
+        for stage in STAGES:
+            if took := seconds.get((stage, batch), 0.0):
+                spans.append((end, end + took, COLOURS[stage], f"{stage}: {format_seconds(took)}"))
+                end += took
+    return lanes_figure({"": rows}, max((spans[-1][1] for spans in rows.values() if spans), default=0.0))
+
+
+def steps_figure(recording: Recording) -> Any:
+    """Draws the lanes of one step, measured above predicted."""
+    windows = {"measured": window(recording.tasks)}
+    if recording.predicted:
+        windows["predicted"] = window(recording.predicted)
+    charts = {title: _lanes(shown) for title, shown in windows.items()}
+    return lanes_figure(charts, max(shown.end_s - shown.begin_s for shown in windows.values()))
+
+
+def _lanes(shown: Window) -> dict[str, list[Span]]:
+    lanes: dict[str, list[Span]] = {lane.value: [] for lane in Lane}
+    for task in shown.tasks:
+        text = f"{task.name}: {format_seconds(task.end_s - task.start_s)}"
+        text += f", {format_bytes(task.num_bytes)}" if task.num_bytes else ""
+        start_s, end_s = task.start_s - shown.begin_s, task.end_s - shown.begin_s
+        lanes[task.lane.value].append((start_s, end_s, COLOURS[STAGE_OF[task.kind]], text))
+    return lanes
+
+
+def speeds_figure(recording: Recording) -> Any:
+    """Draws the speed of each direction of the host link over the recorded time."""
+    end_s = max(task.end_s for task in recording.tasks)
+    width = end_s / _BINS or 1.0
+    moved = {lane: recording.bytes_over_time(lane, _BINS) / width for lane in LINKS}
+    unit, scale = ("GB/s", 1e9) if max(each.max() for each in moved.values()) >= 1e8 else ("MB/s", 1e6)
     figure, axes = _over_time(end_s, unit)
-    for name, colour, changes in series:
-        times, values = zip(*changes, strict=True)
-        axes.stairs(values, (*times, end_s), color=colour, label=name, baseline=None)
+    used = [lane for lane, each in moved.items() if each.any()]
+    for lane in used:
+        axes.stairs(moved[lane] / scale, width * np.arange(_BINS + 1), color=LINKS[lane][1], baseline=None)
     axes.set_ylim(bottom=0)
-    _add_legend(figure, [(name, colour) for name, colour, _ in series])
+    _add_legend(figure, [LINKS[lane] for lane in used])
     return figure
 
 
-def areas_figure(series: Sequence[tuple[str, str, Changes]], end_s: float, unit: str) -> Any:
-    """Draws the values of each name, colour, and changes on top of each other, the first one at the bottom."""
-    figure, axes = _over_time(end_s, unit)
-    inner = {time for _, _, changes in series for time, _ in changes if 0 < time < end_s}
-    times = sorted({0.0, end_s} | inner)
+def memory_figure(recording: Recording) -> Any:
+    """Draws the device memory over one step, kinds on top of each other."""
+    shown = window(recording.tasks)
+    end_s = shown.end_s - shown.begin_s
+    figure, axes = _over_time(end_s, "MiB")
+    changes = {kind: np.array(recording.device_bytes[kind]).T for kind in KINDS if recording.device_bytes.get(kind)}
+    inner = {time_s - shown.begin_s for times_s, _ in changes.values() for time_s in times_s}
+    moments = sorted({0.0, end_s} | {time_s for time_s in inner if 0 < time_s < end_s})
     values = []
-    for _, _, changes in series:
-        starts, sizes = zip(*changes, strict=True)
-        # The value at each time; 0 before the first change.
-        values.append(np.array([0.0, *sizes])[np.searchsorted(starts, times, side="right")])
-    if series:
-        axes.stackplot(times, values, colors=[colour for _, colour, _ in series], step="post")
+    for times_s, sizes in changes.values():
+        # The value at each moment; 0 before the first change.
+        last = np.searchsorted(times_s - shown.begin_s, moments, side="right")
+        values.append(np.array([0.0, *sizes])[last] / 2**20)
+    if values:
+        axes.stackplot(moments, values, colors=[KINDS[kind] for kind in changes], step="post")
     axes.set_ylim(bottom=0)
-    _add_legend(figure, [(name, colour) for name, colour, _ in series])
+    most = {kind: format_bytes(sizes.max()) for kind, (_, sizes) in changes.items()}
+    _add_legend(figure, [(f"{kind}, at most {size}", KINDS[kind]) for kind, size in most.items()])
     return figure
 
 
-def counts_figure(charts: Sequence[tuple[str, str, Mapping[int, int]]]) -> Any:
-    """Draws the counts of sizes in bytes, which are powers of 2, for each title and colour, below each other."""
-    figure = new_figure(9.6, 1.9 * len(charts))
-    for axes, (title, colour, counts) in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts, strict=True):
-        bars = axes.bar([size.bit_length() for size in counts], list(counts.values()), width=0.9, color=colour)
-        for bar, (size, count) in zip(bars, counts.items(), strict=True):
-            bar.set_gid(f"{_TITLE}{format_bytes(size)}: {count}")
+def sizes_figure(recording: Recording) -> Any:
+    """Draws how many transfers have which size, in powers of 2, for each direction; None without transfers."""
+    sizes = {
+        lane: [task.num_bytes for task in recording.tasks if task.lane is lane and task.num_bytes]
+        for lane in (Lane.H2D, Lane.D2H)
+    }
+    sizes = {lane: each for lane, each in sizes.items() if each}
+    if not sizes:
+        return None
+    figure = new_figure(9.6, 1.9 * len(sizes))
+    for axes, (lane, each) in zip(figure.subplots(len(sizes), squeeze=False)[:, 0], sizes.items(), strict=True):
+        where, colour = LINKS[lane]
+        counts = collections.Counter(size.bit_length() for size in each)
+        powers = range(min(counts), max(counts) + 1)
+        bars = axes.bar(powers, [counts[power] for power in powers], width=0.9, color=colour)
+        for bar, power in zip(bars, powers, strict=True):
+            bar.set_gid(f"{_TITLE}{format_bytes(2 ** (power - 1))}: {counts[power]}")
+        title = f"{len(each)} transfers {where}, median {format_bytes(statistics.median(each))}"
         axes.set_title(title, loc="left", fontsize=9)
         axes.xaxis.set_major_locator(_ticker("MaxNLocator", 12, integer=True))
         axes.xaxis.set_major_formatter(lambda power, _: format_bytes(2 ** max(round(power) - 1, 0)))

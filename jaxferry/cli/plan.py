@@ -335,7 +335,7 @@ def weights(
     with progress(f"{policy} for {instance.num_layers} layers"), naming(instance_file):
         outcome = solve(instance, policy)
     if output is not None and profile is not None:
-        write_json(output, predict(profile, export_plan(profile, policy, outcome.choices)).to_json())
+        predict(profile, export_plan(profile, policy, outcome.choices)).save(output)
     print_result(as_json, outcome.to_json(), *_weights_tables(instance, outcome))
 
 

@@ -7,11 +7,8 @@ with the rest of the plan as it is under the machine model.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import importlib
-import math
-import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -21,44 +18,15 @@ from typer import Argument, Option
 from jaxferry.cli import figures
 from jaxferry.cli.common import AsJson, naming, print_result
 from jaxferry.cli.compare import BENCH_FORMAT, Comparison
-from jaxferry.cli.figures import COLOURS, Span
-from jaxferry.cli.recording import RECORDING_FORMAT, STAGE_OF, STAGES, Recording, Window, window
+from jaxferry.cli.recording import RECORDING_FORMAT, STAGES, Recording
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
 from jaxferry.records import read_json, write_text
-from jaxferry.step import (
-    ACTIVATIONS,
-    GRADIENTS,
-    PARAMETERS,
-    STATE,
-    TEMPORARIES,
-    Lane,
-    LayerPlan,
-    Loads,
-    Plan,
-    StepSchedules,
-    UpdateOrder,
-)
+from jaxferry.step import LayerPlan, Loads, Plan, StepSchedules, UpdateOrder
 from jaxferry.units import format_bytes, format_seconds
 
-_KINDS = {
-    PARAMETERS: COLOURS["load"],
-    STATE: COLOURS["state"],
-    ACTIVATIONS: COLOURS["activations"],
-    GRADIENTS: COLOURS["offload"],
-    TEMPORARIES: COLOURS["temporaries"],
-}
-"""Kinds of device memory with their colours."""
-
-_LINKS = {
-    Lane.H2D: ("to the device", COLOURS["load"]),
-    Lane.D2H: ("from the device", COLOURS["offload"]),
-    Lane.GPU: ("by programs, in host memory", COLOURS["forward"]),
-}
-"""Directions of the host link, with their colours."""
-
-_BINS = 120
+_FIGURES = ("stages", "steps", "speeds", "sizes", "memory")
 _MOST_LAYERS = 64
 """Longer plans are explained by costs alone: other choices of all layers are about six plans a layer.
 
@@ -128,13 +96,7 @@ def _page_run(recording: Recording, policy: str = "") -> dict[str, Any]:
     """Returns what the template states of a recording: tables as heads and rows, figures as SVG."""
     described = (_fact(key, value) for key, value in recording.machine.items() if isinstance(value, str | int))
     total = sum(recording.host_bytes.values())
-    drawn = {
-        "stages": stages_figure(recording),
-        "lanes": steps_figure(recording),
-        "speeds": speeds_figure(recording),
-        "sizes": sizes_figure(recording),
-        "memory": memory_figure(recording),
-    }
+    drawn = {name: getattr(figures, f"{name}_figure")(recording) for name in _FIGURES}
     reasons = layer_reasons(recording.profile, recording.plan, recording.memory_budget_bytes)
     layers = [
         [each.name, each.mode.value, each.gradient.value, each.remat.value, each.update.value, reason]
@@ -183,88 +145,15 @@ def _stages(recording: Recording) -> tuple[list[str], list[list[str]]]:
     return ["work", *batches.values()], rows
 
 
-def stages_figure(recording: Recording) -> Any:
-    """Draws the seconds of work of each micro-batch, by stage."""
-    seconds, rows = recording.seconds_by_stage(), dict[str, list[Span]]()
-    for batch in _batches(recording):
-        end = 0.0
-        spans = rows.setdefault(f"batch {batch}", [])
-        for stage in STAGES:
-            if took := seconds.get((stage, batch), 0.0):
-                spans.append((end, end + took, COLOURS[stage], f"{stage}: {format_seconds(took)}"))
-                end += took
-    return figures.lanes_figure({"": rows}, max((spans[-1][1] for spans in rows.values() if spans), default=0.0))
-
-
-def steps_figure(recording: Recording) -> Any:
-    """Draws the lanes of one step, measured above predicted."""
-    windows = {"measured": window(recording.tasks)}
-    if recording.predicted:
-        windows["predicted"] = window(recording.predicted)
-    charts = {title: _lanes(shown) for title, shown in windows.items()}
-    return figures.lanes_figure(charts, max(shown.end_s - shown.begin_s for shown in windows.values()))
-
-
-def _lanes(shown: Window) -> dict[str, list[Span]]:
-    lanes: dict[str, list[Span]] = {lane.value: [] for lane in Lane}
-    for task in shown.tasks:
-        text = f"{task.name}: {format_seconds(task.end_s - task.start_s)}"
-        text += f", {format_bytes(task.num_bytes)}" if task.num_bytes else ""
-        start_s, end_s = task.start_s - shown.begin_s, task.end_s - shown.begin_s
-        lanes[task.lane.value].append((start_s, end_s, COLOURS[STAGE_OF[task.kind]], text))
-    return lanes
-
-
 def _links(recording: Recording) -> tuple[list[str], list[list[str]]]:
     moved = recording.bytes_by_link()
     stages = [stage for stage in STAGES if any(each == stage for _, each in moved)]
     rows = []
-    for lane, (where, _) in _LINKS.items():
+    for lane, (where, _) in figures.LINKS.items():
         achieved = recording.speed(lane)
         shown = "-" if achieved is None else f"{achieved / 1e9:,.3g} GB/s"
         rows.append([where, *(format_bytes(moved.get((lane, stage), 0.0)) for stage in stages), shown])
     return ["", *stages, "while busy"], rows
-
-
-def speeds_figure(recording: Recording) -> Any:
-    """Draws the speed of each direction of the host link over the recorded time."""
-    end_s = max(task.end_s for task in recording.tasks)
-    width = end_s / _BINS or 1.0
-    moved = {lane: recording.bytes_over_time(lane, _BINS) for lane in _LINKS}
-    most = max(each.max() for each in moved.values()) / width
-    unit, scale = ("GB/s", 1e9) if most >= 1e8 else ("MB/s", 1e6)
-    series = [
-        (name, colour, [(number * width, each / width / scale) for number, each in enumerate(moved[lane])])
-        for lane, (name, colour) in _LINKS.items()
-        if moved[lane].any()
-    ]
-    return figures.lines_figure(series, end_s, unit)
-
-
-def sizes_figure(recording: Recording) -> Any:
-    """Draws how many transfers have which size, for each direction; None without transfers."""
-    charts = []
-    for lane in (Lane.H2D, Lane.D2H):
-        (where, colour), tasks = _LINKS[lane], [task for task in recording.tasks if task.lane is lane]
-        if sizes := [task.num_bytes for task in tasks if task.num_bytes]:
-            powers = collections.Counter(math.floor(math.log2(size)) for size in sizes)
-            counts = {2**power: powers[power] for power in range(min(powers), max(powers) + 1)}
-            title = f"{len(sizes)} transfers {where}, median {format_bytes(statistics.median(sizes))}"
-            charts.append((title, colour, counts))
-    return figures.counts_figure(charts) if charts else None
-
-
-def memory_figure(recording: Recording) -> Any:
-    """Draws the device memory over one step, kinds on top of each other."""
-    shown = window(recording.tasks)
-    series = []
-    for kind, colour in _KINDS.items():
-        if changes := recording.device_bytes.get(kind):
-            name = f"{kind}, at most {format_bytes(max(num_bytes for _, num_bytes in changes))}"
-            series.append(
-                (name, colour, [(time_s - shown.begin_s, num_bytes / 2**20) for time_s, num_bytes in changes])
-            )
-    return figures.areas_figure(series, shown.end_s - shown.begin_s, "MiB")
 
 
 class _Outcome(NamedTuple):

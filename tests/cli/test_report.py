@@ -9,8 +9,9 @@ import pytest
 
 import browser
 from jaxferry.cli.compare import Comparison, PolicyRun
+from jaxferry.cli.figures import speeds_figure
 from jaxferry.cli.recording import RecordedTask, Recording
-from jaxferry.cli.report import bench_page, layer_reasons, report_page, speeds_figure
+from jaxferry.cli.report import bench_page, layer_reasons, report_page
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
