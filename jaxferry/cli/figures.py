@@ -63,7 +63,6 @@ _COLOURS_OF_LANES = {
     Lane.HOST: COLOURS["update"],
 }
 _FORMATS = ("png", "pdf", "svg")
-_MOST_NAMED = 6  # reserve factors in the legend of a sweep
 _LEAST_WIDTH = 4e-4  # the width of the thinnest bar, as a share of its axes
 _LEGEND_WIDTH = 125  # letters in a row of a legend
 _TITLE = "title: "  # what the ids of artists with a title start with
@@ -235,31 +234,25 @@ def sizes_figure(recording: Recording) -> Any:
     return figure
 
 
-def sweep_figure(points: list[SweepPoint], best: SweepPoint | None) -> Any:
+def sweep_figure(points: list[SweepPoint], best: SweepPoint) -> Any:
     """Draws step time against device memory: all points, the staircase of their Pareto front, and the knee."""
     figure = new_figure(9, 4.5)
-    axes, colours = figure.add_subplot(), importlib.import_module("matplotlib").colormaps["viridis"]
-    factors = sorted({point.reserve_factor for point in points})
-    front = [_coordinates(point) for point in pareto_front(points)]
-    end = max((_coordinates(point)[0] for point in points if point.plan is not None), default=0.0)
-    stairs = [*front, *((end, front[-1][1]) for _ in front[:1])]
-    axes.step(*zip(*stairs, strict=True), where="post", color="black", linewidth=1, label="Pareto front", zorder=1)
-    named = _evenly(factors, _MOST_NAMED)
-    for number, factor in enumerate(factors):
-        # Later dots are smaller, so that earlier dots at the same place stay visible.
-        share = number / max(len(factors) - 1, 1)
-        look = {"color": colours(share), "markersize": 11 - 7 * share, "linestyle": "none", "marker": "o"}
-        spots = {_coordinates(point) for point in points if point.reserve_factor == factor and point.plan is not None}
-        for spot in sorted(spots):
-            is_beaten = spot not in front
-            axes.plot(*spot, alpha=0.3 if is_beaten else 1, zorder=2 if is_beaten else 3, **look)
-        if spots and factor in named:
-            axes.plot([], [], label=f"reserve factor {factor:g}", **look)
-    if best is not None:
-        axes.plot(*_coordinates(best), "*", color="crimson", markersize=9, label="knee", zorder=4)
+    axes = figure.add_subplot()
+    made = [point for point in points if point.plan is not None]
+    spots, front = list(map(_coordinates, made)), list(map(_coordinates, pareto_front(points)))
+    stairs = [*front, (max(size for size, _ in spots), front[-1][1])]
+    [line] = axes.step(*zip(*stairs, strict=True), where="post", color="black", linewidth=1, zorder=1)
+    factors = np.array([point.reserve_factor for point in made])
+    # Dots of higher factors are smaller, so that others at the same place stay visible.
+    order = np.searchsorted(np.unique(factors), factors) / max(len(np.unique(factors)) - 1, 1)
+    look = {"s": (11 - 7 * order) ** 2, "alpha": [1.0 if spot in front else 0.3 for spot in spots]}
+    dots = axes.scatter(*zip(*spots, strict=True), c=factors, cmap="viridis", zorder=2, **look)
+    [star] = axes.plot(*_coordinates(best), "*", color="crimson", markersize=9, zorder=4)
+    handles, labels = dots.legend_elements(fmt="reserve factor {x:g}", alpha=1.0)
     axes.margins(0.08)
     axes.set(xlabel="peak device memory / GiB", ylabel="steady step / s", title="step time against device memory")
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
+    outside = {"loc": "upper left", "bbox_to_anchor": (1.02, 1), "borderaxespad": 0, "fontsize": "small"}
+    axes.legend([line, *handles, star], ["Pareto front", *labels, "knee"], **outside)
     return figure
 
 
@@ -305,13 +298,6 @@ def _add_legend(figure: Any, entries: Sequence[tuple[str, str]]) -> None:
     handles = [patch(color=colour, label=name) for name, colour in entries]
     columns = max(_LEGEND_WIDTH // (4 + max((len(name) for name, _ in entries), default=0)), 1)
     figure.legend(handles=handles, loc="outside upper left", ncols=columns, fontsize=9, frameon=False, handlelength=1)
-
-
-def _evenly(values: Sequence[float], most: int) -> list[float]:
-    """Returns at most this many of the values, evenly chosen, with the first and the last."""
-    if len(values) <= most:
-        return list(values)
-    return [values[round(number * (len(values) - 1) / (most - 1))] for number in range(most)]
 
 
 def _coordinates(point: SweepPoint) -> tuple[float, float]:

@@ -69,7 +69,6 @@ from jaxferry.step import Bottleneck, Plan, find_bottleneck, needed_bytes, predi
 from jaxferry.training import accelerator_dtype, host_bytes
 from jaxferry.units import format_apart, format_bytes, format_seconds, parse_bytes
 
-FORMAT = "jaxferry.fit/1"
 MOST_TRACES = 30  # traces of a search; linear memory needs three, nearly linear memory a few more
 _MOST_GUESSES = 6  # traces at sizes where a line meets the budget; the search then halves
 MOST_SAMPLES = (1 << 24) - 1  # larger batches are not tried
@@ -120,11 +119,11 @@ def fit(
         dtype = dtype or accelerator_dtype(params)
 
         def traced(size: int) -> Traced:
+            report(f"tracing batches of {size}")
             user, batch = sizes.of(size)
-            options = {"granularity": granularity, "offload_activations": offload_activations, "tiles": in_tiles}
-            return trace(size, user.loss_fn, params, batch, figures, dtype, **options)
+            of_model = user.loss_fn, params, batch, figures, dtype, granularity, offload_activations
+            return trace(size, *of_model, tiles=in_tiles)
 
-        report("optimizer")
         found = find_fit(
             traced,
             sizes.batch_size,
@@ -222,7 +221,6 @@ class BatchForecast:
 
     Attributes:
       tokens_per_s: integers of the batch's largest integer array a second; None without one of 2 axes.
-      device_bytes: device memory by kind at the step's peak.
       busy_share: the share of a step in which each lane works: `gpu`, `h2d`, `d2h`, `host`.
     """
 
@@ -246,7 +244,6 @@ class Fit:
     """Whether and how a model trains on a machine, as predicted.
 
     Attributes:
-      budget_bytes: device memory that training may take.
       host_bytes: host memory that training keeps, by what it is for.
       host_memory_bytes: host memory that training may take; None if it is not known.
       pinned_bytes: the pinned part of `host_bytes`, including masters and optimizer state that stream through the GPU.
@@ -277,7 +274,8 @@ class Fit:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the answer as `jaxferry.fit/1`."""
-        return {"format": FORMAT, "fits": self.fits, **vars(self), "rows": [row.to_json() for row in self.rows]}
+        rows = [row.to_json() for row in self.rows]
+        return {"format": "jaxferry.fit/1", "fits": self.fits, **vars(self), "rows": rows}
 
 
 def find_fit(
@@ -292,12 +290,7 @@ def find_fit(
     report: Callable[[str], None] = lambda part: None,
 ) -> Fit:
     """Answers whether a model trains on a machine, with which batches, and how fast."""
-
-    def traced(size: int) -> Traced:
-        report(f"tracing batches of {size}")
-        return trace(size)
-
-    sizes = Sizes(traced, budget_bytes)
+    sizes = Sizes(trace, budget_bytes)
     own = sizes.of(batch_size)
     of_training = host_bytes(own)
     if host_memory_bytes is not None:
@@ -307,7 +300,7 @@ def find_fit(
         return each.smallest_bytes <= budget_bytes and sizes.fits_on_host(each)
 
     def kept(each: Traced) -> dict[str, int]:
-        return of_training | ({"saved activations": each.saved_bytes} if each.saved_bytes else {})
+        return of_training | ({"saved activations": each.profile.saved_bytes} if each.profile.saved_bytes else {})
 
     smallest = own if fits(own) or batch_size == 1 else sizes.of(1)
     wanted = {own.batch_size: own} if fits(own) else {}
@@ -336,11 +329,7 @@ def find_fit(
 
 
 class Sizes:
-    """The batch sizes that have been traced.
-
-    Attributes:
-      left_bytes: host memory for saved activations, without which batches need no host memory; None without a limit.
-    """
+    """The batch sizes that have been traced; saved activations may take `left_bytes` of host memory, None for any."""
 
     def __init__(self, trace: Callable[[int], Traced], budget_bytes: int) -> None:
         self._trace, self._budget_bytes = trace, budget_bytes
@@ -363,7 +352,7 @@ class Sizes:
 
     def fits_on_host(self, traced: Traced) -> bool:
         """Returns whether saved activations fit into the host memory that training leaves; true without any."""
-        saved_bytes = 0 if self.left_bytes is None else traced.saved_bytes
+        saved_bytes = 0 if self.left_bytes is None else traced.profile.saved_bytes
         return not saved_bytes or saved_bytes <= (self.left_bytes or 0)
 
     def _need(self, traced: Traced) -> int:
@@ -392,7 +381,7 @@ class Sizes:
 
 def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
     """Plans by `auto` for a budget; raises `BudgetError` if no plan fits."""
-    levels = traced.levels
+    levels = (traced, *traced.in_tiles)
     chosen, plan = plan_in_tiles(
         [level.profile for level in levels], budget_bytes, lambda index: _planned(levels[index], budget_bytes)
     )

@@ -91,16 +91,6 @@ class Traced:
     in_tiles: tuple[Traced, ...] = ()
 
     @property
-    def levels(self) -> tuple[Traced, ...]:
-        """The model in one tile and in more and more tiles, as far as the number of tiles is open."""
-        return (self, *self.in_tiles)
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of activations that wait in host memory for their backward."""
-        return self.profile.saved_bytes
-
-    @property
     def widened(self) -> dict[int, int]:
         """The groups whose gradients the host sums in more bits, as in `StepProgram`."""
         return widened_groups(self.variants.base, self.variants.derivatives)

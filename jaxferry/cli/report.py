@@ -70,14 +70,13 @@ def report(
 
 def report_page(recording: Recording) -> str:
     """Returns the page of a recording, as HTML."""
-    return _render(title=_title(recording), runs=[_page_run(recording)])
+    return _render(runs=[_page_run(recording)])
 
 
 def bench_page(compared: Comparison) -> str:
     """Returns the page of a bench, as HTML: the policies side by side, then each one's recording."""
     runs = [_page_run(row.recording, row.policy) for row in compared.rows if row.recording is not None]
-    title = f"bench: {_title(runs[-1]['recording'])}" if runs else "bench"
-    return _render(title=title, runs=runs, bench=compared.cells(), lines=compared.lines())
+    return _render(runs=runs, bench=compared.cells(), lines=compared.lines())
 
 
 def _render(**values: Any) -> str:
@@ -85,75 +84,34 @@ def _render(**values: Any) -> str:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"seconds": format_seconds, "bytes": format_bytes}
-    return environment.get_template("page.html.jinja").render({"bench": None, **values}) + "\n"
-
-
-def _title(recording: Recording) -> str:
-    return f"{recording.model} on {recording.machine.get('name', 'an unknown machine')}"
+    values = {"bench": None, "stages": STAGES, "links": figures.LINKS} | values
+    return environment.get_template("page.html.jinja").render(values) + "\n"
 
 
 def _page_run(recording: Recording, policy: str = "") -> dict[str, Any]:
-    """Returns what the template states of a recording: tables as heads and rows, figures as SVG."""
-    described = (_fact(key, value) for key, value in recording.machine.items() if isinstance(value, str | int))
-    total = sum(recording.host_bytes.values())
+    """Returns what the template states of a recording beside its own fields: words, and figures as SVG."""
     drawn = {name: getattr(figures, f"{name}_figure")(recording) for name in _FIGURES}
-    reasons = layer_reasons(recording.profile, recording.plan, recording.memory_budget_bytes)
-    layers = [
-        [each.name, each.mode.value, each.gradient.value, each.remat.value, each.update.value, reason]
-        for each, reason in zip(recording.plan.layers, reasons, strict=True)
-    ]
+    machine = {name: value for name, value in recording.machine.items() if isinstance(value, str | int)}
     return {
         "policy": policy,
         "recording": recording,
-        "steps": sorted({task.step for task in recording.tasks}),
-        "machine": ", ".join(described),
-        "stages": _stages(recording),
-        "links": _links(recording),
-        "host_memory": (
-            ["kept for", "size"],
-            [
-                *([kind, format_bytes(size)] for kind, size in recording.host_bytes.items()),
-                ["total", format_bytes(total)],
-            ],
-        ),
-        "details": ", ".join(_fact(name, value) for name, value in recording.plan.details.items()),
-        "layers": (["layer", "mode", "gradient", "remat", "update", "reason"], layers),
+        "machine": _facts(machine),
+        "details": _facts(recording.plan.details),
+        "reasons": layer_reasons(recording.profile, recording.plan, recording.memory_budget_bytes),
         **{f"{name}_figure": figure and figures.to_svg(figure) for name, figure in drawn.items()},
     }
 
 
-def _fact(name: str, value: object) -> str:
-    """Returns a fact in words; the suffix of its name is its unit."""
-    if name == "name":
-        return str(value)
-    for suffix, shown in (("_s", format_seconds), ("_bytes", format_bytes)):
-        if name.endswith(suffix) and isinstance(value, int | float):
-            return f"{name.removesuffix(suffix).replace('_', ' ')} {shown(value)}"
-    return f"{name.replace('_', ' ')} {value}"
+def _facts(values: Mapping[str, object]) -> str:
+    """Returns facts in words; the suffix of a name is its unit."""
 
+    def told(name: str, value: object) -> str:
+        for suffix, shown in (("_s", format_seconds), ("_bytes", format_bytes)):
+            if name.endswith(suffix) and isinstance(value, int | float):
+                return f"{name.removesuffix(suffix).replace('_', ' ')} {shown(value)}"
+        return str(value) if name == "name" else f"{name.replace('_', ' ')} {value}"
 
-def _batches(recording: Recording) -> dict[int, str]:
-    last = recording.accumulate - 1 if recording.accumulate > 1 else None
-    batches = sorted({task.micro_batch for task in recording.tasks})
-    return {batch: f"micro-batch {batch}{' (gradient boundary)' * (batch == last)}" for batch in batches}
-
-
-def _stages(recording: Recording) -> tuple[list[str], list[list[str]]]:
-    seconds, batches = recording.seconds_by_stage(), _batches(recording)
-    shown = [stage for stage in STAGES if any((stage, batch) in seconds for batch in batches)]
-    rows = [[stage, *(format_seconds(seconds.get((stage, batch), 0.0)) for batch in batches)] for stage in shown]
-    return ["work", *batches.values()], rows
-
-
-def _links(recording: Recording) -> tuple[list[str], list[list[str]]]:
-    moved = recording.bytes_by_link()
-    stages = [stage for stage in STAGES if any(each == stage for _, each in moved)]
-    rows = []
-    for lane, (where, _) in figures.LINKS.items():
-        achieved = recording.speed(lane)
-        shown = "-" if achieved is None else f"{achieved / 1e9:,.3g} GB/s"
-        rows.append([where, *(format_bytes(moved.get((lane, stage), 0.0)) for stage in stages), shown])
-    return ["", *stages, "while busy"], rows
+    return ", ".join(told(name, value) for name, value in values.items())
 
 
 class _Outcome(NamedTuple):
