@@ -58,11 +58,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def load_record(path: str | os.PathLike[str], from_json: Callable[[Any], Record]) -> Record:
-    """Reads a record from a JSON file; errors about its content name the file.
-
-    Raises:
-      InputError: as in `read_json`, or if `from_json` rejects the content.
-    """
+    """Reads a record from a JSON file; `InputError` as in `read_json`, and errors about its content name the file."""
     document = read_json(path)
     try:
         return from_json(document)
@@ -71,11 +67,7 @@ def load_record(path: str | os.PathLike[str], from_json: Callable[[Any], Record]
 
 
 def write_json(path: str | os.PathLike[str], document: Any) -> None:
-    """Writes an indented JSON file with a final newline.
-
-    Raises:
-      InputError: if the file cannot be written.
-    """
+    """Writes an indented JSON file with a final newline; raises `InputError` if it cannot be written."""
     write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
@@ -95,11 +87,7 @@ def naming_target(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def check_format(document: Any, expected: str) -> Mapping[str, Any]:
-    """Returns the document if it is a JSON object of the expected `format`.
-
-    Raises:
-      InputError: if it is not.
-    """
+    """Returns the document if it is a JSON object of the expected `format`; else raises `InputError`."""
     if not isinstance(document, Mapping):
         raise InputError(f'must be a JSON object with "format": "{expected}", got {_show(document)}')
     check_spelling(document, ("format",), "document")
@@ -230,11 +218,9 @@ def _show(value: Any) -> str:
 def name_of_element(document: Any, index: int) -> tuple[str, str]:
     """Returns the name of an element of `layers`, and the prefix of errors about its other keys.
 
-    Raises:
-      InputError: if the element is not an object or has no name.
+    Raises `InputError` if the element is not an object or has no name.
     """
     where = f"layers[{index}]"
-    if not isinstance(document, Mapping):
-        raise InputError(f"{where} must be a JSON object, got {document!r}")
+    check_object(document, "", where)
     name = check_text(required(document, "name", where), "name", where)
     return name, f'layer "{name}"'

@@ -45,8 +45,7 @@ def _in_numpy(part: str, name: str, leaf: Any) -> Stored:
 def write_arrays(checkpoint: Checkpoint, save: pathlib.Path, messages: Messages | None = None) -> Checkpoint:
     """Writes the arrays of a save, and lets the other processes write theirs; returns the content with a `Leaf` each.
 
-    Raises:
-      CheckpointError: if another process has failed.
+    Raises `CheckpointError` if another process has failed.
     """
     content = checkpoint.map_arrays(_in_numpy)
     _write(content, save, 0)

@@ -153,13 +153,10 @@ _MAX_NAMED = 3
 
 
 def check_transformations(saved: Collection[str], expected: Collection[str], params: Collection[str]) -> None:
-    """Checks that a checkpoint's optimizer state belongs to the same Optax transformations as this optimizer's state.
+    """Raises `CheckpointError`, which names both, if a checkpoint's optimizer has other Optax transformations.
 
     Paths tell the transformations: "[0].mu['w']" means that the first transformation of a chain keeps a field `mu` for
     each parameter. Optax's state classes tell which transformation has these fields.
-
-    Raises:
-      CheckpointError: if the transformations differ; it names both.
     """
     found = [_fields(names, params) for names in (saved, expected)]
     paths = sorted(path for path in {*found[0], *found[1]} if found[0].get(path) != found[1].get(path))

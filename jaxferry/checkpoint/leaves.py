@@ -59,8 +59,7 @@ class StoredLeaf:
     def read_into(self, made: np.ndarray, span: Span | None = None) -> None:
         """Reads the array, or a span of its elements, into `made`, in any dtype, and compares the digest.
 
-        Raises:
-          CheckpointError: if the array is missing or damaged; the message names the leaf and the file.
+        Raises `CheckpointError` with the leaf and the file if the array is missing or damaged.
         """
         # Elements of parts along another axis do not follow each other in the whole.
         is_apart = span is not None and self.about.axis not in (None, 0)
@@ -149,35 +148,22 @@ class StoredLeaf:
             raise CheckpointError(f"{what} in {_files_of(folder, [name])}: {reason(error)}") from error
 
 
-@dataclasses.dataclass(frozen=True)
 class StoredKey:
-    """Keys of random numbers in a checkpoint, not read yet."""
+    """Keys of random numbers in a checkpoint, not read yet; `CheckpointError` if the kind does not fit the bits."""
 
-    data: StoredLeaf
-    kind: str
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the keys."""
-        return self._keys.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the keys."""
-        return tuple(self._keys.shape)
+    def __init__(self, data: StoredLeaf, kind: str) -> None:
+        self._data, self._kind = data, kind
+        bits = jax.ShapeDtypeStruct(data.shape, data.dtype)
+        try:
+            keys: Any = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=kind), bits)
+        except (ValueError, TypeError) as error:
+            raise cannot_read(data.path, error) from error
+        self.dtype, self.shape = keys.dtype, tuple(keys.shape)
 
     def read(self) -> jax.Array:
-        """Returns the keys; raises errors as `StoredLeaf.read_into` does, and if the kind does not fit the bits."""
-        shape = self.shape
-        return jax.random.wrap_key_data(jax.numpy.asarray(self.data.read()), impl=self.kind).reshape(shape)
-
-    @property
-    def _keys(self) -> Any:
-        bits = jax.ShapeDtypeStruct(self.data.shape, self.data.dtype)
-        try:
-            return jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=self.kind), bits)
-        except (ValueError, TypeError) as error:
-            raise cannot_read(self.data.path, error) from error
+        """Returns the keys; raises errors as `StoredLeaf.read_into` does."""
+        keys = jax.random.wrap_key_data(jax.numpy.asarray(self._data.read()), impl=self._kind)
+        return keys.reshape(self.shape)
 
 
 def stored_content(about: About, folder: pathlib.Path, path: str | os.PathLike[str]) -> Checkpoint:

@@ -90,7 +90,9 @@ def bench(
         "granularity": granularity,
         "record_steps": steps,
     }
-    loaded = None if profile is None else _load(profile, remat)
+    loaded = None if profile is None else Profile.load(profile)
+    if loaded is not None and (known := loaded.machine.get("remat", remat)) != remat:
+        typer.echo(f"{profile} is for --remat {known}, and this bench has --remat {remat}: plans may differ", err=True)
     with user_code(model):
         update, user = make_optimizer(optimizer), call_model(model)
 
@@ -116,11 +118,3 @@ def bench(
     if output is not None:
         write_json(output, document)
     print_result(as_json, document, result.table(), *result.lines())
-
-
-def _load(profile: Path, remat: str) -> Profile:
-    """Loads the given profile; warns if it is for another rematerialization."""
-    loaded = Profile.load(profile)
-    if (known := loaded.machine.get("remat", remat)) != remat:
-        typer.echo(f"{profile} is for --remat {known}, and this bench has --remat {remat}: plans may differ", err=True)
-    return loaded

@@ -35,10 +35,7 @@ def mesh_of(num_devices: int) -> Mesh | None:
     """Returns a mesh of this process's first devices with the axis `data`; None for one device.
 
     If it is called before JAX starts its backends, a machine without accelerator has as many virtual CPU devices.
-    Scripts of users call `jax.make_mesh`.
-
-    Raises:
-      InputError: if there are fewer devices.
+    Scripts of users call `jax.make_mesh`. Raises `InputError` if there are fewer devices.
     """
     if num_devices == 1:
         return None
@@ -120,8 +117,7 @@ def is_first() -> bool:
 def own_rows(batch: Any) -> Any:
     """Returns this process's rows, a part of the first axis, of each array of a batch that all processes have.
 
-    Raises:
-      InputError: if the processes do not divide an array's rows.
+    Raises `InputError` if the processes do not divide an array's rows.
     """
     number, count = jax.process_index(), jax.process_count()
 
