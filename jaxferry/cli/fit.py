@@ -156,7 +156,7 @@ class _Workload:
     """
 
     def __init__(self, name: str, batch_size: int | None, length: int | None) -> None:
-        self._name, self._function = name, find_function(name, _WORKLOAD)
+        self._name, self._function = name, find_function(name)
         self._parameters = inspect.signature(self._function).parameters
         if length is not None and "length" not in self._parameters:
             raise InputError(f"--seq needs a workload whose function has a parameter `length`, {name} has none")
