@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import facts
 from benchmarks.planner_gap import transformer
-from jaxferry.cli.recording import Recording, Summary
+from jaxferry.cli.recording import Recording
 from jaxferry.planner import make_plan
 from jaxferry.records import write_json
 
@@ -84,7 +84,7 @@ def write_inputs(folder):
     recording = Recording(**about, plan=plan, profile=profile, tasks=(), device_bytes={}, host_bytes={})
     profile.save(folder / "profile.json")
     plan.save(folder / "plan.json")
-    dataclasses.replace(recording, tasks=Summary(recording).predicted).save(folder / "run.json")
+    dataclasses.replace(recording, tasks=recording.predicted).save(folder / "run.json")
 
 
 def main():

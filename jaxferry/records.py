@@ -1,11 +1,12 @@
 """Reads and writes the JSON files of all records, and checks their fields."""
 
+import contextlib
 import difflib
 import json
 import numbers
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxferry.errors import InputError
@@ -57,11 +58,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def load_record(path: str | os.PathLike[str], from_json: Callable[[Any], Record]) -> Record:
-    """Reads a record from a JSON file; errors about its content name the file.
-
-    Raises:
-      InputError: as in `read_json`, or if `from_json` rejects the content.
-    """
+    """Reads a record from a JSON file; `InputError` as in `read_json`, and errors about its content name the file."""
     document = read_json(path)
     try:
         return from_json(document)
@@ -70,24 +67,27 @@ def load_record(path: str | os.PathLike[str], from_json: Callable[[Any], Record]
 
 
 def write_json(path: str | os.PathLike[str], document: Any) -> None:
-    """Writes an indented JSON file with a final newline.
+    """Writes an indented JSON file with a final newline; raises `InputError` if it cannot be written."""
+    write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
-    Raises:
-      InputError: if the file cannot be written.
-    """
-    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
-    try:
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a file; raises `InputError` if it cannot be written."""
+    with naming_target(path):
         pathlib.Path(path).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def naming_target(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns an error of the file system in the block into an `InputError` that names the file to write."""
+    try:
+        yield
     except OSError as error:
         raise InputError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 
 
 def check_format(document: Any, expected: str) -> Mapping[str, Any]:
-    """Returns the document if it is a JSON object of the expected `format`.
-
-    Raises:
-      InputError: if it is not.
-    """
+    """Returns the document if it is a JSON object of the expected `format`; else raises `InputError`."""
     if not isinstance(document, Mapping):
         raise InputError(f'must be a JSON object with "format": "{expected}", got {_show(document)}')
     check_spelling(document, ("format",), "document")
@@ -101,6 +101,23 @@ def required(fields: Mapping[str, Any], key: str, where: str) -> Any:
     if key not in fields:
         raise InputError(f'{where}: key "{key}" is missing')
     return fields[key]
+
+
+Reader = Callable[[Any, str, str], Any]
+"""Reads and checks the value of a key, given the key and the record that errors name; such as `check_text`."""
+
+
+def read_fields(document: Any, readers: Mapping[str, Reader], where: str) -> dict[str, Any]:
+    """Reads each key of an object by its reader; raises InputError for a missing or unknown key or a bad value."""
+    check_keys(check_object(document, "", where), tuple(readers), where)
+    return {key: read(required(document, key, where), key, where) for key, read in readers.items()}
+
+
+def check_object(value: Any, key: str, where: str) -> Mapping[str, Any]:
+    """Returns the value if it is a JSON object; an empty `key` stands for the record itself."""
+    if not isinstance(value, Mapping):
+        raise InputError(f"{where}{': ' if key else ''}{key} must be a JSON object, got {_show(value)}")
+    return value
 
 
 def check_text(value: Any, key: str, where: str) -> str:
@@ -201,11 +218,9 @@ def _show(value: Any) -> str:
 def name_of_element(document: Any, index: int) -> tuple[str, str]:
     """Returns the name of an element of `layers`, and the prefix of errors about its other keys.
 
-    Raises:
-      InputError: if the element is not an object or has no name.
+    Raises `InputError` if the element is not an object or has no name.
     """
     where = f"layers[{index}]"
-    if not isinstance(document, Mapping):
-        raise InputError(f"{where} must be a JSON object, got {document!r}")
+    check_object(document, "", where)
     name = check_text(required(document, "name", where), "name", where)
     return name, f'layer "{name}"'

@@ -26,7 +26,7 @@ STAGES = {
     "compilation": "jaxferry.engine.lowering.last_readers",
     "step": "jaxferry.engine.runner.DeviceCopies",
     "transfer": "jaxferry.transport.placement.spread",
-    "checkpoint": "jaxferry.checkpoint.arrays_of",
+    "checkpoint": "jaxferry.checkpoint.write_arrays",
 }
 """A function that each stage calls."""
 
@@ -100,7 +100,7 @@ def test_an_internal_error_outside_of_steps_says_so_too(monkeypatch, tmp_path):
         step.wait_for_saves()
 
     for function, stage, call in (
-        ("checkpoint.arrays_of", "checkpoint", save_beside),
+        ("checkpoint.write_arrays", "checkpoint", save_beside),
         ("checkpoint.leaves.indices", "checkpoint", lambda: step.restore(tmp_path / "saved")),
         ("training.entry.read_options", "arguments", make),
     ):

@@ -28,7 +28,7 @@ import jaxferry  # isort: skip
 import overlap
 from figures import RESULTS, Row, arguments, new_figure, save, write
 
-from jaxferry.cli.recording import RecordedTask, Recording, bytes_over_time, make_recording
+from jaxferry.cli.recording import RecordedTask, Recording, make_recording
 from jaxferry.records import read_json
 from jaxferry.step import Kind, Lane
 
@@ -119,7 +119,7 @@ def draw_memory(found: dict[str, dict], path: pathlib.Path) -> None:
         last = max(task.end_s for task in recording.tasks)
         centres = [(number + 0.5) * last / BINS - begin for number in range(BINS)]
         for row, (lane, name) in enumerate(((Lane.D2H, "D2H"), (Lane.H2D, "H2D")), start=1):
-            rates = [moved / (last / BINS) / 1e6 for moved in bytes_over_time(recording, lane, BINS)]
+            rates = [moved / (last / BINS) / 1e6 for moved in recording.bytes_over_time(lane, BINS)]
             axes[row][column].fill_between(centres, rates, step="mid", color="#6a4c93" if row == 1 else "#e08a1e")
             axes[row][0].set_ylabel(f"{name}, MB/s")
         for axis in axes[:, column]:

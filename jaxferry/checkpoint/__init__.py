@@ -22,7 +22,7 @@ from typing import Any, TypeVar, overload
 import jax
 
 from jaxferry.checkpoint.about import FILE, FORMAT, IN_PIECES, WITHOUT_DIGESTS, About, read_about
-from jaxferry.checkpoint.arrays import arrays_of, reason, write_arrays, write_own
+from jaxferry.checkpoint.arrays import reason, write_arrays, write_own
 from jaxferry.checkpoint.content import (
     Checkpoint,
     check_coded,
@@ -31,7 +31,7 @@ from jaxferry.checkpoint.content import (
     check_transformations,
     dictionary_paths,
 )
-from jaxferry.checkpoint.leaves import StoredKey, StoredLeaf, cannot_read, stored_leaves
+from jaxferry.checkpoint.leaves import StoredLeaf, cannot_read, stored_content
 from jaxferry.checkpoint.saves import (
     Keep,
     SavedCheckpoint,
@@ -95,7 +95,7 @@ def save(checkpoint: Checkpoint, path: Path, keep: Keep | None = None, messages:
         else:
             folder = pathlib.Path(messages.receive("folder", 0))
             with messages.reporting("wrote"):
-                write_own(arrays_of(checkpoint), folder, messages.process)
+                write_own(checkpoint, folder, messages.process)
             messages.receive("done", 0)
 
 
@@ -106,11 +106,9 @@ def _save(checkpoint: Checkpoint, path: Path, keep: Keep | None, messages: Messa
             saved_at_s = time.time() if keep is None else next_time_s(target.parent)
             if messages is not None:
                 messages.send("folder", os.fspath(folder))
-            leaves = write_arrays(arrays_of(checkpoint), folder, messages)
+            written = write_arrays(checkpoint, folder, messages)
             keys = {name: str(jax.random.key_impl(leaf)) for name, leaf in checkpoint.optimizer.items() if is_key(leaf)}
-            About(checkpoint.with_arrays(leaves), keys, saved_at_s, FORMAT if messages is None else IN_PIECES).write(
-                folder
-            )
+            About(written, keys, saved_at_s, FORMAT if messages is None else IN_PIECES).write(folder)
         if keep is not None:
             prune(target.parent, keep)
 
@@ -137,10 +135,8 @@ def _errors_about(path: Path) -> Iterator[None]:
     """Turns errors of the block into the error that a path cannot be written."""
     try:
         yield
-    except CheckpointError:
-        raise
     except Exception as error:
-        if is_internal(error):
+        if isinstance(error, CheckpointError) or is_internal(error):
             raise
         is_short = isinstance(error, MemoryError) or "start new thread" in str(error)
         remedy = "free host memory, or raise ulimit -v and -u" if is_short else "make room, or choose another path"
@@ -187,7 +183,8 @@ def load(path: Path, use: Callable[[Checkpoint], Any] | None = None) -> Any:
     for _ in range(_ATTEMPTS):
         folder, error, made = _current(target), None, None
         try:
-            made = (use or _read)(_content(folder, path))
+            content = _content(folder, path)
+            made = use(content) if use else content.map_arrays(lambda field, name, leaf: leaf.read())
         except JaxFerryError as failure:
             error = failure
         # A save that was removed while it was read is no longer the newest.
@@ -214,19 +211,11 @@ def _content(folder: pathlib.Path, path: Path) -> Checkpoint:
         about = read_about(folder)
     except (CheckpointError, InputError, OSError, MemoryError) as error:
         raise cannot_read(path, error) from error
-    leaves = stored_leaves(about, folder, path)
-    for name, kind in about.optimizer_keys.items():
-        leaves["optimizer"][name] = StoredKey(leaves["optimizer"][name], kind)
+    content = stored_content(about, folder, path)
     if about.format == WITHOUT_DIGESTS:
         warnings.warn(
             f"{path} has format {WITHOUT_DIGESTS!r}, without digests: damage to its arrays goes unnoticed; save it "
             "again to add them",
             stacklevel=2,
         )
-    return about.content.with_arrays(leaves)
-
-
-def _read(content: Checkpoint) -> Checkpoint:
-    return content.with_arrays(
-        {part: {name: leaf.read() for name, leaf in own.items()} for part, own in content.arrays.items()}
-    )
+    return content

@@ -34,15 +34,9 @@ CHUNK_BYTES = 4 * 2**20  # the most bytes of a new chunk; each is encoded by one
 _FILE_BYTES = 32 * 2**20
 """The most bytes that are encoded in memory at a time, and lie in a file; by default all arrays are, and 2 GiB."""
 
-Leaves = dict[str, dict[str, Stored]]  # arrays in NumPy memory by part ("params", ...) and path
 
-
-def arrays_of(checkpoint: Checkpoint) -> Leaves:
-    """Returns the arrays of a checkpoint, without copies."""
-    return {part: {name: _in_numpy(leaf) for name, leaf in own.items()} for part, own in checkpoint.arrays.items()}
-
-
-def _in_numpy(leaf: Any) -> Stored:
+def _in_numpy(part: str, name: str, leaf: Any) -> Stored:
+    """Returns an array of a checkpoint without a copy."""
     if isinstance(leaf, Stored):
         return dataclasses.replace(leaf, pieces={where: _readable(array) for where, array in leaf.pieces.items()})
     return stored_whole(_readable(jax.random.key_data(leaf) if is_key(leaf) else leaf))
@@ -53,41 +47,36 @@ def _readable(array: Any) -> Any:
     return array if isinstance(array, SplitMaster) else np.asarray(array)
 
 
-def write_arrays(leaves: Leaves, save: pathlib.Path, messages: Messages | None = None) -> dict[str, dict[str, Leaf]]:
-    """Writes the arrays of a save, and lets the other processes write theirs; returns a `Leaf` for each.
+def write_arrays(checkpoint: Checkpoint, save: pathlib.Path, messages: Messages | None = None) -> Checkpoint:
+    """Writes the arrays of a save, and lets the other processes write theirs; returns the content with a `Leaf` each.
 
-    Raises:
-      CheckpointError: if another process has failed.
+    Raises `CheckpointError` if another process has failed.
     """
-    _write(leaves, save, 0)
-    pieces = [_pieces(leaves)]
+    content = checkpoint.map_arrays(_in_numpy)
+    _write(content, save, 0)
+    pieces = [_pieces(content)]
     if messages is not None:
         for process in range(1, messages.num_processes):
             messages.receive("wrote", process)
             pieces.append(_read_pieces(save, process))
-    return {
-        part: {
-            name: Leaf(
-                path=name,
-                shape=tuple(leaf.shape),
-                dtype=str(leaf.dtype),
-                axis=leaf.axis,
-                digest=_digest(leaf) if leaf.span is None else None,
-                pieces=() if leaf.span is None else tuple(each[part][name] for each in pieces),
-            )
-            for name, leaf in own.items()
-        }
-        for part, own in leaves.items()
-    }
+
+    def written(part: str, name: str, leaf: Stored) -> Leaf:
+        made = Leaf(name, tuple(leaf.shape), str(leaf.dtype), leaf.axis)
+        if leaf.span is None:
+            return dataclasses.replace(made, digest=_digest(leaf))
+        return dataclasses.replace(made, pieces=tuple(each[part][name] for each in pieces))
+
+    return content.map_arrays(written)
 
 
-def write_own(leaves: Leaves, save: pathlib.Path, process: int) -> None:
+def write_own(checkpoint: Checkpoint, save: pathlib.Path, process: int) -> None:
     """Writes the elements that a process other than the first owns, and tells what they are in a file."""
-    _write(leaves, save, process)
-    (save / f"pieces-{process}").write_text(json.dumps(_pieces(leaves)), encoding="utf-8")
+    content = checkpoint.map_arrays(_in_numpy)
+    _write(content, save, process)
+    (save / f"pieces-{process}").write_text(json.dumps(_pieces(content)), encoding="utf-8")
 
 
-def _pieces(leaves: Leaves) -> dict[str, dict[str, Piece]]:
+def _pieces(content: Checkpoint) -> dict[str, dict[str, Piece]]:
     """Returns what this process stores of leaves of which it owns some elements."""
     return {
         part: {
@@ -95,7 +84,7 @@ def _pieces(leaves: Leaves) -> dict[str, dict[str, Piece]]:
             for name, leaf in own.items()
             if leaf.span is not None
         }
-        for part, own in leaves.items()
+        for part, own in content.arrays.items()
     }
 
 
@@ -154,20 +143,17 @@ def storage_errors() -> Iterator[None]:
         raise OSError(errno.EIO, reason(error)) from error
 
 
-def _write(leaves: Leaves, save: pathlib.Path, process: int) -> None:
+def _write(content: Checkpoint, save: pathlib.Path, process: int) -> None:
     folder = save / folder_of(process)
-    arrays = {part: _numbered(list(own.values()), is_first=not process) for part, own in leaves.items()}
+    arrays = {part: _numbered(list(own.values()), is_first=not process) for part, own in content.arrays.items()}
     if jax.process_count() > 1:
         _write_alone(arrays, folder)
         return
     # Here, since nothing but checkpoints needs the package.
     import orbax.checkpoint as ocp
 
-    # This process waits for no other one.
-    own = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_by_chunks(), multiprocessing_options=alone)
-    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer, storage_errors():
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_by_chunks())
+    with ocp.Checkpointer(handler) as checkpointer, storage_errors():
         checkpointer.save(folder, args=ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,9 +47,15 @@ class Checkpoint:
         """The fields whose values are arrays, by name."""
         return {"params": self.params, "optimizer": self.optimizer, "extra": self.extra}
 
-    def with_arrays(self, arrays: Mapping[str, Mapping[str, Any]]) -> Checkpoint:
-        """Returns the checkpoint with other values in place of `arrays`."""
-        return dataclasses.replace(self, **{field: arrays[field] for field in self.arrays})  # type: ignore[arg-type]
+    def map_arrays(self, change: Callable[[str, str, Any], Any]) -> Checkpoint:
+        """Returns the checkpoint with `change(field, name, array)` in place of each array."""
+        return dataclasses.replace(
+            self,
+            **{  # type: ignore[arg-type]
+                field: {name: change(field, name, array) for name, array in own.items()}
+                for field, own in self.arrays.items()
+            },
+        )
 
     def dictionary(self) -> Any:
         """Returns the parameters' shapes and dtypes in nested dictionaries; `CheckpointError` for other trees."""
@@ -147,13 +153,10 @@ _MAX_NAMED = 3
 
 
 def check_transformations(saved: Collection[str], expected: Collection[str], params: Collection[str]) -> None:
-    """Checks that a checkpoint's optimizer state belongs to the same Optax transformations as this optimizer's state.
+    """Raises `CheckpointError`, which names both, if a checkpoint's optimizer has other Optax transformations.
 
     Paths tell the transformations: "[0].mu['w']" means that the first transformation of a chain keeps a field `mu` for
     each parameter. Optax's state classes tell which transformation has these fields.
-
-    Raises:
-      CheckpointError: if the transformations differ; it names both.
     """
     found = [_fields(names, params) for names in (saved, expected)]
     paths = sorted(path for path in {*found[0], *found[1]} if found[0].get(path) != found[1].get(path))

@@ -19,6 +19,7 @@ import tensorstore
 
 from jaxferry.checkpoint.about import About, Digest, Leaf, Piece
 from jaxferry.checkpoint.arrays import folder_of, indices, names_of, reason, storage_errors
+from jaxferry.checkpoint.content import Checkpoint
 from jaxferry.errors import CheckpointError, is_internal
 from jaxferry.partition import Span
 
@@ -58,8 +59,7 @@ class StoredLeaf:
     def read_into(self, made: np.ndarray, span: Span | None = None) -> None:
         """Reads the array, or a span of its elements, into `made`, in any dtype, and compares the digest.
 
-        Raises:
-          CheckpointError: if the array is missing or damaged; the message names the leaf and the file.
+        Raises `CheckpointError` with the leaf and the file if the array is missing or damaged.
         """
         # Elements of parts along another axis do not follow each other in the whole.
         is_apart = span is not None and self.about.axis not in (None, 0)
@@ -88,8 +88,6 @@ class StoredLeaf:
         if found.ndim and made.ndim and found.shape[1:] == made.shape[1:]:
             row = first // max(1, math.prod(made.shape[1:]))
             made[row : row + len(found)] = found
-        elif found.shape == made.shape:
-            made[...] = found
         else:
             flat = made.reshape(-1) if made.flags.c_contiguous else made.flat
             flat[first : first + found.size] = found.reshape(-1)
@@ -150,47 +148,35 @@ class StoredLeaf:
             raise CheckpointError(f"{what} in {_files_of(folder, [name])}: {reason(error)}") from error
 
 
-@dataclasses.dataclass(frozen=True)
 class StoredKey:
-    """Keys of random numbers in a checkpoint, not read yet."""
+    """Keys of random numbers in a checkpoint, not read yet; `CheckpointError` if the kind does not fit the bits."""
 
-    data: StoredLeaf
-    kind: str
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the keys."""
-        return self._keys.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the keys."""
-        return tuple(self._keys.shape)
+    def __init__(self, data: StoredLeaf, kind: str) -> None:
+        self._data, self._kind = data, kind
+        bits = jax.ShapeDtypeStruct(data.shape, data.dtype)
+        try:
+            keys: Any = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=kind), bits)
+        except (ValueError, TypeError) as error:
+            raise cannot_read(data.path, error) from error
+        self.dtype, self.shape = keys.dtype, tuple(keys.shape)
 
     def read(self) -> jax.Array:
-        """Returns the keys; raises errors as `StoredLeaf.read_into` does, and if the kind does not fit the bits."""
-        shape = self.shape
-        return jax.random.wrap_key_data(jax.numpy.asarray(self.data.read()), impl=self.kind).reshape(shape)
-
-    @property
-    def _keys(self) -> Any:
-        bits = jax.ShapeDtypeStruct(self.data.shape, self.data.dtype)
-        try:
-            return jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=self.kind), bits)
-        except (ValueError, TypeError) as error:
-            raise cannot_read(self.data.path, error) from error
+        """Returns the keys; raises errors as `StoredLeaf.read_into` does."""
+        keys = jax.random.wrap_key_data(jax.numpy.asarray(self._data.read()), impl=self._kind)
+        return keys.reshape(self.shape)
 
 
-def stored_leaves(about: About, folder: pathlib.Path, path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """Returns a `StoredLeaf` for each leaf of `params`, `optimizer` and `extra`, by path."""
+def stored_content(about: About, folder: pathlib.Path, path: str | os.PathLike[str]) -> Checkpoint:
+    """Returns the checkpoint with a `StoredLeaf`, or a `StoredKey`, in place of each array."""
     context = tensorstore.Context()
-    return {
-        part: {
-            name: StoredLeaf(leaf, part, number, folder, os.fspath(path), context)
-            for number, (name, leaf) in enumerate(own.items())
-        }
-        for part, own in about.content.arrays.items()
-    }
+    numbers = {field: {name: number for number, name in enumerate(own)} for field, own in about.content.arrays.items()}
+
+    def stored(field: str, name: str, leaf: Leaf) -> StoredLeaf | StoredKey:
+        data = StoredLeaf(leaf, field, numbers[field][name], folder, os.fspath(path), context)
+        kind = about.optimizer_keys.get(name) if field == "optimizer" else None
+        return data if kind is None else StoredKey(data, kind)
+
+    return about.content.map_arrays(stored)
 
 
 def cannot_read(path: str | os.PathLike[str], error: Exception) -> CheckpointError:

@@ -229,11 +229,6 @@ class _NamedLeaf:
     is_transposed: bool
 
     @property
-    def stored_shape(self) -> list[int]:
-        shape = list(self.leaf.shape)
-        return shape[::-1] if self.is_transposed else shape
-
-    @property
     def num_bytes(self) -> int:
         return int(np.prod(self.leaf.shape, dtype=np.int64)) * self.dtype.itemsize
 
@@ -282,7 +277,8 @@ def _write(file: Path, leaves: Iterable[_NamedLeaf]) -> None:
     ordered = sorted(leaves, key=lambda leaf: -leaf.dtype.itemsize)
     for leaf in ordered:
         span = [offset, offset + leaf.num_bytes]
-        header[leaf.name] = {"dtype": _NAMES[leaf.dtype], "shape": leaf.stored_shape, "data_offsets": span}
+        shape = list(leaf.leaf.shape)[:: -1 if leaf.is_transposed else 1]
+        header[leaf.name] = {"dtype": _NAMES[leaf.dtype], "shape": shape, "data_offsets": span}
         offset += leaf.num_bytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -99,16 +99,11 @@ def check_replaceable(target: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def new_save(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Publishes what the block writes as the newest save of a checkpoint; removes the older saves.
-
-    Yields an empty folder.
+    """Yields an empty folder; publishes what the block writes as the newest save of a checkpoint, removes older ones.
 
     At every moment the path holds a whole save: the older one until the new one is on the disk, then the new one.
-    Files of the user in the checkpoint's folder stay.
-
-    Raises:
-      CheckpointError: if something else than a checkpoint is at the path.
-      OSError: if the file system refuses; what was there stays.
+    Files of the user in the checkpoint's folder stay. Raises `CheckpointError` if something else is at the path, and
+    OSError if the file system refuses; what was there stays.
     """
     check_replaceable(target)
     with _scratch_beside(target) as scratch:
@@ -167,12 +162,6 @@ def _own_arrays(save: pathlib.Path) -> list[str]:
         return [folder_of(process) for process in range(read_about(save).num_processes)]
     except InputError:
         return [FOLDER]
-
-
-def _foreign(target: pathlib.Path) -> list[str]:
-    """Returns the names of what users have put into a checkpoint's folder."""
-    own = {*_own_arrays(target), FILE.split("/")[0]} if os.path.lexists(target / FILE) else set()
-    return [name for name in os.listdir(target) if name not in own and not _SAVE.fullmatch(name)]
 
 
 def _sync(path: str | pathlib.Path) -> None:
@@ -318,10 +307,7 @@ def list_in(folder: pathlib.Path, warns: bool = True) -> list[SavedCheckpoint]:
     """Returns the checkpoints of a folder by the time of their save, oldest first.
 
     After a return to an older checkpoint, the newest is thus the last save of the run that continues. A checkpoint
-    that is not named by its step is the user's own, and is left out.
-
-    Warns:
-      UserWarning: if one cannot be read; it is left out.
+    that is not named by its step is the user's own; one that cannot be read causes a warning. Both are left out.
     """
     found = []
     for path in _paths(folder):
@@ -363,12 +349,13 @@ def prune(folder: pathlib.Path, keep: Keep) -> None:
         _sweep(path)
     checkpoints = list_in(folder)
     kept = keep.of(checkpoints)
-    for checkpoint in checkpoints:
+    for path in [checkpoint.path for checkpoint in checkpoints if checkpoint.path not in kept]:
         # Another process may remove it as well.
         with contextlib.suppress(FileNotFoundError):
-            if checkpoint.path not in kept and not _foreign(checkpoint.path):
-                with _scratch_beside(checkpoint.path) as scratch:
-                    checkpoint.path.rename(scratch / "old")
+            own = {*_own_arrays(path), FILE.split("/")[0]} if os.path.lexists(path / FILE) else set()
+            if all(name in own or _SAVE.fullmatch(name) for name in os.listdir(path)):
+                with _scratch_beside(path) as scratch:
+                    path.rename(scratch / "old")
 
 
 def _paths(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -9,7 +9,7 @@ from typer import Option
 
 from jaxferry.cli.common import AsJson, naming, print_result, read_budget
 from jaxferry.cli.compare import compare_policies, dry_run
-from jaxferry.cli.figures import plot_format, plot_timelines
+from jaxferry.cli.figures import Plot, plot_timelines
 from jaxferry.cli.recording import make_recording
 from jaxferry.cli.workload import (
     ComputeDtype,
@@ -23,7 +23,6 @@ from jaxferry.cli.workload import (
     Seed,
     Tiles,
     call_model,
-    check_fixed_granularity,
     make_optimizer,
     read_dtype,
     read_tiles,
@@ -65,7 +64,7 @@ def bench(
     offload_activations: OffloadActivations = False,
     granularity: FixedGranularity = BLOCK,
     seed: Seed = 0,
-    plot: Annotated[Path | None, Option(metavar="P.png", help="Draw the lanes over time: PNG, PDF or SVG.")] = None,
+    plot: Plot = None,
     output: Annotated[
         Path | None,
         Option("-o", "--output", metavar="BENCH.json", help="Write the results: for `report`, unless --dry."),
@@ -78,9 +77,6 @@ def bench(
     """
     if plot is not None and dry:
         raise InputError("--plot draws measured steps, and --dry measures none: give one of them")
-    if plot is not None:
-        plot_format(plot)
-    check_fixed_granularity(granularity)
     names = policy or _DEFAULT_POLICIES
     for name in names:
         make_policy(name)  # rejects unknown policies before anything is measured
@@ -94,7 +90,9 @@ def bench(
         "granularity": granularity,
         "record_steps": steps,
     }
-    loaded = None if profile is None else _load(profile, remat)
+    loaded = None if profile is None else Profile.load(profile)
+    if loaded is not None and (known := loaded.machine.get("remat", remat)) != remat:
+        typer.echo(f"{profile} is for --remat {known}, and this bench has --remat {remat}: plans may differ", err=True)
     with user_code(model):
         update, user = make_optimizer(optimizer), call_model(model)
 
@@ -120,11 +118,3 @@ def bench(
     if output is not None:
         write_json(output, document)
     print_result(as_json, document, result.table(), *result.lines())
-
-
-def _load(profile: Path, remat: str) -> Profile:
-    """Loads the given profile; warns if it is for another rematerialization."""
-    loaded = Profile.load(profile)
-    if (known := loaded.machine.get("remat", remat)) != remat:
-        typer.echo(f"{profile} is for --remat {known}, and this bench has --remat {remat}: plans may differ", err=True)
-    return loaded

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -46,12 +46,15 @@ def print_result(as_json: bool, document: Any, *parts: RenderableType, note: str
         console.print(part, soft_wrap=isinstance(part, str))
 
 
-def make_table(first: str, *rest: str, title: str | None = None, is_plain: bool = False) -> Table:
+def make_table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, is_plain: bool = False
+) -> Table:
     """Returns a table whose columns after the first are numbers; a plain one has no lines."""
     table = Table(title=title, box=None, pad_edge=False, padding=(0, 2, 0, 0)) if is_plain else Table(title=title)
-    table.add_column(first, no_wrap=is_plain)
-    for name in rest:
-        table.add_column(name, justify="right", no_wrap=is_plain)
+    for number, name in enumerate(heads):
+        table.add_column(name, justify="right" if number else "left", no_wrap=is_plain)
+    for row in rows:
+        table.add_row(rich.markup.escape(row[0]), *row[1:])
     return table
 
 
@@ -61,12 +64,12 @@ def plan_table(plan: Plan) -> Table:
     keys += ["remat"] if any(plan.recomputes) else []
     keys += ["update"] if any(plan.updates_on_device) or any(plan.updates_streamed) else []
     keys += ["tiles"] if any(layer.tiles > 1 for layer in plan.layers) else []
-    table = make_table("layers", "", *keys, title=f"{plan.policy}, reserve factor {plan.reserve_factor:g}")
+    rows = []
     for values, equal in itertools.groupby(plan.layers, key=lambda layer: [str(getattr(layer, key)) for key in keys]):
         names = [layer.name for layer in equal]
         span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        table.add_row(rich.markup.escape(span), str(len(names)), *values)
-    return table
+        rows.append([span, str(len(names)), *values])
+    return make_table(["layers", "", *keys], rows, title=f"{plan.policy}, reserve factor {plan.reserve_factor:g}")
 
 
 def plan_counts(plan: Plan) -> dict[str, int]:

@@ -15,7 +15,7 @@ from jaxferry.cli.common import make_table, plan_counts
 from jaxferry.cli.recording import Recording
 from jaxferry.costs import Profile, Report
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.records import check_bytes, check_format, check_list, check_seconds, check_text, required
+from jaxferry.records import Reader, check_bytes, check_format, check_list, check_seconds, check_text, required
 from jaxferry.step import Lane, Plan, Run, Schedule, machine
 from jaxferry.units import format_bytes, format_seconds
 
@@ -62,21 +62,16 @@ class PolicyRun:
 
     def to_json(self, bound_s: float) -> dict[str, Any]:
         """Returns the results and their ratios as JSON values."""
-        return {
-            "policy": self.policy,
+        document = vars(self) | {
             "measured_s": self.measured_s,
             "step_s": list(self.step_s),
-            "predicted_s": self.predicted_s,
-            "own_bound_s": self.own_bound_s,
-            "measured_over_predicted": ratio(self.measured_s, self.predicted_s),
-            "measured_over_bound": ratio(self.measured_s, bound_s),
-            "measured_over_own_bound": ratio(self.measured_s, self.own_bound_s),
-            "peak_device_bytes": self.peak_device_bytes,
             "losses": list(self.losses),
-            "measured": {lane.value: [list(bar) for bar in bars] for lane, bars in self.measured.items()},
-            "predicted": {lane.value: [list(bar) for bar in bars] for lane, bars in self.predicted.items()},
-            **({} if self.recording is None else {"recording": self.recording.to_json()}),
         }
+        for name, by_s in (("predicted", self.predicted_s), ("bound", bound_s), ("own_bound", self.own_bound_s)):
+            document[f"measured_over_{name}"] = ratio(self.measured_s, by_s)
+        if (recording := document.pop("recording")) is not None:
+            document["recording"] = recording.to_json()
+        return document
 
     def cells(self, bound_s: float) -> list[str]:
         """Returns the measured step beside its prediction and its bounds."""
@@ -89,12 +84,11 @@ class PolicyRun:
     def from_json(cls, fields: Mapping[str, Any]) -> PolicyRun:
         """Reads an element of `rows`; raises `InputError` or an error of the value's type."""
         seconds = check_list(fields["step_s"], "step_s", "time")
+        checks: dict[str, Reader] = {"policy": check_text, "peak_device_bytes": check_bytes}
+        checks |= dict.fromkeys(("predicted_s", "own_bound_s"), check_seconds)
         return cls(
-            policy=check_text(fields["policy"], "policy", "bench"),
+            **{key: check(fields[key], key, "bench") for key, check in checks.items()},
             step_s=tuple(check_seconds(each, "step_s", "bench") for each in seconds),
-            predicted_s=check_seconds(fields["predicted_s"], "predicted_s", "bench"),
-            own_bound_s=check_seconds(fields["own_bound_s"], "own_bound_s", "bench"),
-            peak_device_bytes=check_bytes(fields["peak_device_bytes"], "peak_device_bytes", "bench"),
             losses=tuple(map(float, fields["losses"])),
             measured=_bars_from_json(fields["measured"]),
             predicted=_bars_from_json(fields["predicted"]),
@@ -186,11 +180,7 @@ class Comparison:
 
     def table(self) -> Table:
         """Returns the policies as a table."""
-        heads, rows = self.cells()
-        table = make_table(*heads, title=self.rows[0].TITLE)
-        for row in rows:
-            table.add_row(*row)
-        return table
+        return make_table(*self.cells(), title=self.rows[0].TITLE)
 
     def lines(self) -> list[str]:
         """Explains the bounds, which come from the profile's times, and what a measured step below a bound means."""

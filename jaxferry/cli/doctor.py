@@ -90,8 +90,20 @@ def examine(link_bytes: int) -> dict[str, Any]:
     return {
         "versions": {"python": platform.python_version()} | {name: installed_version(name) for name in _PACKAGES},
         "ffi_version": _ffi_version(),
-        "devices": [_describe(device) for device in devices],
-        "libraries": [_library(name) for name in _PLATFORMS["all"]],
+        "devices": [
+            {
+                "id": device.id,
+                "platform": device.platform,
+                "kind": device.device_kind,
+                "memory_kinds": sorted(memory.kind for memory in device.addressable_memories()),
+                "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+            }
+            for device in devices
+        ],
+        "libraries": [
+            dataclasses.asdict(found) | {"path": found.path and str(found.path), "build_info": dict(found.build_info)}
+            for found in map(status, _PLATFORMS["all"])
+        ],
         "link": _measure_link(devices[0], link_bytes),
         "self_test": _self_test(devices[0], link_bytes),
         "pinned_limit": {"bytes": pinned.num_bytes, "source": pinned.source},
@@ -108,42 +120,20 @@ def _ffi_version() -> str | None:
         return None
 
 
-def _describe(device: jax.Device) -> dict[str, Any]:
-    statistics = device.memory_stats() or {}
-    return {
-        "id": device.id,
-        "platform": device.platform,
-        "kind": device.device_kind,
-        "memory_kinds": sorted(memory.kind for memory in device.addressable_memories()),
-        "memory_bytes": statistics.get("bytes_limit"),
-    }
-
-
-def _library(name: str) -> dict[str, Any]:
-    found = status(name)
-    path = None if found.path is None else str(found.path)
-    return dataclasses.asdict(found) | {"path": path, "build_info": dict(found.build_info)}
-
-
 def _measure_link(device: jax.Device, num_bytes: int) -> dict[str, Any]:
     """Measures bytes per second from pinned host memory to the device and back: the best of a few device_puts."""
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    if "pinned_host" not in kinds:
-        return {"bytes": num_bytes, "load_bytes_per_s": None, "store_bytes_per_s": None}
-    on_device = jax.sharding.SingleDeviceSharding(device)
-    on_host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-    array = jax.device_put(jnp.zeros(num_bytes, jnp.uint8), on_device)
-    there = jax.device_put(array, on_host)
-    load_s, store_s = _copy_s(there, on_device), _copy_s(array, on_host)
-    return {"bytes": num_bytes, "load_bytes_per_s": num_bytes / load_s, "store_bytes_per_s": num_bytes / store_s}
+    found: dict[str, Any] = {"bytes": num_bytes, "load_bytes_per_s": None, "store_bytes_per_s": None}
+    if "pinned_host" in {memory.kind for memory in device.addressable_memories()}:
+        on_device = jax.sharding.SingleDeviceSharding(device)
+        on_host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        array = jax.device_put(jnp.zeros(num_bytes, jnp.uint8), on_device)
+        for name, each, where in (("load", jax.device_put(array, on_host), on_device), ("store", array, on_host)):
 
+            def copy(each: jax.Array = each, where: jax.sharding.Sharding = where) -> None:
+                jax.device_put(each, where, may_alias=False).block_until_ready()
 
-def _copy_s(array: jax.Array, where: jax.sharding.Sharding) -> float:
-    def copy() -> None:
-        jax.device_put(array, where, may_alias=False).block_until_ready()
-
-    copy()
-    return shortest_s(copy)
+            found[f"{name}_bytes_per_s"] = num_bytes / shortest_s(copy)
+    return found
 
 
 def _self_test(device: jax.Device, num_bytes: int) -> dict[str, Any]:
@@ -164,24 +154,19 @@ def _cpus() -> dict[str, Any]:
         "limits": [dataclasses.asdict(limit) for limit in cpus.limits()],
         "numa_nodes": [dataclasses.asdict(node) for node in cpus.numa_nodes()],
         "host_threads": {"num_threads": threads, "source": source},
-        "pools": [_xla_pool(), *_blas_pools()],
+        "pools": _pools(),
     }
 
 
-def _xla_pool() -> dict[str, Any]:
-    """Returns the pool of XLA's CPU backend, which runs updates that the native library does not."""
+def _pools() -> list[dict[str, Any]]:
+    """Returns the pools of XLA's CPU backend, which runs updates that the native library does not, and of OpenBLAS."""
     jax.block_until_ready(jax.device_put(jnp.zeros(()), jax.local_devices(backend="cpu")[0]))
     names = [next(iter(read_lines(path)), "") for path in pathlib.Path("/proc/self/task").glob("*/comm")]
     num = sum(name.startswith(_XLA_THREADS) for name in names)
     source = "NPROC" if os.environ.get("NPROC") else "affinity of the process; NPROC sets another"
-    return {"name": "XLA's CPU backend", "num_threads": num or None, "source": source}
-
-
-def _blas_pools() -> list[dict[str, Any]]:
-    """Returns the pools of the OpenBLAS libraries that NumPy and SciPy have loaded."""
+    found: list[dict[str, Any]] = [{"name": "XLA's CPU backend", "num_threads": num or None, "source": source}]
     files = {line.split()[-1] for line in read_lines(pathlib.Path("/proc/self/maps")) if "openblas" in line}
     variable = next((name for name in _BLAS_VARIABLES if os.environ.get(name)), None)
-    found = []
     for file in sorted(files):
         library = ctypes.CDLL(file)
         counts = [getattr(library, name)() for name in _BLAS_FUNCTIONS if hasattr(library, name)]
@@ -193,10 +178,16 @@ def _blas_pools() -> list[dict[str, Any]]:
 
 def _lines(found: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version or '(not installed)'}" for name, version in found["versions"].items())
+    share = f"JAX's share, {JAX_SHARE:.0%} unless {JAX_SHARE_VARIABLE} is set"
     link, limit, locked = found["link"], found["pinned_limit"], found["locked_limit_bytes"]
     return [
         f"versions   {versions}; XLA FFI {found['ffi_version'] or '(no headers)'}",
-        *(f"device {device['id']}   {_device_line(device)}" for device in found["devices"]),
+        *(
+            f"device {device['id']}   {device['platform']} {device['kind']}"
+            + ("" if device["memory_bytes"] is None else f", {format_bytes(device['memory_bytes'])} ({share})")
+            + f"; memory kinds {', '.join(device['memory_kinds'])}"
+            for device in found["devices"]
+        ),
         *(
             f"library    {each['platform']}{': ' + each['path'] if each['is_available'] else ''}: {each['message']}"
             for each in found["libraries"]
@@ -209,12 +200,6 @@ def _lines(found: dict[str, Any]) -> list[str]:
         *(f"cpus       {line}" for line in _cpu_lines(found["cpus"])),
         *(f"host       {format_bytes(each['num_bytes'])} left: {each['source']}" for each in found["host_memory"]),
     ]
-
-
-def _device_line(device: dict[str, Any]) -> str:
-    share = f"JAX's share, {JAX_SHARE:.0%} unless {JAX_SHARE_VARIABLE} is set"
-    memory = "" if device["memory_bytes"] is None else f", {format_bytes(device['memory_bytes'])} ({share})"
-    return f"{device['platform']} {device['kind']}{memory}; memory kinds {', '.join(device['memory_kinds'])}"
 
 
 def _cpu_lines(found: dict[str, Any]) -> list[str]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import collections
 import importlib
 import io
 import os
 import pathlib
 import re
+import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from typer import Option
 
+from jaxferry.cli.recording import STAGE_OF, STAGES, Recording, Window, window
 from jaxferry.errors import InputError
 from jaxferry.planner import SweepPoint, pareto_front
-from jaxferry.step import Lane
+from jaxferry.records import naming_target
+from jaxferry.step import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, TEMPORARIES, Lane
 from jaxferry.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -34,6 +39,23 @@ COLOURS = {
 }
 """Colours of stages of work and of kinds of memory."""
 
+KINDS = {
+    PARAMETERS: COLOURS["load"],
+    STATE: COLOURS["state"],
+    ACTIVATIONS: COLOURS["activations"],
+    GRADIENTS: COLOURS["offload"],
+    TEMPORARIES: COLOURS["temporaries"],
+}
+"""Kinds of device memory with their colours."""
+
+LINKS = {
+    Lane.H2D: ("to the device", COLOURS["load"]),
+    Lane.D2H: ("from the device", COLOURS["offload"]),
+    Lane.GPU: ("by programs, in host memory", COLOURS["forward"]),
+}
+"""Directions of the host link, with their colours."""
+
+_BINS = 120
 _COLOURS_OF_LANES = {
     Lane.GPU: COLOURS["forward"],
     Lane.H2D: COLOURS["load"],
@@ -41,14 +63,11 @@ _COLOURS_OF_LANES = {
     Lane.HOST: COLOURS["update"],
 }
 _FORMATS = ("png", "pdf", "svg")
-_MOST_NAMED = 6  # reserve factors in the legend of a sweep
 _LEAST_WIDTH = 4e-4  # the width of the thinnest bar, as a share of its axes
 _LEGEND_WIDTH = 125  # letters in a row of a legend
 _TITLE = "title: "  # what the ids of artists with a title start with
 Span = tuple[float, float, str, str]
 """Start and end of a bar in seconds, its colour, and the text that a browser shows under the pointer."""
-
-Changes = Sequence[tuple[float, float]]  # times in seconds in ascending order, and the value from each time on
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -64,12 +83,21 @@ def plot_format(path: str | os.PathLike[str]) -> str:
     return ending
 
 
+def _checked(path: pathlib.Path | None) -> pathlib.Path | None:
+    if path is not None:
+        plot_format(path)
+    return path
+
+
+Plot = Annotated[
+    pathlib.Path | None, Option(metavar="P.png", callback=_checked, help="Draw a plot: PNG, PDF or SVG, by its name.")
+]
+
+
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     """Writes a figure in the format of the file's name; raises `InputError` if that or the file is refused."""
-    try:
+    with naming_target(path):
         figure.savefig(path, dpi=120, format=plot_format(path))
-    except OSError as error:
-        raise InputError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 
 
 def to_svg(figure: Any) -> str:
@@ -113,41 +141,92 @@ def draw_lanes(axes: Any, lanes: Mapping[str, Sequence[Span]], end_s: float) -> 
     _show_seconds(axes)
 
 
-def lines_figure(series: Sequence[tuple[str, str, Changes]], end_s: float, unit: str) -> Any:
-    """Draws a line of steps for each name, colour, and changes."""
+def stages_figure(recording: Recording) -> Any:
+    """Draws the seconds of work of each micro-batch, by stage."""
+    seconds, rows = recording.seconds_by_stage(), dict[str, list[Span]]()
+    for batch in sorted({task.micro_batch for task in recording.tasks}):
+        end = 0.0
+        spans = rows.setdefault(f"batch {batch}", [])
+        for stage in STAGES:
+            if took := seconds.get((stage, batch), 0.0):
+                spans.append((end, end + took, COLOURS[stage], f"{stage}: {format_seconds(took)}"))
+                end += took
+    return lanes_figure({"": rows}, max((spans[-1][1] for spans in rows.values() if spans), default=0.0))
+
+
+def steps_figure(recording: Recording) -> Any:
+    """Draws the lanes of one step, measured above predicted."""
+    windows = {"measured": window(recording.tasks)}
+    if recording.predicted:
+        windows["predicted"] = window(recording.predicted)
+    charts = {title: _lanes(shown) for title, shown in windows.items()}
+    return lanes_figure(charts, max(shown.end_s - shown.begin_s for shown in windows.values()))
+
+
+def _lanes(shown: Window) -> dict[str, list[Span]]:
+    lanes: dict[str, list[Span]] = {lane.value: [] for lane in Lane}
+    for task in shown.tasks:
+        text = f"{task.name}: {format_seconds(task.end_s - task.start_s)}"
+        text += f", {format_bytes(task.num_bytes)}" if task.num_bytes else ""
+        start_s, end_s = task.start_s - shown.begin_s, task.end_s - shown.begin_s
+        lanes[task.lane.value].append((start_s, end_s, COLOURS[STAGE_OF[task.kind]], text))
+    return lanes
+
+
+def speeds_figure(recording: Recording) -> Any:
+    """Draws the speed of each direction of the host link over the recorded time."""
+    end_s = max(task.end_s for task in recording.tasks)
+    width = end_s / _BINS or 1.0
+    moved = {lane: recording.bytes_over_time(lane, _BINS) / width for lane in LINKS}
+    unit, scale = ("GB/s", 1e9) if max(each.max() for each in moved.values()) >= 1e8 else ("MB/s", 1e6)
     figure, axes = _over_time(end_s, unit)
-    for name, colour, changes in series:
-        times, values = zip(*changes, strict=True)
-        axes.stairs(values, (*times, end_s), color=colour, label=name, baseline=None)
+    used = [lane for lane, each in moved.items() if each.any()]
+    for lane in used:
+        axes.stairs(moved[lane] / scale, width * np.arange(_BINS + 1), color=LINKS[lane][1], baseline=None)
     axes.set_ylim(bottom=0)
-    _add_legend(figure, [(name, colour) for name, colour, _ in series])
+    _add_legend(figure, [LINKS[lane] for lane in used])
     return figure
 
 
-def areas_figure(series: Sequence[tuple[str, str, Changes]], end_s: float, unit: str) -> Any:
-    """Draws the values of each name, colour, and changes on top of each other, the first one at the bottom."""
-    figure, axes = _over_time(end_s, unit)
-    inner = {time for _, _, changes in series for time, _ in changes if 0 < time < end_s}
-    times = sorted({0.0, end_s} | inner)
+def memory_figure(recording: Recording) -> Any:
+    """Draws the device memory over one step, kinds on top of each other."""
+    shown = window(recording.tasks)
+    end_s = shown.end_s - shown.begin_s
+    figure, axes = _over_time(end_s, "MiB")
+    changes = {kind: np.array(recording.device_bytes[kind]).T for kind in KINDS if recording.device_bytes.get(kind)}
+    inner = {time_s - shown.begin_s for times_s, _ in changes.values() for time_s in times_s}
+    moments = sorted({0.0, end_s} | {time_s for time_s in inner if 0 < time_s < end_s})
     values = []
-    for _, _, changes in series:
-        starts, sizes = zip(*changes, strict=True)
-        # The value at each time; 0 before the first change.
-        values.append(np.array([0.0, *sizes])[np.searchsorted(starts, times, side="right")])
-    if series:
-        axes.stackplot(times, values, colors=[colour for _, colour, _ in series], step="post")
+    for times_s, sizes in changes.values():
+        # The value at each moment; 0 before the first change.
+        last = np.searchsorted(times_s - shown.begin_s, moments, side="right")
+        values.append(np.array([0.0, *sizes])[last] / 2**20)
+    if values:
+        axes.stackplot(moments, values, colors=[KINDS[kind] for kind in changes], step="post")
     axes.set_ylim(bottom=0)
-    _add_legend(figure, [(name, colour) for name, colour, _ in series])
+    most = {kind: format_bytes(sizes.max()) for kind, (_, sizes) in changes.items()}
+    _add_legend(figure, [(f"{kind}, at most {size}", KINDS[kind]) for kind, size in most.items()])
     return figure
 
 
-def counts_figure(charts: Sequence[tuple[str, str, Mapping[int, int]]]) -> Any:
-    """Draws the counts of sizes in bytes, which are powers of 2, for each title and colour, below each other."""
-    figure = new_figure(9.6, 1.9 * len(charts))
-    for axes, (title, colour, counts) in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts, strict=True):
-        bars = axes.bar([size.bit_length() for size in counts], list(counts.values()), width=0.9, color=colour)
-        for bar, (size, count) in zip(bars, counts.items(), strict=True):
-            bar.set_gid(f"{_TITLE}{format_bytes(size)}: {count}")
+def sizes_figure(recording: Recording) -> Any:
+    """Draws how many transfers have which size, in powers of 2, for each direction; None without transfers."""
+    sizes = {
+        lane: [task.num_bytes for task in recording.tasks if task.lane is lane and task.num_bytes]
+        for lane in (Lane.H2D, Lane.D2H)
+    }
+    sizes = {lane: each for lane, each in sizes.items() if each}
+    if not sizes:
+        return None
+    figure = new_figure(9.6, 1.9 * len(sizes))
+    for axes, (lane, each) in zip(figure.subplots(len(sizes), squeeze=False)[:, 0], sizes.items(), strict=True):
+        where, colour = LINKS[lane]
+        counts = collections.Counter(size.bit_length() for size in each)
+        powers = range(min(counts), max(counts) + 1)
+        bars = axes.bar(powers, [counts[power] for power in powers], width=0.9, color=colour)
+        for bar, power in zip(bars, powers, strict=True):
+            bar.set_gid(f"{_TITLE}{format_bytes(2 ** (power - 1))}: {counts[power]}")
+        title = f"{len(each)} transfers {where}, median {format_bytes(statistics.median(each))}"
         axes.set_title(title, loc="left", fontsize=9)
         axes.xaxis.set_major_locator(_ticker("MaxNLocator", 12, integer=True))
         axes.xaxis.set_major_formatter(lambda power, _: format_bytes(2 ** max(round(power) - 1, 0)))
@@ -155,31 +234,25 @@ def counts_figure(charts: Sequence[tuple[str, str, Mapping[int, int]]]) -> Any:
     return figure
 
 
-def sweep_figure(points: list[SweepPoint], best: SweepPoint | None) -> Any:
+def sweep_figure(points: list[SweepPoint], best: SweepPoint) -> Any:
     """Draws step time against device memory: all points, the staircase of their Pareto front, and the knee."""
     figure = new_figure(9, 4.5)
-    axes, colours = figure.add_subplot(), importlib.import_module("matplotlib").colormaps["viridis"]
-    factors = sorted({point.reserve_factor for point in points})
-    front = [_coordinates(point) for point in pareto_front(points)]
-    end = max((_coordinates(point)[0] for point in points if point.plan is not None), default=0.0)
-    stairs = [*front, *((end, front[-1][1]) for _ in front[:1])]
-    axes.step(*zip(*stairs, strict=True), where="post", color="black", linewidth=1, label="Pareto front", zorder=1)
-    named = _evenly(factors, _MOST_NAMED)
-    for number, factor in enumerate(factors):
-        # Later dots are smaller, so that earlier dots at the same place stay visible.
-        share = number / max(len(factors) - 1, 1)
-        look = {"color": colours(share), "markersize": 11 - 7 * share, "linestyle": "none", "marker": "o"}
-        spots = {_coordinates(point) for point in points if point.reserve_factor == factor and point.plan is not None}
-        for spot in sorted(spots):
-            is_beaten = spot not in front
-            axes.plot(*spot, alpha=0.3 if is_beaten else 1, zorder=2 if is_beaten else 3, **look)
-        if spots and factor in named:
-            axes.plot([], [], label=f"reserve factor {factor:g}", **look)
-    if best is not None:
-        axes.plot(*_coordinates(best), "*", color="crimson", markersize=9, label="knee", zorder=4)
+    axes = figure.add_subplot()
+    made = [point for point in points if point.plan is not None]
+    spots, front = list(map(_coordinates, made)), list(map(_coordinates, pareto_front(points)))
+    stairs = [*front, (max(size for size, _ in spots), front[-1][1])]
+    [line] = axes.step(*zip(*stairs, strict=True), where="post", color="black", linewidth=1, zorder=1)
+    factors = np.array([point.reserve_factor for point in made])
+    # Dots of higher factors are smaller, so that others at the same place stay visible.
+    order = np.searchsorted(np.unique(factors), factors) / max(len(np.unique(factors)) - 1, 1)
+    look = {"s": (11 - 7 * order) ** 2, "alpha": [1.0 if spot in front else 0.3 for spot in spots]}
+    dots = axes.scatter(*zip(*spots, strict=True), c=factors, cmap="viridis", zorder=2, **look)
+    [star] = axes.plot(*_coordinates(best), "*", color="crimson", markersize=9, zorder=4)
+    handles, labels = dots.legend_elements(fmt="reserve factor {x:g}", alpha=1.0)
     axes.margins(0.08)
     axes.set(xlabel="peak device memory / GiB", ylabel="steady step / s", title="step time against device memory")
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
+    outside = {"loc": "upper left", "bbox_to_anchor": (1.02, 1), "borderaxespad": 0, "fontsize": "small"}
+    axes.legend([line, *handles, star], ["Pareto front", *labels, "knee"], **outside)
     return figure
 
 
@@ -225,13 +298,6 @@ def _add_legend(figure: Any, entries: Sequence[tuple[str, str]]) -> None:
     handles = [patch(color=colour, label=name) for name, colour in entries]
     columns = max(_LEGEND_WIDTH // (4 + max((len(name) for name, _ in entries), default=0)), 1)
     figure.legend(handles=handles, loc="outside upper left", ncols=columns, fontsize=9, frameon=False, handlelength=1)
-
-
-def _evenly(values: Sequence[float], most: int) -> list[float]:
-    """Returns at most this many of the values, evenly chosen, with the first and the last."""
-    if len(values) <= most:
-        return list(values)
-    return [values[round(number * (len(values) - 1) / (most - 1))] for number in range(most)]
 
 
 def _coordinates(point: SweepPoint) -> tuple[float, float]:

@@ -1,19 +1,37 @@
-"""`jaxferry fit`: says whether a model trains on a machine, with which batches and how fast, and what limits it."""
+"""`jaxferry fit`: says whether a model trains on a machine, with which batches and how fast, and what limits it.
+
+own batch --trace--> smallest budget --secant--> another size --trace--> ... --> largest batch --auto--> forecast
+
+The device memory of the leanest plan is close to linear in the batch size, so a few traces find the largest batch: its
+size was traced, and the next one, which does not fit. Larger batches may fit if layers are read in host memory. They
+do not count: products of many rows read a layer again and again, so such steps take longer for each sample.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from rich.table import Table
 from typer import Argument, Option
 
-from jaxferry.cli.common import AsJson, make_table, plan_counts, plan_table, print_result, progress, read_budget_on
-from jaxferry.cli.fitting import MOST_SAMPLES, Fit, find_fit
+from jaxferry.cli.common import (
+    AsJson,
+    PlanOutput,
+    make_table,
+    plan_counts,
+    plan_table,
+    print_result,
+    progress,
+    read_budget_on,
+)
 from jaxferry.cli.profile import Traced, trace
 from jaxferry.cli.workload import (
     FORMS,
@@ -24,7 +42,6 @@ from jaxferry.cli.workload import (
     Optimizer,
     Tiles,
     UserModel,
-    check_fixed_granularity,
     find_function,
     make_optimizer,
     read_dtype,
@@ -34,14 +51,36 @@ from jaxferry.cli.workload import (
 )
 from jaxferry.costs import MACHINES, find_machine
 from jaxferry.errors import InputError, call_users
-from jaxferry.modes import BLOCK
-from jaxferry.optimizer import pinned_advice, pinned_problem
+from jaxferry.modes import BLOCK, MODULE
+from jaxferry.optimizer import pinned_advice, pinned_bytes, pinned_problem
 from jaxferry.partition import OFF, check_tiles
+from jaxferry.planner import (
+    SIMPLE_POLICIES,
+    FinestPlanner,
+    Request,
+    fastest_that_fits,
+    plan_in_tiles,
+    planner_of,
+    with_gap,
+    with_update_order,
+)
 from jaxferry.records import write_json
-from jaxferry.step import Bottleneck
+from jaxferry.step import (
+    Bottleneck,
+    Plan,
+    find_bottleneck,
+    needed_bytes,
+    predict,
+    simulate,
+    streamed_groups,
+    streamed_state_bytes,
+)
 from jaxferry.training import accelerator_dtype, host_bytes
-from jaxferry.units import format_bytes, format_seconds, parse_bytes
+from jaxferry.units import format_apart, format_bytes, format_seconds, parse_bytes
 
+MOST_TRACES = 30  # traces of a search; linear memory needs three, nearly linear memory a few more
+_MOST_GUESSES = 6  # traces at sizes where a line meets the budget; the search then halves
+MOST_SAMPLES = (1 << 24) - 1  # larger batches are not tried
 _WORKLOAD = "WORKLOAD"
 
 
@@ -68,16 +107,13 @@ def fit(
     granularity: FixedGranularity = BLOCK,
     tiles: Tiles = OFF,
     offload_activations: OffloadActivations = False,
-    output: Annotated[
-        Path | None, Option("-o", "--output", metavar="PLAN.json", help="Write the plan for the largest batch.")
-    ] = None,
+    output: PlanOutput = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a model trains on a machine, with which batches, and how fast.
 
     Predicts by a roofline model; runs nothing on a device. Parameters and batch may be shapes.
     """
-    check_fixed_granularity(granularity)
     figures = find_machine(machine)
     budget = read_budget_on(figures.to_json(), memory_budget)
     if budget.num_bytes is None:
@@ -92,11 +128,11 @@ def fit(
         dtype = dtype or accelerator_dtype(params)
 
         def traced(size: int) -> Traced:
+            report(f"tracing batches of {size}")
             user, batch = sizes.of(size)
-            options = {"granularity": granularity, "offload_activations": offload_activations, "tiles": in_tiles}
-            return trace(size, user.loss_fn, params, batch, figures, dtype, **options)
+            of_model = user.loss_fn, params, batch, figures, dtype, granularity, offload_activations
+            return trace(size, *of_model, tiles=in_tiles)
 
-        report("optimizer")
         found = find_fit(
             traced,
             sizes.batch_size,
@@ -116,7 +152,7 @@ def fit(
     parts: list[Any] = _lines(found)
     if found.rows:
         reasons = (
-            f"batches of {row.batch_size} are limited by the {Bottleneck(row.limit, row.reason).noun}: {row.reason}"
+            f"batches of {row.batch_size} are limited by the {row.bottleneck.noun}: {row.bottleneck.reason}"
             for row in found.rows
         )
         parts = [*parts, _table(found), *reasons, plan_table(found.rows[-1].plan)]
@@ -131,13 +167,13 @@ class _Workload:
     """
 
     def __init__(self, name: str, batch_size: int | None, length: int | None) -> None:
-        self._name, self._function = name, find_function(name, _WORKLOAD)
+        self._name, self._function = name, find_function(name)
         self._parameters = inspect.signature(self._function).parameters
         if length is not None and "length" not in self._parameters:
             raise InputError(f"--seq needs a workload whose function has a parameter `length`, {name} has none")
         self._options = {} if length is None else {"length": length}
         self.own = self._call(batch_size)
-        self._batch = _batch_shapes(self.own)
+        self._batch = self.own.batch_shapes()
         counts = Counter(leaf.shape[0] for leaf in jax.tree.leaves(self._batch) if leaf.shape)
         if not counts:
             raise InputError(f"{_WORKLOAD} {name} returns a batch without an axis of samples: give arrays of rows")
@@ -150,7 +186,7 @@ class _Workload:
         """Returns the model, and the shapes of a batch of this size."""
         if "batch_size" in self._parameters:
             user = self._call(size)
-            return user, _batch_shapes(user)
+            return user, user.batch_shapes()
         leaves, tree = jax.tree.flatten(self._batch)
         shapes = [(size, *x.shape[1:]) if x.shape[:1] == (self._own_size,) else x.shape for x in leaves]
         resized = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, leaves, strict=True)]
@@ -159,12 +195,6 @@ class _Workload:
     def _call(self, size: int | None) -> UserModel:
         sized = {"batch_size": size} if size is not None and "batch_size" in self._parameters else {}
         return read_workload(self._name, call_users(self._function, **sized, **self._options), _WORKLOAD)
-
-
-def _batch_shapes(user: UserModel) -> Any:
-    if callable(user.batch):
-        return jax.eval_shape(lambda: user.batch_of(0))
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), user.batch)
 
 
 def _lines(fit: Fit) -> list[str]:
@@ -184,15 +214,250 @@ def _lines(fit: Fit) -> list[str]:
 
 def _table(fit: Fit) -> Table:
     sizes = [f"{row.batch_size}{' (largest)' * (row.batch_size == fit.largest_batch_size)}" for row in fit.rows]
-    table = make_table("batch size", *sizes, title="predicted")
     columns = []
     for row in fit.rows:
         tokens = {} if row.tokens_per_s is None else {"tokens a second": f"{row.tokens_per_s:,.0f}"}
         memory = {f"  {kind}": format_bytes(size) for kind, size in row.device_bytes.items()}
         speed = {"seconds a step": format_seconds(row.step_s), "samples a second": f"{row.samples_per_s:,.2f}"} | tokens
         modes = ", ".join(f"{count} {mode}" for mode, count in plan_counts(row.plan).items())
-        chosen = {"limited by": row.limit, "layers": modes, "recomputing": str(sum(row.plan.recomputes))}
+        chosen = {"limited by": row.bottleneck.limit, "layers": modes, "recomputing": str(sum(row.plan.recomputes))}
         columns.append({**speed, "device memory": format_bytes(sum(row.device_bytes.values())), **memory, **chosen})
-    for name in columns[0]:
-        table.add_row(name, *(column.get(name, "-") for column in columns))
-    return table
+    rows = [[name, *(column.get(name, "-") for column in columns)] for name in columns[0]]
+    return make_table(["batch size", *sizes], rows, title="predicted")
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchForecast:
+    """Training with batches of one size, as predicted.
+
+    Attributes:
+      tokens_per_s: integers of the batch's largest integer array a second; None without one of 2 axes.
+      busy_share: the share of a step in which each lane works: `gpu`, `h2d`, `d2h`, `host`.
+    """
+
+    batch_size: int
+    step_s: float
+    samples_per_s: float
+    tokens_per_s: float | None
+    device_bytes: Mapping[str, int]
+    busy_share: Mapping[str, float]
+    bottleneck: Bottleneck
+    plan: Plan
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the forecast as JSON values."""
+        document = vars(self) | vars(self.bottleneck) | {"plan": self.plan.to_json()}
+        return {key: value for key, value in document.items() if key != "bottleneck"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Whether and how a model trains on a machine, as predicted.
+
+    Attributes:
+      host_bytes: host memory that training keeps, by what it is for.
+      host_memory_bytes: host memory that training may take; None if it is not known.
+      pinned_bytes: the pinned part of `host_bytes`, including masters and optimizer state that stream through the GPU.
+      smallest_bytes: the smallest feasible budget for batches of `smallest_batch_size`.
+      smallest_batch_size: the workload's own batch size, or 1 if that does not fit.
+      largest_batch_size: the largest batch for which a plan that loads all layers fits into the budget; or, if no batch
+        of `smallest_batch_size` does, for which any plan fits; 0 if none does.
+      rows: for the workload's own batch size, if it fits, and for the largest one.
+      problem: why the model does not fit, with the remedy; empty if it fits.
+    """
+
+    model: str
+    machine: str
+    budget_bytes: int
+    host_bytes: Mapping[str, int]
+    host_memory_bytes: int | None
+    pinned_bytes: int
+    smallest_bytes: int
+    smallest_batch_size: int
+    largest_batch_size: int
+    rows: tuple[BatchForecast, ...]
+    problem: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether batches of any size fit into device and host memory."""
+        return not self.problem
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the answer as `jaxferry.fit/1`."""
+        rows = [row.to_json() for row in self.rows]
+        return {"format": "jaxferry.fit/1", "fits": self.fits, **vars(self), "rows": rows}
+
+
+def find_fit(
+    trace: Callable[[int], Traced],
+    batch_size: int,
+    *,
+    model: str,
+    machine: str,
+    budget_bytes: int,
+    host_bytes: Callable[[Traced, Collection[int]], dict[str, int]],
+    host_memory_bytes: int | None = None,
+    report: Callable[[str], None] = lambda part: None,
+) -> Fit:
+    """Answers whether a model trains on a machine, with which batches, and how fast.
+
+    `host_bytes` are without saved activations, for a plan that streams updates of these groups through the GPU.
+    """
+    sizes = Sizes(trace, budget_bytes)
+    own = sizes.of(batch_size)
+    of_training = host_bytes(own, ())
+    if host_memory_bytes is not None:
+        sizes.left_bytes = host_memory_bytes - sum(of_training.values())
+
+    def fits(each: Traced) -> bool:
+        return each.smallest_bytes <= budget_bytes and sizes.fits_on_host(each)
+
+    def kept(each: Traced) -> dict[str, int]:
+        return of_training | ({"saved activations": each.profile.saved_bytes} if each.profile.saved_bytes else {})
+
+    smallest = own if fits(own) or batch_size == 1 else sizes.of(1)
+    wanted = {own.batch_size: own} if fits(own) else {}
+    if fits(smallest):
+        largest = sizes.largest(loading=smallest.loading_bytes <= budget_bytes)
+        wanted[largest.batch_size] = largest
+    rows = []
+    for size, each in wanted.items():
+        report(f"planning for batches of {size}")
+        rows.append(forecast(each, budget_bytes))
+    host = kept(max([smallest, *wanted.values()], key=lambda each: each.batch_size))
+    pairs = [(wanted[row.batch_size], row.plan) for row in rows]
+    streamed = [streamed_state_bytes(each.profile, plan) for each, plan in pairs]
+    of_plans = [of_training, *(host_bytes(each, streamed_groups(each.profile, plan)) for each, plan in pairs)]
+    most = {name: max(found[name] for found in of_plans) for name in of_training}
+    return Fit(
+        model=model,
+        machine=machine,
+        budget_bytes=budget_bytes,
+        host_bytes=host | most,
+        host_memory_bytes=host_memory_bytes,
+        pinned_bytes=pinned_bytes(host | most, max(streamed, default=0)),
+        smallest_bytes=smallest.smallest_bytes,
+        smallest_batch_size=smallest.batch_size,
+        largest_batch_size=max(wanted, default=0),
+        rows=tuple(rows),
+        problem=_problem(smallest, budget_bytes, kept(smallest) | most, host_memory_bytes),
+    )
+
+
+class Sizes:
+    """The batch sizes that have been traced; saved activations may take `left_bytes` of host memory, None for any."""
+
+    def __init__(self, trace: Callable[[int], Traced], budget_bytes: int) -> None:
+        self._trace, self._budget_bytes = trace, budget_bytes
+        self.left_bytes: int | None = None
+        self._known: dict[int, Traced] = {}
+        self._is_loading = True
+
+    def of(self, batch_size: int) -> Traced:
+        """Returns the model for batches of a size."""
+        if batch_size not in self._known:
+            self._known[batch_size] = self._trace(batch_size)
+        return self._known[batch_size]
+
+    def largest(self, loading: bool) -> Traced:
+        """Returns the largest size that fits, with all layers loaded or not; a size that fits so must be known."""
+        self._is_loading = loading
+        while len(self._known) < MOST_TRACES and (size := self._next()) is not None:
+            self.of(size)
+        return self._known[max(size for size, traced in self._known.items() if self._fits(traced))]
+
+    def fits_on_host(self, traced: Traced) -> bool:
+        """Returns whether saved activations fit into the host memory that training leaves; true without any."""
+        saved_bytes = 0 if self.left_bytes is None else traced.profile.saved_bytes
+        return not saved_bytes or saved_bytes <= (self.left_bytes or 0)
+
+    def _need(self, traced: Traced) -> int:
+        return traced.loading_bytes if self._is_loading else traced.smallest_bytes
+
+    def _fits(self, traced: Traced) -> bool:
+        return self._need(traced) <= self._budget_bytes and self.fits_on_host(traced)
+
+    def _next(self) -> int | None:
+        """Returns the size to trace next; None if the largest is known."""
+        needs = sorted((size, self._need(traced)) for size, traced in self._known.items())
+        fitting = [each for each in needs if self._fits(self._known[each[0]])]
+        others = [each for each in needs if not self._fits(self._known[each[0]])]
+        first, last = fitting[-1][0] + 1, others[0][0] - 1 if others else MOST_SAMPLES
+        if first > last:
+            return None
+        if len(needs) > _MOST_GUESSES:
+            return (first + last) // 2 if others else min(2 * first, last)
+        # Where the line through the largest two sizes, or through one and none, meets the budget.
+        none = 0, self._need(next(iter(self._known.values())).without_samples)
+        (one, bytes_of_one), (two, bytes_of_two) = [none, *[*fitting[-2:], *others[:1]][-2:]][-2:]
+        slope = (bytes_of_two - bytes_of_one) / (two - one)
+        meets = int(one + (self._budget_bytes - bytes_of_one) / slope) if slope > 0 else 2 * two
+        return min(max(meets, first), last)
+
+
+def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
+    """Plans by `auto` for a budget; raises `BudgetError` if no plan fits."""
+    levels = (traced, *traced.in_tiles)
+    chosen, plan = plan_in_tiles(
+        [level.profile for level in levels], budget_bytes, lambda index: _planned(levels[index], budget_bytes)
+    )
+    traced = levels[chosen]
+    plan = plan.in_tiles([layer.tiles for layer in traced.profile.layers])
+    simulation = simulate(traced.profile, plan)
+    step_s = simulation.steady_step_s
+    busy = {lane: use.busy_s / step_s if step_s > 0 else 0.0 for lane, use in simulation.lanes.items()}
+    arrays = [leaf for leaf in jax.tree.leaves(traced.batch) if hasattr(leaf, "shape") and len(leaf.shape) >= 2]
+    tokens = [int(np.prod(leaf.shape)) for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.integer)]
+    return BatchForecast(
+        batch_size=traced.batch_size,
+        step_s=step_s,
+        samples_per_s=traced.batch_size / step_s,
+        tokens_per_s=max(tokens) / step_s if tokens else None,
+        device_bytes=traced.device_bytes(plan, budget_bytes),
+        busy_share={lane.value: share for lane, share in busy.items()},
+        bottleneck=find_bottleneck(busy, plan.details, step_s),
+        plan=plan,
+    )
+
+
+def _planned(traced: Traced, budget_bytes: int) -> Plan:
+    """Returns the plan of `auto`, which leaves memory for what the allocator takes beyond buffers."""
+    planner = FinestPlanner(traced.profile, "auto", Request(), MODULE)
+
+    @functools.cache
+    def plan_within(left_bytes: int) -> Plan:
+        return with_gap(*planner.plan(left_bytes), left_bytes)
+
+    def excess_bytes(plan: Plan) -> int:
+        return sum(traced.device_bytes(plan, budget_bytes).values()) - budget_bytes
+
+    def others() -> list[Plan]:
+        return [planner_of(traced.profile, name, Request())(None) for name in SIMPLE_POLICIES]
+
+    leanest = traced.leanest(budget_bytes)
+    least_bytes = needed_bytes(traced.profile, leanest)
+    if found := fastest_that_fits(plan_within, excess_bytes, budget_bytes, least_bytes, others):
+        return found
+    # Of plans with equally little memory, the one that `auto` prefers may need more beyond buffers.
+    details = {**plan_within(budget_bytes).details, "binding": "memory"}
+    leanest = dataclasses.replace(with_update_order(traced.profile, leanest), details=details)
+    return predict(traced.profile, leanest)
+
+
+def _problem(smallest: Traced, budget_bytes: int, host_bytes: Mapping[str, int], host_memory_bytes: int | None) -> str:
+    problems = []
+    if smallest.smallest_bytes > budget_bytes:
+        needs, budget = format_apart(smallest.smallest_bytes, budget_bytes)
+        problems.append(
+            f"batches of {smallest.batch_size} need {needs} of device memory, and the budget is {budget}: take a "
+            "larger device or shorter samples"
+        )
+    total = sum(host_bytes.values())
+    if host_memory_bytes is not None and total > host_memory_bytes:
+        needs, there = format_apart(total, host_memory_bytes)
+        problems.append(
+            f"training needs {needs} of host memory, and there are {there}: "
+            "add memory, freeze parameters, or take an optimizer with less state"
+        )
+    return "; ".join(problems)

@@ -23,7 +23,7 @@ from jaxferry.cli.common import (
     read_budget,
     read_budget_on,
 )
-from jaxferry.cli.figures import plot_format, save_figure, sweep_figure
+from jaxferry.cli.figures import Plot, save_figure, sweep_figure
 from jaxferry.costs import PROFILE_FORMAT, Profile, shared_by
 from jaxferry.errors import InputError
 from jaxferry.modes import MODULE
@@ -147,9 +147,7 @@ def tune(
     ] = None,
     policy: Annotated[str | None, Option(help="The policy. [default: auto with given budgets, else exact]")] = None,
     granularity: Granularity = MODULE,
-    plot: Annotated[
-        Path | None, Option(metavar="P.png", help="Write a plot: PNG, PDF or SVG, by the file's extension.")
-    ] = None,
+    plot: Plot = None,
     output: Annotated[Path | None, Option("-o", "--output", metavar="PLAN.json", help="Write the knee's plan.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -161,8 +159,6 @@ def tune(
     budgets = None
     if memory_budget not in (None, "none"):
         budgets = read_range(memory_budget, lambda size: parse_bytes(size, "budget"))
-    if plot is not None:
-        plot_format(plot)
     chosen = policy or ("exact" if budgets is None else Auto.name)
     make_policy(chosen)
     check_granularity(granularity)
@@ -248,36 +244,28 @@ def host_memory_lines(machine: Mapping[str, Any], copies_bytes: int = 0, saved_b
 
 def comparison_table(compared: Compared) -> Table:
     """Returns all policies side by side."""
-    updates = dict[str, list[str]]()
+    heads = ["policy", "reserve factor", "forward", "step", "steady step", "peak device", "link bytes", "gap"]
+    rows, num_heads = [], len(heads)
     for row in compared.rows:
-        counts = () if row.plan is None else (sum(row.plan.updates_on_device), sum(row.plan.updates_streamed))
-        num = 0 if row.plan is None else len(row.plan.layers)
-        updates[row.policy] = [f"{count} of {num}" for count in counts] if any(counts) else []
-    heads = ["reserve factor", "forward", "step", "steady step", "peak device", "link bytes", "gap"]
-    more = ["updates on device", "streamed"] if any(updates.values()) else []
-    table = make_table("policy", *heads, *more, title="policies")
-    for row in compared.rows:
-        if row.plan is None or row.plan.predicted is None:
-            need = f"needs {format_bytes(row.smallest_bytes)}"
-            table.add_row(row.policy, "-", "-", "-", "-", need, "-", "-", *("-" for _ in more))
+        made, places = row.plan, ["-", "-"]
+        if made is None or made.predicted is None:
+            rows.append(
+                [row.policy, "-", "-", "-", "-", f"needs {format_bytes(row.smallest_bytes)}", "-", "-", *places]
+            )
             continue
-        predicted = row.plan.predicted
-        table.add_row(
-            row.policy,
-            f"{row.plan.reserve_factor:g}",
-            format_seconds(predicted.forward_s),
-            format_seconds(predicted.step_s),
-            format_seconds(predicted.steady_step_s),
-            format_bytes(predicted.peak_device_bytes),
-            format_bytes(row.link_bytes),
-            f"{row.gap:.2%}",
-            *(updates[row.policy] or ("-" for _ in more)),
-        )
-    return table
+        counts = [sum(made.updates_on_device), sum(made.updates_streamed)]
+        if any(counts):
+            places, num_heads = [f"{count} of {len(made.layers)}" for count in counts], len(heads) + 2
+        predicted = made.predicted
+        times = map(format_seconds, (predicted.forward_s, predicted.step_s, predicted.steady_step_s))
+        sizes = map(format_bytes, (predicted.peak_device_bytes, row.link_bytes))
+        rows.append([row.policy, f"{made.reserve_factor:g}", *times, *sizes, f"{row.gap:.2%}", *places])
+    heads = [*heads, "updates on device", "streamed"][:num_heads]
+    return make_table(heads, [row[:num_heads] for row in rows], title="policies")
 
 
 def _sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
-    table = make_table("reserve factor", "budget", "steady step", "step", "peak device", "", title="sweep")
+    rows = []
     for point in points:
         budget = "-" if point.memory_budget_bytes is None else format_bytes(point.memory_budget_bytes)
         cells = ["does not fit", "-", "-"]
@@ -285,17 +273,18 @@ def _sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
             predicted = point.plan.predicted
             times = [format_seconds(predicted.steady_step_s), format_seconds(predicted.step_s)]
             cells = [*times, format_bytes(predicted.peak_device_bytes)]
-        table.add_row(f"{point.reserve_factor:g}", budget, *cells, "knee" if point is best else "")
-    return table
+        rows.append([f"{point.reserve_factor:g}", budget, *cells, "knee" if point is best else ""])
+    heads = ["reserve factor", "budget", "steady step", "step", "peak device", ""]
+    return make_table(heads, rows, title="sweep")
 
 
 def _lane_table(simulation: Simulation) -> Table:
-    table = make_table("lane", "busy", "idle", "used", title="lanes, one step")
+    rows = []
     for lane, use in simulation.lanes.items():
         total_s = use.busy_s + use.idle_s
         share = use.busy_s / total_s if total_s > 0 else 0.0
-        table.add_row(lane.value, format_seconds(use.busy_s), format_seconds(use.idle_s), f"{share:.0%}")
-    return table
+        rows.append([lane.value, format_seconds(use.busy_s), format_seconds(use.idle_s), f"{share:.0%}"])
+    return make_table(["lane", "busy", "idle", "used"], rows, title="lanes, one step")
 
 
 def _simulation_lines(simulation: Simulation) -> list[str]:
@@ -346,7 +335,7 @@ def weights(
     with progress(f"{policy} for {instance.num_layers} layers"), naming(instance_file):
         outcome = solve(instance, policy)
     if output is not None and profile is not None:
-        write_json(output, predict(profile, export_plan(profile, policy, outcome.choices)).to_json())
+        predict(profile, export_plan(profile, policy, outcome.choices)).save(output)
     print_result(as_json, outcome.to_json(), *_weights_tables(instance, outcome))
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import numpy as np
-import rich.markup
 import rich.table
 from typer import Option
 
@@ -90,16 +89,6 @@ class Traced:
     profile: Profile
     offload_activations: bool = False
     in_tiles: tuple[Traced, ...] = ()
-
-    @property
-    def levels(self) -> tuple[Traced, ...]:
-        """The model in one tile and in more and more tiles, as far as the number of tiles is open."""
-        return (self, *self.in_tiles)
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of activations that wait in host memory for their backward."""
-        return self.profile.saved_bytes
 
     @property
     def widened(self) -> dict[int, int]:
@@ -255,8 +244,9 @@ def profile(
     granularity: Annotated[
         str,
         Option(
+            callback=check_fixed_granularity,
             help="Layers of the profile: block, or module for the matrices of each module and the vectors of each "
-            "block; `plan --granularity` plans a profile of modules for either."
+            "block; `plan --granularity` plans a profile of modules for either.",
         ),
     ] = BLOCK,
     devices: Annotated[
@@ -281,7 +271,6 @@ def profile(
         raise InputError("--processes needs --machine: several measure with `jaxferry train --profile measure`")
     if devices % processes:
         raise InputError(f"--devices must be a multiple of --processes, got {devices} and {processes}")
-    check_fixed_granularity(granularity)
     if tiles == AUTO:
         raise InputError("--tiles must be off, a number, or numbers by segment: a profile has no budget to choose for")
     if remat not in (*REMAT, AUTO):
@@ -326,12 +315,11 @@ def _measured(model: str, optimizer: str, **options: Any) -> Profile:
 
 
 def _table(made: Profile) -> rich.table.Table:
-    heads = ("weights", "kept", "load", "fwd", "fwd DHA", "bwd", "bwd DHA", "bwd GO", "update")
-    table = make_table("layer", *heads, is_plain=True)
+    rows = []
     for layer in made.layers:
         sizes = [layer.param_bytes / 2**20, layer.activation_bytes / 2**20]
         times_s = [layer.load_s, layer.forward_s, layer.forward_dha_s, layer.backward_s, layer.backward_dha_s]
         times_s += [layer.backward_go_s, layer.update_s]
-        name = rich.markup.escape(layer.name)
-        table.add_row(name, *(f"{number:.3g}" for number in (*sizes, *(1e3 * time for time in times_s))))
-    return table
+        rows.append([layer.name, *(f"{number:.3g}" for number in (*sizes, *(1e3 * time for time in times_s)))])
+    heads = ["layer", "weights", "kept", "load", "fwd", "fwd DHA", "bwd", "bwd DHA", "bwd GO", "update"]
+    return make_table(heads, rows, is_plain=True)

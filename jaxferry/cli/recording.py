@@ -18,21 +18,25 @@ import importlib.metadata
 import itertools
 import os
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
 
 from jaxferry.costs import Profile
 from jaxferry.errors import InputError, StateError
 from jaxferry.records import (
     MAX_SECONDS,
+    Reader,
     check_bytes,
     check_choice,
+    check_count,
     check_format,
-    check_keys,
     check_list,
+    check_object,
     check_text,
     load_record,
-    required,
+    read_fields,
     write_json,
 )
 from jaxferry.step import (
@@ -40,6 +44,7 @@ from jaxferry.step import (
     Kind,
     Lane,
     Plan,
+    Run,
     Task,
     device_bytes_by_kind,
     find_bottleneck,
@@ -103,27 +108,26 @@ class RecordedTask:
     def from_json(cls, document: Any, index: int) -> Self:
         """Reads one element of `tasks`; raises `InputError` for a missing or unknown key or a bad value."""
         where = f"tasks[{index}]"
-        if not isinstance(document, Mapping):
-            raise InputError(f"{where} must be a JSON object, got {document!r}")
-        check_keys(document, tuple(_KEYS.values()), where)
-        values = {field: required(document, key, where) for field, key in _KEYS.items()}
-        for field in ("name", "layer"):
-            check_text(values[field], field, where)
-        for field in ("step", "micro_batch", "num_bytes"):
-            check_bytes(values[field], _KEYS[field], where)
-        values["kind"] = Kind(check_choice(values["kind"], "kind", tuple(Kind), where))
-        values["lane"] = Lane(check_choice(values["lane"], "lane", tuple(Lane), where))
+        values = read_fields(document, _READERS, where)
         times = values["start_s"], values["end_s"]
         if not all(isinstance(time, int | float) and abs(time) <= MAX_SECONDS for time in times) or times[0] > times[1]:
             raise InputError(f"{where}: start_s and end_s must be seconds, the end not before the start, got {times}")
-        return cls(**values)
+        return cls(*values.values())
 
     def to_json(self) -> dict[str, Any]:
         """Returns the task as an element of `tasks`."""
-        return {key: getattr(self, field) for field, key in _KEYS.items()}
+        return dict(zip(_READERS, vars(self).values(), strict=True))
 
 
-_KEYS = {field.name: field.name.replace("num_bytes", "bytes") for field in dataclasses.fields(RecordedTask)}
+_READERS: dict[str, Reader] = {
+    "name": check_text,
+    "kind": lambda value, key, where: Kind(check_choice(value, key, tuple(Kind), where)),
+    "layer": check_text,
+    "lane": lambda value, key, where: Lane(check_choice(value, key, tuple(Lane), where)),
+    **dict.fromkeys(("step", "micro_batch", "bytes"), check_bytes),
+    **dict.fromkeys(("start_s", "end_s"), lambda value, key, where: value),
+}
+"""How each key of a task is read, in the order of its fields."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,33 +157,17 @@ class Recording:
     @classmethod
     def from_json(cls, document: Any) -> Self:
         """Reads `jaxferry.recording/1`; raises `InputError` for a missing or unknown key or a bad value."""
-        fields = check_format(document, RECORDING_FORMAT)
-        names = tuple(field.name for field in dataclasses.fields(cls))
-        check_keys(fields, ("format", *names), "recording")
-        values = {name: required(fields, name, "recording") for name in names}
-        check_text(values["model"], "model", "recording")
-        if not isinstance(values["machine"], Mapping):
-            raise InputError(f"recording: machine must be a JSON object, got {values['machine']!r}")
-        if type(values["accumulate"]) is not int or values["accumulate"] < 1:
-            accumulate = values["accumulate"]
-            raise InputError(f"recording: accumulate must be a number of micro-batches, 1 or more, got {accumulate!r}")
-        if values["memory_budget_bytes"] is not None:
-            check_bytes(values["memory_budget_bytes"], "memory_budget_bytes", "recording")
-        tasks = check_list(values["tasks"], "tasks", "task")
-        values["plan"], values["profile"] = Plan.from_json(values["plan"]), Profile.from_json(values["profile"])
-        values["device_bytes"] = _read_changes(values["device_bytes"])
-        if not isinstance(kept := values["host_bytes"], Mapping):
-            raise InputError(f"host_bytes must be a JSON object, got {kept!r}")
-        values["host_bytes"] = {name: check_bytes(size, name, "host_bytes") for name, size in kept.items()}
-        values["tasks"] = tuple(RecordedTask.from_json(task, index) for index, task in enumerate(tasks))
-        return cls(**values)
+        fields = dict(check_format(document, RECORDING_FORMAT))
+        del fields["format"]
+        return cls(**read_fields(fields, _FIELDS, "recording"))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the recording as `jaxferry.recording/1`."""
         records = {"plan": self.plan.to_json(), "profile": self.profile.to_json()}
         memory = {kind: [list(change) for change in changes] for kind, changes in self.device_bytes.items()}
         tasks = [task.to_json() for task in self.tasks]
-        return {"format": RECORDING_FORMAT, **vars(self), **records, "tasks": tasks, "device_bytes": memory}
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {"format": RECORDING_FORMAT, **own, **records, "tasks": tasks, "device_bytes": memory}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -190,8 +178,87 @@ class Recording:
         """Writes the recording to a file."""
         write_json(path, self.to_json())
 
+    @functools.cached_property
+    def step_s(self) -> tuple[float, ...]:
+        """Seconds from each step's last program to the next one's; for a single step, of its programs."""
+        spans = _program_spans(self.tasks)
+        if len(spans) > 1:
+            return tuple(after - before for (_, before), (_, after) in itertools.pairwise(spans))
+        [(begin, end)] = spans
+        return (end - begin,)
 
-def _read_changes(document: Any) -> dict[str, Changes]:
+    @property
+    def measured_s(self) -> float:
+        """The median step."""
+        return statistics.median(self.step_s)
+
+    @functools.cached_property
+    def predicted(self) -> tuple[RecordedTask, ...]:
+        """The tasks of some predicted steps; empty if the profile has no times."""
+        profile, plan = self.profile, self.plan
+        if not profile.has_times:
+            return ()
+        ran = run(repeat(schedule_step(profile, plan), _PREDICTED_STEPS))
+        return _tasks_of(ran, profile, lambda task, batch: link_bytes(profile.layers[task.segment], task))
+
+    @functools.cached_property
+    def predicted_s(self) -> float | None:
+        """The predicted seconds a step in the steady state; None if the profile has no times."""
+        profile, plan = self.profile, self.plan
+        return steady_step_s(schedule_step(profile, plan)) if profile.has_times else None
+
+    @functools.cached_property
+    def bottleneck(self) -> Bottleneck:
+        """What limits the recorded steps."""
+        tasks = self.tasks
+        span_s = max(task.end_s for task in tasks) - min(task.start_s for task in tasks)
+        busy_s = dict.fromkeys(Lane, 0.0)
+        for task in tasks:
+            busy_s[task.lane] += task.end_s - task.start_s
+        busy_share = {lane: min(seconds / span_s, 1.0) if span_s > 0 else 0.0 for lane, seconds in busy_s.items()}
+        return find_bottleneck(busy_share, self.plan.details, self.predicted_s or self.measured_s)
+
+    @property
+    def sentence(self) -> str:
+        """Names what limits the recorded steps."""
+        return f"The bottleneck is the {self.bottleneck.noun}: {self.bottleneck.reason}."
+
+    def seconds_by_stage(self) -> dict[tuple[str, int], float]:
+        """Returns the mean seconds of work a step, by stage and micro-batch."""
+        found: dict[tuple[str, int], float] = collections.defaultdict(float)
+        steps: dict[int, set[int]] = collections.defaultdict(set)
+        for task in self.tasks:
+            found[STAGE_OF[task.kind], task.micro_batch] += task.end_s - task.start_s
+            steps[task.micro_batch].add(task.step)
+        return {key: seconds / len(steps[key[1]]) for key, seconds in found.items()}
+
+    def bytes_by_link(self) -> dict[tuple[Lane, str], float]:
+        """Returns the mean bytes a step over the host link, by lane and stage."""
+        found: dict[tuple[Lane, str], float] = collections.defaultdict(float)
+        num_steps = len({task.step for task in self.tasks})
+        for task in self.tasks:
+            if task.num_bytes:
+                found[task.lane, STAGE_OF[task.kind]] += task.num_bytes / num_steps
+        return dict(found)
+
+    def bytes_over_time(self, lane: Lane, num_bins: int) -> np.ndarray:
+        """Returns the bytes that a lane moves in each of `num_bins` equal parts of the time, evenly over each task."""
+        edges = np.linspace(0.0, max(task.end_s for task in self.tasks), num_bins + 1)
+        edges[[0, -1]] = -np.inf, np.inf
+        moved = np.zeros(num_bins)
+        for task in self.tasks:
+            if task.lane is lane and task.num_bytes:
+                moved += task.num_bytes * np.diff(np.interp(edges, (task.start_s, task.end_s), (0.0, 1.0)))
+        return moved
+
+    def speed(self, lane: Lane) -> float | None:
+        """Returns the bytes a second while tasks of a lane move any; None if none of them takes time."""
+        tasks = [task for task in self.tasks if task.lane is lane and task.num_bytes]
+        seconds = sum(task.end_s - task.start_s for task in tasks)
+        return sum(task.num_bytes for task in tasks) / seconds if seconds > 0 else None
+
+
+def _read_changes(document: Any, *_: str) -> dict[str, Changes]:
     try:
         found = {
             kind: tuple((float(time_s), check_bytes(num_bytes, kind, "device_bytes")) for time_s, num_bytes in changes)
@@ -202,6 +269,23 @@ def _read_changes(document: Any) -> dict[str, Changes]:
     if not all(changes and all(abs(time_s) <= MAX_SECONDS for time_s, _ in changes) for changes in found.values()):
         raise InputError("device_bytes must hold one or more pairs of seconds and bytes by kind")
     return found
+
+
+_FIELDS: dict[str, Reader] = {
+    "model": check_text,
+    "machine": check_object,
+    "accumulate": check_count,
+    "memory_budget_bytes": lambda value, *where: None if value is None else check_bytes(value, *where),
+    "plan": lambda value, *_: Plan.from_json(value),
+    "profile": lambda value, *_: Profile.from_json(value),
+    "tasks": lambda value, *_: tuple(
+        map(RecordedTask.from_json, check_list(value, "tasks", "task"), itertools.count())
+    ),
+    "device_bytes": _read_changes,
+    "host_bytes": lambda value, *where: {
+        name: check_bytes(size, name, "host_bytes") for name, size in check_object(value, *where).items()
+    },
+}
 
 
 def make_recording(
@@ -223,13 +307,7 @@ def make_recording(
     if ran is None:
         raise StateError("there is nothing to record: train_step needs record_steps=, and at least one step must end")
     profile, accumulate = prepared.profile, step.options.numerics.accumulate
-    first = state.step - ran.schedule.steps
-    tasks = []
-    for task, start_s, end_s in zip(ran.schedule.tasks, ran.starts_s, ran.ends_s, strict=True):
-        layer, number = profile.layers[task.segment], first + task.step
-        batch = number % accumulate
-        moved = _moved_bytes(prepared, task, batch, is_last=batch == accumulate - 1)
-        tasks.append(RecordedTask(task.name, task.kind, layer.name, task.lane, number, batch, moved, start_s, end_s))
+    moved = functools.partial(_moved_bytes, prepared, accumulate)
     return Recording(
         model=model,
         machine=machine or {"name": step.device_kind, "jax": importlib.metadata.version("jax")},
@@ -237,13 +315,26 @@ def make_recording(
         memory_budget_bytes=step.options.planning.memory_budget_bytes,
         plan=prepared.plan,
         profile=profile,
-        tasks=tuple(tasks),
+        tasks=_tasks_of(ran, profile, moved, state.step - ran.schedule.steps, accumulate),
         device_bytes=device_bytes_by_kind(ran, profile, prepared.plan),
         host_bytes=step.compiler.model.host_bytes_of(prepared),
     )
 
 
-def _moved_bytes(prepared: Prepared, task: Task, batch: int, is_last: bool) -> int:
+def _tasks_of(
+    ran: Run, profile: Profile, moved: Callable[[Task, int], int], first: int = 0, accumulate: int = 1
+) -> tuple[RecordedTask, ...]:
+    """Returns the tasks of steps from number `first` on; `moved` returns a task's bytes in a micro-batch."""
+    tasks = []
+    for task, start_s, end_s in zip(ran.schedule.tasks, ran.starts_s, ran.ends_s, strict=True):
+        layer, number = profile.layers[task.segment].name, first + task.step
+        batch = number % accumulate
+        size = moved(task, batch)
+        tasks.append(RecordedTask(task.name, task.kind, layer, task.lane, number, batch, size, start_s, end_s))
+    return tuple(tasks)
+
+
+def _moved_bytes(prepared: Prepared, accumulate: int, task: Task, batch: int) -> int:
     """Returns a task's bytes on the host link; of a lookup's gradient only the rows leave the device.
 
     Before the last micro-batch, sums stay on the device, and nothing is updated. After the first one, copies that stay
@@ -251,7 +342,7 @@ def _moved_bytes(prepared: Prepared, task: Task, batch: int, is_last: bool) -> i
     """
     layer, group = prepared.profile.layers[task.segment], prepared.partition.uses[task.segment].group
     stays = task.kind is Kind.OFFLOAD and group in prepared.program.summed
-    if not is_last and (task.kind in _AFTER_UPDATES or stays):
+    if batch < accumulate - 1 and (task.kind in _AFTER_UPDATES or stays):
         return 0
     if group in prepared.program.kept and (task.kind is Kind.RELOAD or (task.kind is Kind.LOAD and batch)):
         return 0
@@ -259,8 +350,7 @@ def _moved_bytes(prepared: Prepared, task: Task, batch: int, is_last: bool) -> i
     return layer.device_gradient_bytes if has_rows else link_bytes(layer, task)
 
 
-@dataclasses.dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """The tasks that run during one step, including tasks of the neighbouring steps.
 
     It lasts from the end of the last program of the step before to that of its own; without such steps, from the first
@@ -270,63 +360,6 @@ class Window:
     begin_s: float
     end_s: float
     tasks: tuple[RecordedTask, ...]
-
-
-class Summary:
-    """A recording of at least one step, and the prediction for its plan under the machine model."""
-
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
-
-    @functools.cached_property
-    def step_s(self) -> tuple[float, ...]:
-        """Seconds from each step's last program to the next one's; for a single step, of its programs."""
-        spans = _program_spans(self.recording.tasks)
-        if len(spans) > 1:
-            return tuple(after - before for (_, before), (_, after) in itertools.pairwise(spans))
-        [(begin, end)] = spans
-        return (end - begin,)
-
-    @property
-    def measured_s(self) -> float:
-        """The median step."""
-        return statistics.median(self.step_s)
-
-    @functools.cached_property
-    def predicted(self) -> tuple[RecordedTask, ...]:
-        """The tasks of some predicted steps; empty if the profile has no times."""
-        profile, plan = self.recording.profile, self.recording.plan
-        if not profile.has_times:
-            return ()
-        ran = run(repeat(schedule_step(profile, plan), _PREDICTED_STEPS))
-        tasks = []
-        for task, start_s, end_s in zip(ran.schedule.tasks, ran.starts_s, ran.ends_s, strict=True):
-            layer = profile.layers[task.segment]
-            moved = link_bytes(layer, task)
-            tasks.append(RecordedTask(task.name, task.kind, layer.name, task.lane, task.step, 0, moved, start_s, end_s))
-        return tuple(tasks)
-
-    @functools.cached_property
-    def predicted_s(self) -> float | None:
-        """The predicted seconds a step in the steady state; None if the profile has no times."""
-        profile, plan = self.recording.profile, self.recording.plan
-        return steady_step_s(schedule_step(profile, plan)) if profile.has_times else None
-
-    @functools.cached_property
-    def bottleneck(self) -> Bottleneck:
-        """What limits the recorded steps."""
-        tasks = self.recording.tasks
-        span_s = max(task.end_s for task in tasks) - min(task.start_s for task in tasks)
-        busy_s = dict.fromkeys(Lane, 0.0)
-        for task in tasks:
-            busy_s[task.lane] += task.end_s - task.start_s
-        busy_share = {lane: min(seconds / span_s, 1.0) if span_s > 0 else 0.0 for lane, seconds in busy_s.items()}
-        return find_bottleneck(busy_share, self.recording.plan.details, self.predicted_s or self.measured_s)
-
-    @property
-    def sentence(self) -> str:
-        """Names what limits the recorded steps."""
-        return f"The bottleneck is the {self.bottleneck.noun}: {self.bottleneck.reason}."
 
 
 def window(tasks: Sequence[RecordedTask]) -> Window:
@@ -349,46 +382,3 @@ def _program_spans(tasks: Sequence[RecordedTask]) -> list[tuple[float, float]]:
             start_s, end_s = spans.get(task.step, (task.start_s, task.end_s))
             spans[task.step] = min(start_s, task.start_s), max(end_s, task.end_s)
     return [spans[step] for step in sorted(spans)]
-
-
-def seconds_by_stage(recording: Recording) -> dict[tuple[str, int], float]:
-    """Returns the mean seconds of work a step, by stage and micro-batch."""
-    found: dict[tuple[str, int], float] = collections.defaultdict(float)
-    steps: dict[int, set[int]] = collections.defaultdict(set)
-    for task in recording.tasks:
-        found[STAGE_OF[task.kind], task.micro_batch] += task.end_s - task.start_s
-        steps[task.micro_batch].add(task.step)
-    return {key: seconds / len(steps[key[1]]) for key, seconds in found.items()}
-
-
-def bytes_by_link(recording: Recording) -> dict[tuple[Lane, str], float]:
-    """Returns the mean bytes a step over the host link, by lane and stage."""
-    found: dict[tuple[Lane, str], float] = collections.defaultdict(float)
-    num_steps = len({task.step for task in recording.tasks})
-    for task in recording.tasks:
-        if task.num_bytes:
-            found[task.lane, STAGE_OF[task.kind]] += task.num_bytes / num_steps
-    return dict(found)
-
-
-def bytes_over_time(recording: Recording, lane: Lane, num_bins: int) -> list[float]:
-    """Returns the bytes that a lane moves in each of `num_bins` equal parts of the time, evenly over each task."""
-    end = max(task.end_s for task in recording.tasks)
-    width = end / num_bins or 1.0
-    moved = [0.0] * num_bins
-    for task in recording.tasks:
-        if task.lane is not lane or not task.num_bytes:
-            continue
-        first, last = (min(max(int(time / width), 0), num_bins - 1) for time in (task.start_s, task.end_s))
-        for number in range(first, last + 1):
-            covered = min(task.end_s, (number + 1) * width) - max(task.start_s, number * width)
-            share = covered / (task.end_s - task.start_s) if task.end_s > task.start_s else 1.0 / (last - first + 1)
-            moved[number] += task.num_bytes * max(share, 0.0)
-    return moved
-
-
-def speed(recording: Recording, lane: Lane) -> float | None:
-    """Returns the bytes a second while tasks of a lane move any; None if none of them takes time."""
-    tasks = [task for task in recording.tasks if task.lane is lane and task.num_bytes]
-    seconds = sum(task.end_s - task.start_s for task in tasks)
-    return sum(task.num_bytes for task in tasks) / seconds if seconds > 0 else None

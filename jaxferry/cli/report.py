@@ -7,80 +7,26 @@ with the rest of the plan as it is under the machine model.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import importlib
-import itertools
-import math
-import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
-from jaxferry.cli.common import AsJson, print_result
+from jaxferry.cli import figures
+from jaxferry.cli.common import AsJson, naming, print_result
 from jaxferry.cli.compare import BENCH_FORMAT, Comparison
-from jaxferry.cli.figures import (
-    COLOURS,
-    Span,
-    areas_figure,
-    counts_figure,
-    lanes_figure,
-    lines_figure,
-    plot_format,
-    plot_timelines,
-    to_svg,
-)
-from jaxferry.cli.recording import (
-    RECORDING_FORMAT,
-    STAGE_OF,
-    STAGES,
-    Recording,
-    Summary,
-    Window,
-    bytes_by_link,
-    bytes_over_time,
-    seconds_by_stage,
-    speed,
-    window,
-)
+from jaxferry.cli.recording import RECORDING_FORMAT, STAGES, Recording
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
-from jaxferry.records import load_record, read_json
-from jaxferry.step import (
-    ACTIVATIONS,
-    GRADIENTS,
-    PARAMETERS,
-    STATE,
-    TEMPORARIES,
-    Lane,
-    LayerPlan,
-    Loads,
-    Plan,
-    StepSchedules,
-    UpdateOrder,
-)
+from jaxferry.records import read_json, write_text
+from jaxferry.step import LayerPlan, Loads, Plan, StepSchedules, UpdateOrder
 from jaxferry.units import format_bytes, format_seconds
 
-_KINDS = {
-    PARAMETERS: COLOURS["load"],
-    STATE: COLOURS["state"],
-    ACTIVATIONS: COLOURS["activations"],
-    GRADIENTS: COLOURS["offload"],
-    TEMPORARIES: COLOURS["temporaries"],
-}
-"""Kinds of device memory with their colours."""
-
-_LINKS = {
-    Lane.H2D: ("to the device", COLOURS["load"]),
-    Lane.D2H: ("from the device", COLOURS["offload"]),
-    Lane.GPU: ("by programs, in host memory", COLOURS["forward"]),
-}
-"""Directions of the host link, with their colours."""
-
-_BINS = 120
+_FIGURES = ("stages", "steps", "speeds", "sizes", "memory")
 _MOST_LAYERS = 64
 """Longer plans are explained by costs alone: other choices of all layers are about six plans a layer.
 
@@ -94,9 +40,7 @@ def report(
     results: Annotated[
         Path, Argument(metavar="FILE.json", help="A file of `jaxferry bench -o` or `jaxferry train --record`.")
     ],
-    plot: Annotated[
-        Path | None, Option(metavar="P.png", help="Draw the lanes of a bench over time: PNG, PDF or SVG.")
-    ] = None,
+    plot: figures.Plot = None,
     output: Annotated[
         Path | None, Option("-o", "--output", metavar="REPORT.html", help="Write all as one page.")
     ] = None,
@@ -107,40 +51,32 @@ def report(
     Prints what limits a recorded run, or the table of a bench.
     """
     document = read_json(results)
-    kind = document.get("format") if isinstance(document, Mapping) else None
-    if kind not in (BENCH_FORMAT, RECORDING_FORMAT):
-        raise InputError(f'{results}: format must be "{BENCH_FORMAT}" or "{RECORDING_FORMAT}", got {kind!r}')
-    if kind == RECORDING_FORMAT and plot is not None:
+    format = document.get("format") if isinstance(document, Mapping) else None
+    if format not in (BENCH_FORMAT, RECORDING_FORMAT):
+        raise InputError(f'{results}: format must be "{BENCH_FORMAT}" or "{RECORDING_FORMAT}", got {format!r}')
+    if format == RECORDING_FORMAT and plot is not None:
         raise InputError("--plot draws a bench; for a recording give -o REPORT.html")
-    if plot is not None:
-        plot_format(plot)
-    found: Recording | Comparison
-    if kind == RECORDING_FORMAT:
-        found = load_record(results, Recording.from_json)
-    else:
-        found = load_record(results, Comparison.from_json)
+    with naming(results):
+        kind: type[Recording] | type[Comparison] = Recording if format == RECORDING_FORMAT else Comparison
+        found = kind.from_json(document)
     if plot is not None and isinstance(found, Comparison):
-        plot_timelines(found, plot)
+        figures.plot_timelines(found, plot)
     if output is not None:
         page = report_page(found) if isinstance(found, Recording) else bench_page(found)
-        try:
-            output.write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot write {output}: {error.strerror or error}") from error
-    parts = [Summary(found).sentence] if isinstance(found, Recording) else [found.table(), *found.lines()]
+        write_text(output, page)
+    parts = [found.sentence] if isinstance(found, Recording) else [found.table(), *found.lines()]
     print_result(as_json, found.to_json(), *parts)
 
 
 def report_page(recording: Recording) -> str:
     """Returns the page of a recording, as HTML."""
-    return _render(title=_title(recording), runs=[_page_run(recording)])
+    return _render(runs=[_page_run(recording)])
 
 
 def bench_page(compared: Comparison) -> str:
     """Returns the page of a bench, as HTML: the policies side by side, then each one's recording."""
     runs = [_page_run(row.recording, row.policy) for row in compared.rows if row.recording is not None]
-    title = f"bench: {_title(runs[-1]['recording'])}" if runs else "bench"
-    return _render(title=title, runs=runs, bench=compared.cells(), lines=compared.lines())
+    return _render(runs=runs, bench=compared.cells(), lines=compared.lines())
 
 
 def _render(**values: Any) -> str:
@@ -148,156 +84,34 @@ def _render(**values: Any) -> str:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"seconds": format_seconds, "bytes": format_bytes}
-    return environment.get_template("page.html.jinja").render({"bench": None, **values}) + "\n"
-
-
-def _title(recording: Recording) -> str:
-    return f"{recording.model} on {recording.machine.get('name', 'an unknown machine')}"
+    values = {"bench": None, "stages": STAGES, "links": figures.LINKS} | values
+    return environment.get_template("page.html.jinja").render(values) + "\n"
 
 
 def _page_run(recording: Recording, policy: str = "") -> dict[str, Any]:
-    """Returns what the template states of a recording: tables as heads and rows, figures as SVG."""
-    summary = Summary(recording)
-    described = (_fact(key, value) for key, value in recording.machine.items() if isinstance(value, str | int))
-    total = sum(recording.host_bytes.values())
-    reasons = layer_reasons(recording.profile, recording.plan, recording.memory_budget_bytes)
-    layers = [
-        [each.name, each.mode.value, each.gradient.value, each.remat.value, each.update.value, reason]
-        for each, reason in zip(recording.plan.layers, reasons, strict=True)
-    ]
-    figures = {
-        "stages_figure": stages_figure(recording),
-        "lanes_figure": steps_figure(summary),
-        "speeds_figure": speeds_figure(recording),
-        "sizes_figure": sizes_figure(recording),
-        "memory_figure": memory_figure(recording),
-    }
+    """Returns what the template states of a recording beside its own fields: words, and figures as SVG."""
+    drawn = {name: getattr(figures, f"{name}_figure")(recording) for name in _FIGURES}
+    machine = {name: value for name, value in recording.machine.items() if isinstance(value, str | int)}
     return {
         "policy": policy,
         "recording": recording,
-        "summary": summary,
-        "steps": sorted({task.step for task in recording.tasks}),
-        "machine": ", ".join(described),
-        "stages": _stages(recording),
-        "links": _links(recording),
-        "host_memory": (
-            ["kept for", "size"],
-            [
-                *([kind, format_bytes(size)] for kind, size in recording.host_bytes.items()),
-                ["total", format_bytes(total)],
-            ],
-        ),
-        "details": ", ".join(_fact(name, value) for name, value in recording.plan.details.items()),
-        "layers": (["layer", "mode", "gradient", "remat", "update", "reason"], layers),
-        **{name: figure and to_svg(figure) for name, figure in figures.items()},
+        "machine": _facts(machine),
+        "details": _facts(recording.plan.details),
+        "reasons": layer_reasons(recording.profile, recording.plan, recording.memory_budget_bytes),
+        **{f"{name}_figure": figure and figures.to_svg(figure) for name, figure in drawn.items()},
     }
 
 
-def _fact(name: str, value: object) -> str:
-    """Returns a fact in words; the suffix of its name is its unit."""
-    if name == "name":
-        return str(value)
-    for suffix, shown in (("_s", format_seconds), ("_bytes", format_bytes)):
-        if name.endswith(suffix) and isinstance(value, int | float):
-            return f"{name.removesuffix(suffix).replace('_', ' ')} {shown(value)}"
-    return f"{name.replace('_', ' ')} {value}"
+def _facts(values: Mapping[str, object]) -> str:
+    """Returns facts in words; the suffix of a name is its unit."""
 
+    def told(name: str, value: object) -> str:
+        for suffix, shown in (("_s", format_seconds), ("_bytes", format_bytes)):
+            if name.endswith(suffix) and isinstance(value, int | float):
+                return f"{name.removesuffix(suffix).replace('_', ' ')} {shown(value)}"
+        return str(value) if name == "name" else f"{name.replace('_', ' ')} {value}"
 
-def _batches(recording: Recording) -> dict[int, str]:
-    last = recording.accumulate - 1 if recording.accumulate > 1 else None
-    batches = sorted({task.micro_batch for task in recording.tasks})
-    return {batch: f"micro-batch {batch}{' (gradient boundary)' * (batch == last)}" for batch in batches}
-
-
-def _stages(recording: Recording) -> tuple[list[str], list[list[str]]]:
-    seconds, batches = seconds_by_stage(recording), _batches(recording)
-    shown = [stage for stage in STAGES if any((stage, batch) in seconds for batch in batches)]
-    rows = [[stage, *(format_seconds(seconds.get((stage, batch), 0.0)) for batch in batches)] for stage in shown]
-    return ["work", *batches.values()], rows
-
-
-def stages_figure(recording: Recording) -> Any:
-    """Draws the seconds of work of each micro-batch, by stage."""
-    seconds, rows = seconds_by_stage(recording), dict[str, list[Span]]()
-    for batch in _batches(recording):
-        end = 0.0
-        spans = rows.setdefault(f"batch {batch}", [])
-        for stage in STAGES:
-            if took := seconds.get((stage, batch), 0.0):
-                spans.append((end, end + took, COLOURS[stage], f"{stage}: {format_seconds(took)}"))
-                end += took
-    return lanes_figure({"": rows}, max((spans[-1][1] for spans in rows.values() if spans), default=0.0))
-
-
-def steps_figure(summary: Summary) -> Any:
-    """Draws the lanes of one step, measured above predicted."""
-    windows = {"measured": window(summary.recording.tasks)}
-    if summary.predicted:
-        windows["predicted"] = window(summary.predicted)
-    charts = {title: _lanes(shown) for title, shown in windows.items()}
-    return lanes_figure(charts, max(shown.end_s - shown.begin_s for shown in windows.values()))
-
-
-def _lanes(shown: Window) -> dict[str, list[Span]]:
-    lanes: dict[str, list[Span]] = {lane.value: [] for lane in Lane}
-    for task in shown.tasks:
-        text = f"{task.name}: {format_seconds(task.end_s - task.start_s)}"
-        text += f", {format_bytes(task.num_bytes)}" if task.num_bytes else ""
-        start_s, end_s = task.start_s - shown.begin_s, task.end_s - shown.begin_s
-        lanes[task.lane.value].append((start_s, end_s, COLOURS[STAGE_OF[task.kind]], text))
-    return lanes
-
-
-def _links(recording: Recording) -> tuple[list[str], list[list[str]]]:
-    moved = bytes_by_link(recording)
-    stages = [stage for stage in STAGES if any(each == stage for _, each in moved)]
-    rows = []
-    for lane, (where, _) in _LINKS.items():
-        achieved = speed(recording, lane)
-        shown = "-" if achieved is None else f"{achieved / 1e9:,.3g} GB/s"
-        rows.append([where, *(format_bytes(moved.get((lane, stage), 0.0)) for stage in stages), shown])
-    return ["", *stages, "while busy"], rows
-
-
-def speeds_figure(recording: Recording) -> Any:
-    """Draws the speed of each direction of the host link over the recorded time."""
-    end_s = max(task.end_s for task in recording.tasks)
-    width = end_s / _BINS or 1.0
-    moved = {lane: bytes_over_time(recording, lane, _BINS) for lane in _LINKS}
-    most = max(itertools.chain(*moved.values())) / width
-    unit, scale = ("GB/s", 1e9) if most >= 1e8 else ("MB/s", 1e6)
-    series = [
-        (name, colour, [(number * width, each / width / scale) for number, each in enumerate(moved[lane])])
-        for lane, (name, colour) in _LINKS.items()
-        if any(moved[lane])
-    ]
-    return lines_figure(series, end_s, unit)
-
-
-def sizes_figure(recording: Recording) -> Any:
-    """Draws how many transfers have which size, for each direction; None without transfers."""
-    charts = []
-    for lane in (Lane.H2D, Lane.D2H):
-        (where, colour), tasks = _LINKS[lane], [task for task in recording.tasks if task.lane is lane]
-        if sizes := [task.num_bytes for task in tasks if task.num_bytes]:
-            powers = collections.Counter(math.floor(math.log2(size)) for size in sizes)
-            counts = {2**power: powers[power] for power in range(min(powers), max(powers) + 1)}
-            title = f"{len(sizes)} transfers {where}, median {format_bytes(statistics.median(sizes))}"
-            charts.append((title, colour, counts))
-    return counts_figure(charts) if charts else None
-
-
-def memory_figure(recording: Recording) -> Any:
-    """Draws the device memory over one step, kinds on top of each other."""
-    shown = window(recording.tasks)
-    series = []
-    for kind, colour in _KINDS.items():
-        if changes := recording.device_bytes.get(kind):
-            name = f"{kind}, at most {format_bytes(max(num_bytes for _, num_bytes in changes))}"
-            series.append(
-                (name, colour, [(time_s - shown.begin_s, num_bytes / 2**20) for time_s, num_bytes in changes])
-            )
-    return areas_figure(series, shown.end_s - shown.begin_s, "MiB")
+    return ", ".join(told(name, value) for name, value in values.items())
 
 
 class _Outcome(NamedTuple):

@@ -221,7 +221,11 @@ class _Run:
         every = self._saves.every
         try:
             while self.state.step < steps:
-                self._train_one()
+                start_s = time.perf_counter()
+                self.state, metrics = self._step(self.state, self._batch(self.state.step))
+                self._losses.append(float(metrics["loss"]))
+                self._step_s.append(time.perf_counter() - start_s)
+                self._peak = int(metrics["device_param_bytes_peak"])
                 number = self.state.step
                 if number % max(1, steps // _LINES) == 0:
                     status = f"loss {self._losses[-1]:.4f}  {format_seconds(self._step_s[-1])} per step"
@@ -239,13 +243,6 @@ class _Run:
                 raise  # the others go on, so that there is nothing to save together
             return _INTERRUPTED
         return 0
-
-    def _train_one(self) -> None:
-        start_s = time.perf_counter()
-        self.state, metrics = self._step(self.state, self._batch(self.state.step))
-        self._losses.append(float(metrics["loss"]))
-        self._step_s.append(time.perf_counter() - start_s)
-        self._peak = int(metrics["device_param_bytes_peak"])
 
     def _batch(self, step: int) -> Any:
         return own_rows(self._user.batch_of(step))
@@ -322,7 +319,9 @@ def resumed_options(folder: Path, known: Collection[str], chosen: Collection[str
         if not folder.name.removeprefix("save_").isdigit():
             return {}
         folder = folder.parent
-    options = load_record(file, _read)
+    options = load_record(file, lambda document: check_format(document, FORMAT)).get("options")
+    if not isinstance(options, dict):
+        raise InputError(f"{file}: options must be a JSON object, got {options!r}")
     for name, value in options.items():
         if name not in known:
             raise InputError(f"{file}: unknown option {name!r}; known are {', '.join(known)}")
@@ -331,13 +330,6 @@ def resumed_options(folder: Path, known: Collection[str], chosen: Collection[str
             raise InputError(f"{file}: option {name} must be {what}, got {value!r}")
     replaced = {*chosen, *(_EXCLUDING[name] for name in chosen if name in _EXCLUDING)}
     return {name: value for name, value in options.items() if name not in replaced}
-
-
-def _read(document: Any) -> dict[str, Any]:
-    options = check_format(document, FORMAT).get("options")
-    if not isinstance(options, dict):
-        raise InputError(f"options must be a JSON object, got {options!r}")
-    return options
 
 
 def as_arguments(options: Mapping[str, Any]) -> str:

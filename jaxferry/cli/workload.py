@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from typer import Option
 
@@ -70,7 +71,19 @@ Tiles = Annotated[
 OffloadActivations = Annotated[
     bool, Option("--offload-activations", help="Offload values that cross segments to host memory.")
 ]
-FixedGranularity = Annotated[str, Option("--granularity", help="Layers that plans move: block, or module (finer).")]
+
+
+def check_fixed_granularity(granularity: str) -> str:
+    """Returns the granularity; raises `InputError` unless it is block or module."""
+    if granularity not in (BLOCK, MODULE):
+        raise InputError(f"--granularity must be {BLOCK} or {MODULE}, got {granularity!r}")
+    return granularity
+
+
+FixedGranularity = Annotated[
+    str,
+    Option("--granularity", callback=check_fixed_granularity, help="Layers that plans move: block, or module (finer)."),
+]
 Devices = Annotated[
     int, Option(min=1, help="Devices that share each batch; without an accelerator, virtual CPU devices.")
 ]
@@ -107,6 +120,12 @@ class UserModel:
     def batch_of(self, number: int) -> Any:
         """Returns the batch of a step."""
         return call_users(self.batch, number) if callable(self.batch) else self.batch
+
+    def batch_shapes(self) -> Any:
+        """Returns the shapes of the first batch."""
+        if callable(self.batch):
+            return jax.eval_shape(lambda: self.batch_of(0))
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), self.batch)
 
     def check_is_whole(self) -> None:
         """Raises `InputError` if parameters or batch are shapes instead of arrays."""
@@ -147,44 +166,35 @@ def read_dtype(name: str | None) -> Any:
     return read_compute_dtype(name, "--compute-dtype")
 
 
-def check_fixed_granularity(granularity: str) -> None:
-    """Raises `InputError` for a granularity other than block and module."""
-    if granularity not in (BLOCK, MODULE):
-        raise InputError(f"--granularity must be {BLOCK} or {MODULE}, got {granularity!r}")
-
-
-def find_function(name: str, option: str = "--model") -> Callable[..., Any]:
-    """Finds the function that makes a workload; raises `InputError` if there is none.
+def find_function(name: str) -> Callable[..., Any]:
+    """Finds the function that makes a workload; raises `InputError` if there is none, to be named by `user_code`.
 
     The name is `module:function`, also in modules of the current directory, `file.py:function`, or the name and size
-    of an example's model, such as `gpt2:6.7b`. `option` is named in errors.
+    of an example's model, such as `gpt2:6.7b`.
     """
     module_name, colon, function_name = name.rpartition(":")
     if not (module_name and colon and function_name):
-        raise InputError(f'{option} must be "module:function", "file.py:function" or such as "gpt2:6.7b", got {name!r}')
+        raise InputError('the name must be "module:function", "file.py:function" or such as "gpt2:6.7b"')
     if module_name.endswith(".py"):
-        module = _load(name, pathlib.Path(module_name), option)
+        module = _load(pathlib.Path(module_name))
+    elif module_name in EXAMPLES and (made := _of_example(module_name, function_name)) is not None:
+        return made
     else:
-        made = _of_example(name, module_name, function_name, option) if module_name in EXAMPLES else None
-        if made is not None:
-            return made
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        with user_code(name, option):
-            try:
-                module = importlib.import_module(module_name)
-            except ModuleNotFoundError as error:
-                if not f"{module_name}.".startswith(f"{error.name}."):
-                    raise  # the module exists; one of its imports does not
-                where = "here or on the Python path"
-                raise InputError(f"{option} {name}: no module named {error.name!r} {where}") from error
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # the module exists; one of its imports does not
+            raise InputError(f"no module named {error.name!r} here or on the Python path") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise InputError(f"{option} {name}: module {module_name} has no function {function_name!r}")
+        raise InputError(f"module {module_name} has no function {function_name!r}")
     return function
 
 
-def _of_example(name: str, example: str, size: str, option: str) -> Callable[..., Any] | None:
+def _of_example(example: str, size: str) -> Callable[..., Any] | None:
     """Returns the function that makes an example's model; None if the user has a module of the example's name."""
     root = next((path for path in (_PACKAGE / "bundled", _PACKAGE.parent) if (path / "examples").is_dir()), None)
     own = pathlib.Path(example).is_dir() or pathlib.Path(f"{example}.py").exists()
@@ -197,13 +207,13 @@ def _of_example(name: str, example: str, size: str, option: str) -> Callable[...
         return functools.partial(workload.make, size)
     if own:
         return None
-    raise InputError(f"{option} {name}: sizes of {example} are {', '.join(workload.SIZES)}, got {size!r}")
+    raise InputError(f"sizes of {example} are {', '.join(workload.SIZES)}, got {size!r}")
 
 
-def _load(name: str, path: pathlib.Path, option: str) -> types.ModuleType:
+def _load(path: pathlib.Path) -> types.ModuleType:
     """Loads a file as a module; its imports see the modules of its folder."""
     if not path.is_file():
-        raise InputError(f"{option} {name}: there is no file {os.fspath(path)!r}")
+        raise InputError(f"there is no file {os.fspath(path)!r}")
     if str(path.resolve().parent) not in sys.path:
         sys.path.insert(0, str(path.resolve().parent))
     module_name = f"jaxferry_workload_{path.stem}"
@@ -211,8 +221,7 @@ def _load(name: str, path: pathlib.Path, option: str) -> types.ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses look for the module of their class
-    with user_code(name, option):
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 

@@ -36,8 +36,7 @@ _TIMEOUT_S = 6 * 3600  # how long a process waits for a message: another one may
 def check_same(what: str, content: str) -> None:
     """Checks that all processes have the same; each must call this.
 
-    Raises:
-      InputError: in every process, if one has another content. It names the processes that differ from the first.
+    If one has another content, every process raises an `InputError` with the processes that differ from the first.
     """
     own = np.frombuffer(hashlib.sha256(content.encode()).digest(), np.uint8)
     found = multihost_utils.process_allgather(own)
@@ -50,12 +49,9 @@ def check_same(what: str, content: str) -> None:
 
 
 def check_same_values(what: str, leaves: Sequence[Any]) -> None:
-    """Checks by a sample of each array that all processes have the same values; each must call this.
+    """Checks as `check_same` does, by a sample of each array, that all processes have the same values.
 
-    `what` names the arrays in the error. Arrays that a process has in part, and lazy ones, are left out.
-
-    Raises:
-      InputError: as for `check_same`.
+    Arrays that a process has in part, and lazy ones, are left out.
     """
     samples = []
     for leaf in leaves:

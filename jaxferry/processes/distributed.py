@@ -25,37 +25,27 @@ from jaxferry.errors import InputError
 from jaxferry.processes.all_processes import coordination_client, watch
 from jaxferry.processes.global_arrays import has_rows, is_global, is_key, spread
 
-_VIRTUAL = "xla_force_host_platform_device_count"
+JOIN_TIMEOUT_S = 300  # how long processes wait for each other at the start by default
+_VIRTUAL = "xla_force_host_platform_device_count"  # the flag that sets the number of virtual CPU devices
+_ANSWER_S = 5  # how much longer a process waits for the answer of the first one, which names the missing processes
+_NUMBERS = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
 
 
 def mesh_of(num_devices: int) -> Mesh | None:
     """Returns a mesh of this process's first devices with the axis `data`; None for one device.
 
     If it is called before JAX starts its backends, a machine without accelerator has as many virtual CPU devices.
-    Scripts of users call `jax.make_mesh`.
-
-    Raises:
-      InputError: if there are fewer devices.
+    Scripts of users call `jax.make_mesh`. Raises `InputError` if there are fewer devices.
     """
     if num_devices == 1:
         return None
-    if not are_virtual():
+    if _VIRTUAL not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # the backends have started
             jax.config.update("jax_num_cpu_devices", num_devices)
     found = jax.local_devices()
     if len(found) < num_devices:
         raise InputError(f"--devices must be at most {len(found)}, the devices of this machine, got {num_devices}")
     return jax.make_mesh((num_devices,), ("data",), devices=found[:num_devices])
-
-
-def are_virtual() -> bool:
-    """Returns whether XLA_FLAGS sets the number of virtual CPU devices."""
-    return _VIRTUAL in os.environ.get("XLA_FLAGS", "")
-
-
-JOIN_TIMEOUT_S = 300  # how long processes wait for each other at the start by default
-_ANSWER_S = 5  # how much longer a process waits for the answer of the first one, which names the missing processes
-_NUMBERS = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
 
 
 def start(
@@ -87,7 +77,7 @@ def start(
     """
     if join_timeout_s < 1:
         raise InputError(f"join_timeout_s must be 1 or more seconds, got {join_timeout_s}")
-    if num_cpu_devices is not None or not are_virtual():
+    if num_cpu_devices is not None or _VIRTUAL not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # the backends have started; JAX says so below
             jax.config.update("jax_num_cpu_devices", num_cpu_devices or 1)
     try:
@@ -127,8 +117,7 @@ def is_first() -> bool:
 def own_rows(batch: Any) -> Any:
     """Returns this process's rows, a part of the first axis, of each array of a batch that all processes have.
 
-    Raises:
-      InputError: if the processes do not divide an array's rows.
+    Raises `InputError` if the processes do not divide an array's rows.
     """
     number, count = jax.process_index(), jax.process_count()
 

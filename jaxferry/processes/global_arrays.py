@@ -39,13 +39,12 @@ def moved(arrays: Sequence[jax.Array], where: Sequence[NamedSharding]) -> list[j
     if all(there.is_fully_addressable for there in where):
         copies: list[jax.Array] = jax.device_put(list(arrays), list(where))
         return copies
-    return [_moved_parts(array, there) for array, there in zip(arrays, where, strict=True)]
-
-
-def _moved_parts(array: jax.Array, where: NamedSharding) -> jax.Array:
-    own = [shard.data for shard in array.addressable_shards]
-    there = [SingleDeviceSharding(next(iter(part.devices())), memory_kind=where.memory_kind) for part in own]
-    return jax.make_array_from_single_device_arrays(array.shape, where, jax.device_put(own, there))
+    made: list[jax.Array] = []
+    for array, there in zip(arrays, where, strict=True):
+        own = [shard.data for shard in array.addressable_shards]
+        each = [SingleDeviceSharding(next(iter(part.devices())), memory_kind=there.memory_kind) for part in own]
+        made.append(jax.make_array_from_single_device_arrays(array.shape, there, jax.device_put(own, each)))
+    return made
 
 
 def rows_of(vector: jax.Array) -> np.ndarray:
@@ -57,10 +56,11 @@ def rows_of(vector: jax.Array) -> np.ndarray:
 def from_rows(rows: np.ndarray, size: int, where: NamedSharding) -> jax.Array:
     """Makes a vector of `size` elements; the rows are the shards of this process's devices."""
     places = where.addressable_devices_indices_map((size,))
-    starts = sorted({_start(index) for index in places.values()})
+    start_of = {device: index[0].start or 0 for device, index in places.items() if index is not None}
+    starts = sorted(set(start_of.values()))
     parts = [
-        jax.device_put(rows[starts.index(_start(index))], SingleDeviceSharding(device, memory_kind=where.memory_kind))
-        for device, index in places.items()
+        jax.device_put(rows[starts.index(start)], SingleDeviceSharding(device, memory_kind=where.memory_kind))
+        for device, start in start_of.items()
     ]
     return jax.make_array_from_single_device_arrays((size,), where, parts)
 
@@ -88,10 +88,6 @@ def copied_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     memory = np.zeros(num_bytes + 2 * _ALIASED_ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIASED_ALIGNMENT + _ALIASED_ALIGNMENT // 2
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
-
-
-def _start(index: Any) -> int:
-    return int(index[0].start or 0)
 
 
 def merged(array: np.ndarray, where: NamedSharding) -> np.ndarray:
@@ -131,12 +127,10 @@ def is_global(array: Any) -> bool:
 def global_shape(leaf: Any, num_processes: int) -> Any:
     """Returns the shape and dtype that an argument of a step has over all processes.
 
-    Arrays of all processes, PRNG keys and structs with a sharding keep their shape; of others each process has its own
-    rows.
+    Arrays of all processes, PRNG keys and structs with a sharding keep it. Of others, each process has its own rows.
     """
-    is_whole = is_global(leaf) or (
-        getattr(leaf, "sharding", None) is not None and not leaf.sharding.is_fully_addressable
-    )
+    sharding = getattr(leaf, "sharding", None)
+    is_whole = sharding is not None and not sharding.is_fully_addressable
     if num_processes == 1 or is_whole or not has_rows(leaf):
         return leaf
     shape = (num_processes * leaf.shape[0], *leaf.shape[1:])

@@ -24,7 +24,7 @@ import jaxferry
 import killed_saves
 from checkpoints import content, plain
 from jaxferry import checkpoint
-from jaxferry.cli.recording import Recording, Summary
+from jaxferry.cli.recording import Recording
 from jaxferry.cli.report import report_page
 from jaxferry.costs import Profile
 from jaxferry.errors import InputError
@@ -209,7 +209,7 @@ def recording(profile, plan):
     memory = {"device_bytes": {"parameters": ((0.0, 5), (1.0, 2))}, "host_bytes": {"gradients": 7}}
     about = {"model": "a model", "machine": {"name": "a machine"}, "accumulate": 1, "memory_budget_bytes": None}
     made = Recording(**about, plan=plan, profile=profile, tasks=(), **memory)
-    return dataclasses.replace(made, tasks=Summary(made).predicted)
+    return dataclasses.replace(made, tasks=made.predicted)
 
 
 def budget(rng, shared):

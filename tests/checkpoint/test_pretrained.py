@@ -97,42 +97,30 @@ def test_a_folder_with_one_file_needs_no_index(tmp_path):
     assert pretrained.open_safetensors(tmp_path).keys() == TENSORS.keys()
 
 
-def break_index(folder):
-    (folder / pretrained.INDEX_FILE).write_text("{}")
-
-
-def drop_shard(folder):
-    (folder / "model-00002-of-00002.safetensors").unlink()
-
-
-def cut_shard(folder):
-    file = folder / "model-00002-of-00002.safetensors"
-    file.write_bytes(file.read_bytes()[:-4])
-
-
-def drop_index(folder):
-    (folder / pretrained.INDEX_FILE).unlink()
-
-
-def promise_more(folder):
-    index = json.loads((folder / pretrained.INDEX_FILE).read_text())
-    index["weight_map"]["more"] = "model-00002-of-00002.safetensors"
-    (folder / pretrained.INDEX_FILE).write_text(json.dumps(index))
+INDEX, SHARD = pretrained.INDEX_FILE, "model-00002-of-00002.safetensors"
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("file", "damage", "message"),
     [
-        (break_index, "is not an index of safetensors files"),
-        (drop_shard, "model-00002-of-00002.safetensors cannot be read"),
-        (cut_shard, "model-00002-of-00002.safetensors cannot be read"),
-        (drop_index, "holds several .safetensors files and no model.safetensors.index.json"),
-        (promise_more, "lists tensors that its files do not contain: more"),
+        (INDEX, lambda _: b"{}", "is not an index of safetensors files"),
+        (SHARD, None, f"{SHARD} cannot be read"),
+        (SHARD, lambda content: content[:-4], f"{SHARD} cannot be read"),
+        (INDEX, None, "holds several .safetensors files and no model.safetensors.index.json"),
+        (
+            INDEX,
+            lambda content: content.replace(b'"weight_map": {', f'"weight_map": {{"more": "{SHARD}", '.encode()),
+            "lists tensors that its files do not contain: more",
+        ),
     ],
+    ids=["no index", "no shard", "cut shard", "only shards", "more promised"],
 )
-def test_a_damaged_checkpoint_is_refused_and_named(damage, message, tmp_path):
+def test_a_damaged_checkpoint_is_refused_and_named(file, damage, message, tmp_path):
     write_shards(tmp_path, [["table", "half"], ["weight", "brain"]])
-    damage(tmp_path)
+    content = (tmp_path / file).read_bytes()
+    (tmp_path / file).unlink()
+    if damage is not None:
+        (tmp_path / file).write_bytes(damage(content))
     with pytest.raises(jaxferry.InputError, match=message):
         pretrained.open_safetensors(tmp_path)
 

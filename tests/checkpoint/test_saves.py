@@ -35,41 +35,31 @@ def tree(folder):
     }
 
 
-def make_foreign(folder):
-    (folder / "about").mkdir(parents=True)
-    (folder / "arrays").mkdir()
-    (folder / "arrays" / "precious.npy").write_text("mine")
+FOREIGN = {
+    "arrays": {"about/": None, "arrays/precious.npy": "mine"},
+    "json": {"about/metadata": '{"format": "another/1"}', "arrays/precious.npy": "mine"},
+    "save": {"save_0/precious.npy": "mine"},
+    "empty": {"": None},
+    "file": {"": "mine"},
+    "orbax": None,
+}
 
 
-def make_foreign_json(folder):
-    make_foreign(folder)
-    (folder / "about" / "metadata").write_text('{"format": "another/1"}')
+def make_foreign(folder, kind="arrays"):
+    if kind == "orbax":
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+            items = ocp.args.Composite(about=ocp.args.JsonSave({"step": 1}), arrays=ocp.args.JsonSave({}))
+            checkpointer.save(folder, items)
+        return
+    for name, text in FOREIGN[kind].items():
+        (folder / name if text is None else (folder / name).parent).mkdir(parents=True, exist_ok=True)
+        if text is not None:
+            (folder / name).write_text(text)
 
 
-def make_foreign_orbax(folder):
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        items = ocp.args.Composite(about=ocp.args.JsonSave({"step": 1}), arrays=ocp.args.JsonSave({}))
-        checkpointer.save(folder, items)
-
-
-def make_foreign_save(folder):
-    (folder / "save_0").mkdir(parents=True)
-    (folder / "save_0" / "precious.npy").write_text("mine")
-
-
-def make_empty(folder):
-    folder.mkdir()
-
-
-def make_file(folder):
-    folder.write_text("mine")
-
-
-@pytest.mark.parametrize(
-    "make", [make_foreign, make_foreign_json, make_foreign_orbax, make_foreign_save, make_empty, make_file]
-)
-def test_what_is_not_a_checkpoint_is_neither_replaced_nor_read(tmp_path, make):
-    make(tmp_path / "theirs")
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_is_not_a_checkpoint_is_neither_replaced_nor_read(tmp_path, kind):
+    make_foreign(tmp_path / "theirs", kind)
     before = tree(tmp_path)
     with pytest.raises(jaxferry.CheckpointError, match="theirs exists and is not a JaxFerry checkpoint"):
         checkpoint.save(content(), tmp_path / "theirs")

@@ -242,11 +242,11 @@ def test_a_comparison_in_which_nothing_fits_names_the_smallest_feasible_budget(r
 @pytest.mark.parametrize(
     ("line", "target"),
     [
-        (f"fit {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.fitting.pinned_bytes"),
+        (f"fit {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.fit.pinned_bytes"),
         (f"profile --model {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.profile.estimate_profile"),
         (f"profile --model {NAME}:arrays", "jaxferry.partition.build.check_outputs"),
         (f"train --model {NAME}:arrays --steps 1", "jaxferry.engine.runner.DeviceCopies"),
-        (f"train --model {NAME}:arrays --steps 1 --save run", "jaxferry.checkpoint.arrays_of"),
+        (f"train --model {NAME}:arrays --steps 1 --save run", "jaxferry.checkpoint.write_arrays"),
         (f"bench --model {NAME}:arrays --policy l2l --dry", "jaxferry.planner.planning.as_run"),
         ("plan p.json --policy memferry", "jaxferry.planner.planning.as_run"),
     ],

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.cli.fitting import Sizes, find_fit
+from jaxferry.cli.fit import Sizes, find_fit
 from jaxferry.cli.profile import trace
 from jaxferry.costs import find_machine
 from jaxferry.step import needed_bytes
@@ -154,8 +154,8 @@ def offloading(size):
 
 def test_saved_activations_bound_the_batch_by_host_memory_and_are_stated():
     sizes = {"model": "m", "machine": "a100", "host_bytes": lambda traced, streamed: KEPT}
-    one = offloading(1).saved_bytes
-    assert one > 0 and offloading(7).saved_bytes == 7 * one
+    one = offloading(1).profile.saved_bytes
+    assert one > 0 and offloading(7).profile.saved_bytes == 7 * one
     budget = offloading(64).loading_bytes
     for rows in (1, 23):
         fit = find_fit(offloading, 4, budget_bytes=budget, host_memory_bytes=1000 + rows * one, **sizes)

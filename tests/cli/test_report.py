@@ -9,8 +9,9 @@ import pytest
 
 import browser
 from jaxferry.cli.compare import Comparison, PolicyRun
-from jaxferry.cli.recording import RecordedTask, Recording, Summary, bytes_by_link, seconds_by_stage
-from jaxferry.cli.report import bench_page, layer_reasons, report_page, speeds_figure
+from jaxferry.cli.figures import speeds_figure
+from jaxferry.cli.recording import RecordedTask, Recording
+from jaxferry.cli.report import bench_page, layer_reasons, report_page
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
@@ -92,29 +93,28 @@ def section(page, heading):
 
 
 def test_work_and_bytes_are_added_up_by_stage_micro_batch_and_link(recording):
-    seconds = seconds_by_stage(recording)
+    seconds = recording.seconds_by_stage()
     assert (seconds["backward", 0], seconds["backward", 1]) == (3.0, 4.0)
     assert seconds["forward", 0] == seconds["forward", 1] == 2.0
     moved = {(Lane.H2D, "load"): 3 * MIB, (Lane.GPU, "backward"): MIB, (Lane.D2H, "offload"): 2 * MIB}
-    assert bytes_by_link(recording) == moved
+    assert recording.bytes_by_link() == moved
     assert "micro-batch 1 (gradient boundary)" in section(report_page(recording), "Time by stage and micro-batch")
 
 
 def test_the_bottleneck_is_the_busiest_lane_or_the_memory_that_binds_the_plan(recording):
-    assert Summary(recording).sentence == "The bottleneck is the GPU: the GPU computes 58% of the time."
+    assert recording.sentence == "The bottleneck is the GPU: the GPU computes 58% of the time."
     details = {"binding": "memory", "unlimited_steady_step_s": 0.5, "unlimited_needed_bytes": 9 * MIB}
     bound = dataclasses.replace(recording, plan=dataclasses.replace(recording.plan, details=details))
-    assert Summary(bound).sentence.startswith("The bottleneck is the device memory: the GPU computes 58%")
-    assert "with 9.00 MiB of device memory a step would take 500.00 ms" in Summary(bound).sentence
+    assert bound.sentence.startswith("The bottleneck is the device memory: the GPU computes 58%")
+    assert "with 9.00 MiB of device memory a step would take 500.00 ms" in bound.sentence
 
 
 def test_the_measured_step_stands_beside_the_prediction_of_the_same_plan(recording):
-    summary = Summary(recording)
-    assert summary.step_s == (11.0,)  # from 6 s to 17 s, the ends of the steps' last programs
-    assert summary.predicted_s == steady_step_s(schedule_step(recording.profile, recording.plan))
+    assert recording.step_s == (11.0,)  # from 6 s to 17 s, the ends of the steps' last programs
+    assert recording.predicted_s == steady_step_s(schedule_step(recording.profile, recording.plan))
     words = section(report_page(recording), "Lanes of one step")
     assert words.index(">measured<") < words.index(">predicted<")
-    assert "Measured: 11.00 s a step" in words and f": {summary.predicted_s:.2f} s. From" in words
+    assert "Measured: 11.00 s a step" in words and f": {recording.predicted_s:.2f} s. From" in words
 
 
 def test_the_prediction_shows_what_programs_read_and_write_over_the_links(recording):
@@ -125,7 +125,7 @@ def test_the_prediction_shows_what_programs_read_and_write_over_the_links(record
     of_host = dataclasses.replace(recording, profile=profile, plan=plan)
     words = section(report_page(of_host), "Lanes of one step")
     assert "write &lt;h&gt;: 2.00 s" in words and all(stage in words for stage in ("load", "offload"))
-    assert {Kind.READ, Kind.WRITE} < {task.kind for task in Summary(of_host).predicted}
+    assert {Kind.READ, Kind.WRITE} < {task.kind for task in of_host.predicted}
 
 
 def test_a_plan_without_times_has_no_prediction(recording):
@@ -173,7 +173,7 @@ def test_the_speed_of_a_link_is_its_bytes_by_its_time(recording):
 def test_the_command_writes_the_page(jaxferry, recording, tmp_path):
     recording.save(tmp_path / "run.json")
     result = jaxferry("report", tmp_path / "run.json", "-o", tmp_path / "report.html")
-    assert (result.status, result.out.strip()) == (0, Summary(recording).sentence)
+    assert (result.status, result.out.strip()) == (0, recording.sentence)
     assert (tmp_path / "report.html").read_text() == report_page(recording)
     assert json.loads(jaxferry("report", tmp_path / "run.json", "--json").out) == recording.to_json()
 
