@@ -28,15 +28,16 @@ from jaxferry.cli.workload import (
     find_function,
     make_optimizer,
     read_dtype,
+    read_remat,
     read_tiles,
     read_workload,
     user_code,
 )
 from jaxferry.costs import MACHINES, find_machine
 from jaxferry.errors import InputError, call_users
-from jaxferry.modes import BLOCK
+from jaxferry.modes import BLOCK, Remat
 from jaxferry.optimizer import pinned_advice, pinned_problem
-from jaxferry.partition import OFF, check_tiles
+from jaxferry.partition import AUTO, OFF, check_tiles
 from jaxferry.records import write_json
 from jaxferry.step import Bottleneck
 from jaxferry.training import accelerator_dtype, host_bytes
@@ -66,6 +67,9 @@ def fit(
     optimizer: Optimizer = "adamw",
     compute_dtype: ComputeDtype = None,
     granularity: FixedGranularity = BLOCK,
+    remat: Annotated[
+        str, Option(help=f"As of profile; {AUTO} is {Remat.FULL.value} with --offload-activations.")
+    ] = AUTO,
     tiles: Tiles = OFF,
     offload_activations: OffloadActivations = False,
     output: Annotated[
@@ -85,7 +89,8 @@ def fit(
     host_memory_bytes = None if figures.host_memory_bytes is None else int(figures.host_memory_bytes)
     if host_memory is not None:
         host_memory_bytes = parse_bytes(host_memory, "--host-memory")
-    update, dtype, in_tiles = make_optimizer(optimizer), read_dtype(compute_dtype), check_tiles(read_tiles(tiles))
+    update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)
+    kept, in_tiles = read_remat(remat), check_tiles(read_tiles(tiles))
     with user_code(workload, _WORKLOAD), progress("fit") as report:
         sizes = _Workload(workload, batch_size, length)
         params = sizes.own.shapes()
@@ -93,8 +98,8 @@ def fit(
 
         def traced(size: int) -> Traced:
             user, batch = sizes.of(size)
-            options = {"granularity": granularity, "offload_activations": offload_activations, "tiles": in_tiles}
-            return trace(size, user.loss_fn, params, batch, figures, dtype, **options)
+            options: dict[str, Any] = {"granularity": granularity, "offload_activations": offload_activations}
+            return trace(size, user.loss_fn, params, batch, figures, dtype, **options, remat=kept, tiles=in_tiles)
 
         report("optimizer")
         found = find_fit(

@@ -152,6 +152,19 @@ def offloading(size):
     return trace(size, loss_fn, params, batch, MACHINE, None, offload_activations=True)
 
 
+def test_residuals_count_as_saved_activations_where_they_are_kept():
+    params = {f"w{i}": jax.ShapeDtypeStruct((64, 64), np.float32) for i in range(8)}
+    deep, batch = chain(residual=True), jax.ShapeDtypeStruct((4096, 64), np.float32)
+
+    def saving(remat, is_offloaded=True):
+        return trace(4096, deep, params, batch, MACHINE, None, remat=remat, offload_activations=is_offloaded)
+
+    # Of eight segments, all but the last two keep a product until their backward, and all but the first an input.
+    assert saving("full").saved_bytes == saving("auto").saved_bytes == 5 * 2**20
+    assert saving("none").saved_bytes == (5 + 6) * 2**20
+    assert saving("none").loading_bytes < saving("none", is_offloaded=False).loading_bytes / 1.5
+
+
 def test_saved_activations_bound_the_batch_by_host_memory_and_are_stated():
     sizes = {"model": "m", "machine": "a100", "host_bytes": lambda traced: KEPT}
     one = offloading(1).saved_bytes
