@@ -22,6 +22,7 @@ import numpy as np
 from rich.table import Table
 from typer import Argument, Option
 
+from jaxferry.cli.batch_sizes import MOST_SAMPLES, Sizes
 from jaxferry.cli.common import (
     AsJson,
     PlanOutput,
@@ -45,15 +46,16 @@ from jaxferry.cli.workload import (
     find_function,
     make_optimizer,
     read_dtype,
+    read_remat,
     read_tiles,
     read_workload,
     user_code,
 )
 from jaxferry.costs import MACHINES, find_machine
 from jaxferry.errors import InputError, call_users
-from jaxferry.modes import BLOCK, MODULE
+from jaxferry.modes import BLOCK, MODULE, Remat
 from jaxferry.optimizer import pinned_advice, pinned_bytes, pinned_problem
-from jaxferry.partition import OFF, check_tiles
+from jaxferry.partition import AUTO, OFF, check_tiles
 from jaxferry.planner import (
     SIMPLE_POLICIES,
     FinestPlanner,
@@ -78,9 +80,6 @@ from jaxferry.step import (
 from jaxferry.training import accelerator_dtype, host_bytes
 from jaxferry.units import format_apart, format_bytes, format_seconds, parse_bytes
 
-MOST_TRACES = 30  # traces of a search; linear memory needs three, nearly linear memory a few more
-_MOST_GUESSES = 6  # traces at sizes where a line meets the budget; the search then halves
-MOST_SAMPLES = (1 << 24) - 1  # larger batches are not tried
 _WORKLOAD = "WORKLOAD"
 
 
@@ -105,6 +104,9 @@ def fit(
     optimizer: Optimizer = "adamw",
     compute_dtype: ComputeDtype = None,
     granularity: FixedGranularity = BLOCK,
+    remat: Annotated[
+        str, Option(help=f"As of profile; {AUTO} is {Remat.FULL.value} with --offload-activations.")
+    ] = AUTO,
     tiles: Tiles = OFF,
     offload_activations: OffloadActivations = False,
     output: PlanOutput = None,
@@ -121,7 +123,8 @@ def fit(
     host_memory_bytes = None if figures.host_memory_bytes is None else int(figures.host_memory_bytes)
     if host_memory is not None:
         host_memory_bytes = parse_bytes(host_memory, "--host-memory")
-    update, dtype, in_tiles = make_optimizer(optimizer), read_dtype(compute_dtype), check_tiles(read_tiles(tiles))
+    update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)
+    kept, in_tiles = read_remat(remat), check_tiles(read_tiles(tiles))
     with user_code(workload, _WORKLOAD), progress("fit") as report:
         sizes = _Workload(workload, batch_size, length)
         params = sizes.own.shapes()
@@ -131,7 +134,7 @@ def fit(
             report(f"tracing batches of {size}")
             user, batch = sizes.of(size)
             of_model = user.loss_fn, params, batch, figures, dtype, granularity, offload_activations
-            return trace(size, *of_model, tiles=in_tiles)
+            return trace(size, *of_model, remat=kept, tiles=in_tiles)
 
         found = find_fit(
             traced,
@@ -343,57 +346,6 @@ def find_fit(
         rows=tuple(rows),
         problem=_problem(smallest, budget_bytes, kept(smallest) | most, host_memory_bytes),
     )
-
-
-class Sizes:
-    """The batch sizes that have been traced; saved activations may take `left_bytes` of host memory, None for any."""
-
-    def __init__(self, trace: Callable[[int], Traced], budget_bytes: int) -> None:
-        self._trace, self._budget_bytes = trace, budget_bytes
-        self.left_bytes: int | None = None
-        self._known: dict[int, Traced] = {}
-        self._is_loading = True
-
-    def of(self, batch_size: int) -> Traced:
-        """Returns the model for batches of a size."""
-        if batch_size not in self._known:
-            self._known[batch_size] = self._trace(batch_size)
-        return self._known[batch_size]
-
-    def largest(self, loading: bool) -> Traced:
-        """Returns the largest size that fits, with all layers loaded or not; a size that fits so must be known."""
-        self._is_loading = loading
-        while len(self._known) < MOST_TRACES and (size := self._next()) is not None:
-            self.of(size)
-        return self._known[max(size for size, traced in self._known.items() if self._fits(traced))]
-
-    def fits_on_host(self, traced: Traced) -> bool:
-        """Returns whether saved activations fit into the host memory that training leaves; true without any."""
-        saved_bytes = 0 if self.left_bytes is None else traced.profile.saved_bytes
-        return not saved_bytes or saved_bytes <= (self.left_bytes or 0)
-
-    def _need(self, traced: Traced) -> int:
-        return traced.loading_bytes if self._is_loading else traced.smallest_bytes
-
-    def _fits(self, traced: Traced) -> bool:
-        return self._need(traced) <= self._budget_bytes and self.fits_on_host(traced)
-
-    def _next(self) -> int | None:
-        """Returns the size to trace next; None if the largest is known."""
-        needs = sorted((size, self._need(traced)) for size, traced in self._known.items())
-        fitting = [each for each in needs if self._fits(self._known[each[0]])]
-        others = [each for each in needs if not self._fits(self._known[each[0]])]
-        first, last = fitting[-1][0] + 1, others[0][0] - 1 if others else MOST_SAMPLES
-        if first > last:
-            return None
-        if len(needs) > _MOST_GUESSES:
-            return (first + last) // 2 if others else min(2 * first, last)
-        # Where the line through the largest two sizes, or through one and none, meets the budget.
-        none = 0, self._need(next(iter(self._known.values())).without_samples)
-        (one, bytes_of_one), (two, bytes_of_two) = [none, *[*fitting[-2:], *others[:1]][-2:]][-2:]
-        slope = (bytes_of_two - bytes_of_one) / (two - one)
-        meets = int(one + (self._budget_bytes - bytes_of_one) / slope) if slope > 0 else 2 * two
-        return min(max(meets, first), last)
 
 
 def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:

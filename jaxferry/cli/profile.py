@@ -22,6 +22,7 @@ from jaxferry.cli.workload import (
     check_fixed_granularity,
     make_optimizer,
     read_dtype,
+    read_remat,
     read_tiles,
     user_code,
 )
@@ -195,7 +196,7 @@ def trace(
     processes: int = 1,
 ) -> Traced:
     """Traces a loss function and estimates its profile; raises InputError if several devices cannot share the batch."""
-    remat = Remat.FULL.value if offload_activations else remat
+    remat = Remat.FULL.value if offload_activations and remat == AUTO else remat
     merge = functools.partial(merges_of_small, machine=machine) if granularity == BLOCK else None
     settings: dict[str, Any] = {"compute_dtype": compute_dtype, "merge": merge, "granularity": granularity}
     settings |= {"num_devices": devices, "num_processes": processes}
@@ -273,9 +274,8 @@ def profile(
         raise InputError(f"--devices must be a multiple of --processes, got {devices} and {processes}")
     if tiles == AUTO:
         raise InputError("--tiles must be off, a number, or numbers by segment: a profile has no budget to choose for")
-    if remat not in (*REMAT, AUTO):
-        raise InputError(f"--remat must be one of {', '.join((*REMAT, AUTO))}, got {remat!r}")
-    options: dict[str, Any] = {"remat": remat, "granularity": granularity, "compute_dtype": read_dtype(compute_dtype)}
+    options: dict[str, Any] = {"remat": read_remat(remat), "granularity": granularity}
+    options |= {"compute_dtype": read_dtype(compute_dtype)}
     tiled = read_tiles(tiles)
     if machine is not None:
         figures = find_machine(machine)

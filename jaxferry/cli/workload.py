@@ -23,7 +23,7 @@ from typer import Option
 from jaxferry.errors import InputError, JaxFerryError, PartitionError, call_users, origin_of
 from jaxferry.modes import BLOCK, MODULE
 from jaxferry.optimizer import adam, adamw, lion, sgd
-from jaxferry.partition import result_shapes
+from jaxferry.partition import AUTO, REMAT, result_shapes
 from jaxferry.training import read_compute_dtype
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ Tiles = Annotated[
     str, Option(metavar="off|auto|N|NAME=N,...", help="Tiles in which programs of segments run, along batch or tokens.")
 ]
 OffloadActivations = Annotated[
-    bool, Option("--offload-activations", help="Offload values that cross segments to host memory.")
+    bool, Option("--offload-activations", help="Offload what waits for its backward to host memory.")
 ]
 
 
@@ -88,6 +88,13 @@ Devices = Annotated[
     int, Option(min=1, help="Devices that share each batch; without an accelerator, virtual CPU devices.")
 ]
 Seed = Annotated[int, Option(help="Seed of the initial parameters, if a function makes them.")]
+
+
+def read_remat(remat: str) -> str:
+    """Checks the option `--remat` of a command that plans; raises InputError if it is no choice."""
+    if remat not in (*REMAT, AUTO):
+        raise InputError(f"--remat must be one of {', '.join((*REMAT, AUTO))}, got {remat!r}")
+    return remat
 
 
 def read_tiles(text: str) -> str | int | dict[str, Any]:

@@ -117,8 +117,9 @@ class LayerProfile:
       fused_backward: whether forward and backward are one program; possible only for the last program of a profile.
       shares_program: whether its forward and its backward are part of the programs of the layer before it. So the
         layers of a program have parameters of their own, but run together.
-      save_bytes: bytes of values that leave for host memory after this forward, the last one that reads them.
-      fetch_bytes: bytes of values that return from host memory for this backward.
+      save_bytes: bytes of values and residuals that leave for host memory after this forward, the last one that reads
+        or makes them.
+      fetch_bytes: bytes of values and residuals that return from host memory for this backward.
       forward_workspace_bytes: device memory in use while the forward runs, besides parameters, kept activations and the
         program's temporaries.
       backward_workspace_bytes: likewise for the backward, without its gradient.

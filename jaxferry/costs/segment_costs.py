@@ -89,12 +89,14 @@ class _Operand:
 _ARGUMENT = _Operand(frozenset(), True)
 
 
-def _peak_bytes(jaxpr: core.Jaxpr, is_body: bool = True) -> int:
+def _peak_bytes(jaxpr: core.Jaxpr, is_body: bool = True, num_stored: int = 0) -> int:
+    """The temporaries; the first `num_stored` results are among them, since they leave for the host at the end."""
     memory = _Memory(is_body)
     results = memory.run(jaxpr, [_ARGUMENT] * len(jaxpr.invars), is_whole=True)
     for result in results:
         memory.read(result)
-    return memory.peak_bytes({value for result in results if result.is_stored for value in result.values})
+    stay = results[num_stored:]
+    return memory.peak_bytes({value for result in stay if result.is_stored for value in result.values})
 
 
 class _Memory:
@@ -239,9 +241,10 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
         kept_bytes = graph.device_bytes(*program.derivative.saved) + graph.held_bytes(*own - before)
         is_last = number == len(partition.segments) - 1
         of_first: dict[str, Any] = {"activation_bytes": kept_bytes}
-        whole = _whole_bytes(graph, segment)
+        # A segment in tiles copies all weights that it reads in host memory; others copy them panel by panel.
+        whole_bytes = 0 if segment.tiling is None else sum(map(graph.num_bytes, segment.weights))
         if temporaries:
-            sizes = _by_variant(program.temporary_bytes(is_last), whole)
+            sizes = _by_variant(program.temporary_bytes(is_last), whole_bytes)
             of_first = {"activation_bytes": 0 if is_last else kept_bytes, "temporary_bytes": sizes}
         if (segment.remat if remat is None else remat) == AUTO and not is_last:
             again = program_costs(segment, "full", "again")
@@ -252,7 +255,8 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
             if again_bytes < kept_bytes:
                 of_first["recomputation"] = program.recomputation(again, again_bytes)
                 if temporaries:
-                    of_first["temporary_bytes"] |= _by_variant(again.temporary_bytes(is_last), whole, recomputes=True)
+                    sizes = _by_variant(again.temporary_bytes(is_last), whole_bytes, recomputes=True)
+                    of_first["temporary_bytes"] |= sizes
         result += program.split(partition, segment, partition.uses_of[number], of_first)
     return tuple(result)
 
@@ -268,13 +272,13 @@ class _ProgramCosts:
 
     def __init__(self, graph: Graph, segment: Segment, remat: Any):
         self.derivative = derivative = differentiate(graph, segment, remat)
-        self._temporary_bytes: tuple[int, int] | None = None
+        self._temporary_bytes: tuple[int, int, int] | None = None
         read = (segment.weights, segment.inputs, segment.nondiff_inputs)
         avals = [[graph.avals[value] for value in values] for values in read]
         self._arguments = [[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in each] for each in avals]
         forward = _live(jax.make_jaxpr(derivative.forward)(*self._arguments))
         backward = _live(jax.make_jaxpr(derivative.backward)(*derivative.backward_arguments(graph)))
-        self._jaxprs = forward, backward
+        self._jaxprs, self._num_devices = (forward, backward), graph.num_devices
         weights = segment.by_group(range(len(segment.weights)))
         self.forward: Costs = jaxpr_costs(forward)
         self.backward: Costs = jaxpr_costs(backward)
@@ -284,15 +288,21 @@ class _ProgramCosts:
         self.touched_forward = [touched_bytes(own) for own in self.reads_forward]
         self.touched_backward = [touched_bytes(own) for own in self.reads_backward]
 
-    def temporary_bytes(self, is_last: bool) -> tuple[int, int]:
-        """Returns the temporaries of forward and backward; those of the last segment's one program for both."""
+    def temporary_bytes(self, is_last: bool) -> tuple[int, int, int]:
+        """Returns the temporaries of forward and backward, and of a backward that writes its gradient to the host.
+
+        Of the last segment, those of its one program for both.
+        """
         if self._temporary_bytes is None:
             forward, backward = self._jaxprs
             if is_last:  # one program: the forward and, for cotangents of 1, the backward
                 ones = functools.partial(jax.tree.map, jnp.ones_like)
                 both = functools.partial(self.derivative.both, ones)
                 forward = backward = _live(jax.make_jaxpr(both)(*self._arguments))
-            self._temporary_bytes = temporary_bytes(forward), temporary_bytes(backward)
+            sizes, by_go = (temporary_bytes(forward), temporary_bytes(backward)), 0
+            if self.derivative.segment.tiling is not None:
+                by_go = _storing_bytes(backward, len(self.derivative.segment.trained), self._num_devices)
+            self._temporary_bytes = *sizes, max(sizes[1], by_go)
         return self._temporary_bytes
 
     def kept_values(self, segment: Segment) -> set[int]:
@@ -358,23 +368,25 @@ def _reads_before_loops(closed_jaxpr: core.ClosedJaxpr, arguments: Sequence[int]
     return (HostRead(sum(sizes)),) if sizes else ()
 
 
-def _whole_bytes(graph: Graph, segment: Segment) -> tuple[int, int]:
-    """The bytes of weights, and of gradients, that are on the device whole though a program reads, or writes, the host.
+def _storing_bytes(closed_jaxpr: core.ClosedJaxpr, num_gradients: int, num_devices: int) -> int:
+    """The temporaries of a program in tiles that writes its gradients to the host, which exist whole on the device.
 
-    Of a segment in tiles that is all of them; others move them panel by panel.
+    They leave as the fp32 sums that they are, but from several devices: those exchange them in their own dtype.
     """
-    if segment.tiling is None:
-        return 0, 0
-    sizes = list(map(graph.num_bytes, segment.weights))
-    return sum(sizes), sum(sizes[i] for i in segment.trained)
+    jaxpr = closed_jaxpr.jaxpr
+    casts = {e.outvars[0]: e.invars[0] for e in jaxpr.eqns if e.primitive.name == _CONVERT}
+    gradients = list(jaxpr.outvars[:num_gradients])
+    if num_devices == 1:
+        gradients = [casts.get(atom, atom) if _is_variable(atom) else atom for atom in gradients]
+    stored = jaxpr.replace(outvars=[*gradients, *jaxpr.outvars[num_gradients:]])
+    return _peak_bytes(stored, is_body=False, num_stored=num_gradients)
 
 
-def _by_variant(num_bytes: tuple[int, int], whole: tuple[int, int], recomputes: bool = False) -> dict[str, int]:
-    """The temporaries of forward and backward as those of all their variants, which differ in `_whole_bytes` alone."""
-    forward_bytes, backward_bytes = num_bytes
-    forwards = {forward_variant(by_dha, recomputes): forward_bytes + by_dha * whole[0] for by_dha in (False, True)}
+def _by_variant(num_bytes: tuple[int, int, int], whole_bytes: int, recomputes: bool = False) -> dict[str, int]:
+    """The temporaries as those of all variants; one that reads the host has `whole_bytes` of weights on the device."""
+    forward_bytes, *backward_bytes = num_bytes
+    forwards = {forward_variant(by_dha, recomputes): forward_bytes + by_dha * whole_bytes for by_dha in (False, True)}
     flags = itertools.product((False, True), repeat=2)
     return forwards | {
-        backward_variant(dha, host, recomputes): backward_bytes + dha * whole[0] + host * whole[1]
-        for dha, host in flags
+        backward_variant(dha, host, recomputes): backward_bytes[host] + dha * whole_bytes for dha, host in flags
     }

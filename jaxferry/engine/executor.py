@@ -23,7 +23,7 @@ from jaxferry.engine.pending import wait_for_copy
 from jaxferry.engine.step import StepContext
 from jaxferry.optimizer import UpdateGroup
 from jaxferry.processes import moved
-from jaxferry.step import Instruction, Operation, ProgramKey, ProgramUse
+from jaxferry.step import Instruction, Operation, ProgramKey, ProgramUse, Value
 from jaxferry.transport import PutCopy, Vectors, delete_all
 
 _add = jax.jit(jnp.add)
@@ -67,7 +67,7 @@ def forward(step: StepContext, call: Instruction) -> None:
     """Runs a forward and keeps its residuals."""
     assert call.key is not None
     outputs, nondiff_outputs, saved, finite = _run(step, call, call.key, (), _values_read(step, call))
-    step.saved[call.segment] = saved
+    step.values.update(zip(call.residuals, saved, strict=True))
     _keep_outputs(step, call, outputs, nondiff_outputs, finite)
     _end_program(step, call, finite)
 
@@ -92,9 +92,9 @@ def backward(step: StepContext, call: Instruction) -> None:
     if key is None:
         return
     destinations = step.gradients.destinations(call, key)
-    others = [*_values_read(step, call), step.saved[call.segment], list(map(step.cotangent, call.outputs))]
+    saved = list(map(step.values.pop, call.residuals))
+    others = [*_values_read(step, call), saved, list(map(step.cotangent, call.outputs))]
     gradients, cotangents, norms = _run(step, call, key, destinations, others)
-    del step.saved[call.segment]
     for value in call.outputs:
         step.cotangents.pop(value, None)
     _keep_cotangents(step, call, cotangents)
@@ -294,7 +294,7 @@ def _end_offloads(step: StepContext) -> None:
 
 
 def _move(
-    step: StepContext, call: Instruction, source: dict[int, Any], target: dict[int, Any], memory_kind: str
+    step: StepContext, call: Instruction, source: dict[Value, Any], target: dict[Value, Any], memory_kind: str
 ) -> list[jax.Array]:
     found = [source[value] for value in call.values]
     where = [array.sharding.with_memory_kind(memory_kind) for array in found]

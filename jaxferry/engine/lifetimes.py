@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxferry.engine.memory import Transfers
 from jaxferry.partition import Derivative
-from jaxferry.step import Instruction, Operation, ProgramKey, ProgramKind, StepProgram, Target
+from jaxferry.step import Instruction, Operation, ProgramKey, ProgramKind, StepProgram, Target, Value
 from jaxferry.transport import Allocator, Buffer, unsplit_bytes
 
 _AWAITED, _COPIES, _RESULTS, _FREED, _TIMES = range(5)
@@ -47,7 +47,7 @@ class Lifetimes:
         self.end = _TIMES * self._num_places
         self.buffers: list[Buffer] = []
         self._freed = {value: i.place for i in program.programs for value in i.frees}
-        self._stays_until, self._fetched_from = dict[int, int](), dict[int, int]()
+        self._stays_until, self._fetched_from = dict[Value, int](), dict[Value, int]()
         self._find_moved_values()
         self._add_loads(ahead)
         self._residuals: dict[int, list[tuple[Any, int]]] = {}
@@ -77,10 +77,14 @@ class Lifetimes:
         """Adds a value that exists from a program on until its last reader, or until the step ends."""
         num_bytes, start = self._graph.held_bytes(value), _TIMES * place + _RESULTS
         end = _TIMES * self._freed[value] + _FREED if value in self._freed else self.end
-        if value in self._fetched_from:
-            self._add(num_bytes, start, (start + 1, max(self._stays_until[value], start + 1)))
-            start = self._fetched_from[value]
-        self._add(num_bytes, start, end)
+        self._add(num_bytes, self._returned(value, num_bytes, start), end)
+
+    def _returned(self, value: Value, num_bytes: int, start: int) -> int:
+        """Returns since when a value or residual is where its backward reads it; adds it until it leaves before."""
+        if value not in self._fetched_from:
+            return start
+        self._add(num_bytes, start, (start + 1, max(self._stays_until[value], start + 1)))
+        return self._fetched_from[value]
 
     def _add_loads(self, ahead: Sequence[int]) -> None:
         """Adds copies of parameters: as soon as they may be loaded, or when their first reader needs them."""
@@ -120,7 +124,10 @@ class Lifetimes:
             for value in (*segment.outputs, *segment.nondiff_outputs):
                 self._add_value(value, place)
         if key.kind is ProgramKind.FORWARD:
-            self._residuals[instruction.segment] = [(aval, start) for aval in derivative.saved]
+            self._residuals[instruction.segment] = [
+                (aval, self._returned(residual, self._graph.device_bytes(aval), start))
+                for residual, aval in zip(instruction.residuals, derivative.saved, strict=True)
+            ]
         else:
             self._add_cotangents(instruction)
         self._add(_SCALAR_BYTES, start, self.end)

@@ -18,7 +18,7 @@ import jax
 
 from jaxferry.costs import Profile
 from jaxferry.modes import GradientPlace, UpdatePlace
-from jaxferry.partition import Derivative, Partition, Segment
+from jaxferry.partition import Derivative, Partition, Segment, aval_bytes
 from jaxferry.step import (
     CROSSING_SLOTS,
     NO_JOINS,
@@ -36,6 +36,7 @@ from jaxferry.step import (
     StepProgram,
     Target,
     Task,
+    Value,
     places,
     program_keys,
     schedule_step,
@@ -70,8 +71,8 @@ def lower(
 ) -> StepProgram:
     """Lowers a plan to the instructions of a step; `profile` has the facts of the programs (`with_program_facts`).
 
-    With `offload_activations`, values wait in host memory for their backward. `joins` is the work of the transport
-    that is part of other programs.
+    With `offload_activations`, values and residuals wait in host memory for their backward. `joins` is the work of the
+    transport that is part of other programs.
     """
     program = StepProgram(partition, derivatives, plan, schedule_step(profile, plan), ())
     offloaded = offloaded_values(partition, derivatives) if offload_activations else {}
@@ -79,7 +80,7 @@ def lower(
 
 
 class _Lowering:
-    def __init__(self, program: StepProgram, offloaded: Mapping[int, tuple[int, int]], joins: Joins) -> None:
+    def __init__(self, program: StepProgram, offloaded: Mapping[Value, tuple[int, int]], joins: Joins) -> None:
         self._partition, self._derivatives, self._plan = program.partition, program.derivatives, program.plan
         self._tasks, self._offloaded, self._joins = program.schedule.tasks, offloaded, joins
         self._keys = program_keys(self._partition, self._derivatives, self._plan)
@@ -125,6 +126,9 @@ class _Lowering:
             reads=reads,
             outputs=tuple(segment.outputs),
             nondiff_outputs=tuple(segment.nondiff_outputs),
+            residuals=()
+            if key.kind is ProgramKind.LOSS
+            else residuals_of(self._partition, self._derivatives, made.segment),
             inputs=tuple(segment.inputs),
             offloads_awaited=tuple(i for i in self._waits_of(made.index) if self._tasks[i].kind is Kind.OFFLOAD),
             frees=tuple(self._frees.get(place, ())),
@@ -307,23 +311,45 @@ def widened_groups(partition: Partition, derivatives: Mapping[int, Derivative], 
     }
 
 
-def offloaded_values(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[int, tuple[int, int]]:
-    """The values that can wait in host memory, each with the place after which it leaves and the one that reads it."""
-    last_forward: dict[int, int] = {}
-    backward: dict[int, int] = {}
+def residuals_of(partition: Partition, derivatives: Mapping[int, Derivative], segment: int) -> tuple[Value, ...]:
+    """The residuals between the forward and the backward of a segment."""
+    saved = derivatives[partition.segments[segment].program].saved
+    return tuple((segment, index) for index in range(len(saved)))
+
+
+def aval_of(partition: Partition, derivatives: Mapping[int, Derivative], value: Value) -> Any:
+    """The shape and dtype of a value between programs, or of a residual."""
+    if isinstance(value, int):
+        return partition.graph.avals[value]
+    segment, index = value
+    return derivatives[partition.segments[segment].program].saved[index]
+
+
+def offloaded_values(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[Value, tuple[int, int]]:
+    """The values and residuals that can wait in host memory.
+
+    Returns:
+      For each, the place after which it leaves and the one that reads it.
+    """
+    last_forward: dict[Value, int] = {}
+    backward: dict[Value, int] = {}
     for place, read in enumerate(_freeable_reads(partition, derivatives)):
         for value in read:
             if place < len(partition.segments):
                 last_forward[value] = place
             else:
                 backward.setdefault(value, place)
-    graph = partition.graph
+    for place, (kind, number) in enumerate(places(partition)):
+        made = residuals_of(partition, derivatives, number) if kind is ProgramKind.BACKWARD else ()
+        last_forward |= dict.fromkeys(made, number)
+        backward |= dict.fromkeys(made, place)
+    avals = {value: aval_of(partition, derivatives, value) for value in backward}
     return {
         value: (last_forward[value], until)
         for value, until in backward.items()
         if until - last_forward[value] >= 2 * CROSSING_SLOTS
-        and not jax.dtypes.issubdtype(graph.avals[value].dtype, jax.dtypes.extended)
-        and graph.num_bytes(value) >= MIN_OFFLOADED_BYTES
+        and not jax.dtypes.issubdtype(avals[value].dtype, jax.dtypes.extended)
+        and aval_bytes(avals[value]) >= MIN_OFFLOADED_BYTES
     }
 
 

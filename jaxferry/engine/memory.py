@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxferry.engine.lowering import aval_of
 from jaxferry.partition import Derivative, Partition, Segment
 from jaxferry.planner import Peak
-from jaxferry.step import Instruction, Lane, Operation, ProgramKey, ProgramKind, StepProgram, leading_loads
+from jaxferry.step import Instruction, Lane, Operation, ProgramKey, ProgramKind, StepProgram, Value, leading_loads
 
 _SCALAR_BYTES = {ProgramKind.FORWARD: 1, ProgramKind.LOSS: 5, ProgramKind.BACKWARD: 4}
 """Until the step ends, programs keep a flag for finite outputs and the norm of their gradient."""
@@ -264,7 +265,7 @@ class Transfers:
         """Finds until when gradients may be there, and where values are certainly in host memory alone."""
         partition, instructions = self._program.partition, self._program.instructions
         offloaded, free_from = [0] * self._num_places, self._num_places
-        gone_from: dict[int, int] = {}
+        gone_from: dict[Value, int] = {}
         for instruction in reversed([i for i in instructions if i.task.lane is Lane.D2H]):
             free_from = min(free_from, self.first_waiter.get(instruction.index, free_from))
             if instruction.operation is Operation.SAVE:
@@ -278,8 +279,9 @@ class Transfers:
                 self._gradients_at[place][instruction.index] = num_bytes
         for instruction in instructions:
             for value in instruction.values if instruction.operation is Operation.FETCH else ():
+                num_bytes = partition.graph.device_bytes(aval_of(partition, self._program.derivatives, value))
                 for place in range(gone_from[value], self.last_program[instruction.index] + 1):
-                    offloaded[place] += partition.graph.held_bytes(value)
+                    offloaded[place] += num_bytes
         return offloaded
 
     def _add_kept_gradients(self) -> None:

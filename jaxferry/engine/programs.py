@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxferry.costs import LayerProfile, Profile
-from jaxferry.engine.lowering import last_readers, offloaded_values
+from jaxferry.engine.lowering import aval_of, last_readers, offloaded_values
 from jaxferry.engine.memory import LiveValues
 from jaxferry.engine.program_functions import ProgramTracer
 from jaxferry.native import check_donated, library, targets
@@ -236,11 +236,12 @@ def with_program_facts(
     """
     fields = [_flags(partition, derivatives, number) for number in range(len(partition.uses))]
     order, first = places(partition), [uses[0] for uses in partition.uses_of]
-    # Values that wait in host memory.
+    # Values and residuals that wait in host memory.
     moved = offloaded_values(partition, derivatives) if offload_activations else {}
     for value, (last_forward, backward) in moved.items():
-        fields[first[order[last_forward][1]]]["save_bytes"] += partition.graph.held_bytes(value)
-        fields[first[order[backward][1]]]["fetch_bytes"] += partition.graph.held_bytes(value)
+        num_bytes = partition.graph.device_bytes(aval_of(partition, derivatives, value))
+        fields[first[order[last_forward][1]]]["save_bytes"] += num_bytes
+        fields[first[order[backward][1]]]["fetch_bytes"] += num_bytes
     # The memory in use while each program runs, besides parameters, gradients, kept activations and temporaries.
     kept = [0]
     for number in first:

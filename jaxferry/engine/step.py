@@ -30,7 +30,7 @@ from jaxferry.engine.recorder import Recorder
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.streamed_updates import StreamingStep
 from jaxferry.optimizer import HostOptimizer
-from jaxferry.step import Operation, StepProgram
+from jaxferry.step import Operation, StepProgram, Value
 from jaxferry.transport import Placement, TaskMark, Transport
 
 
@@ -129,10 +129,9 @@ class StepContext:
 
     Attributes:
       does_what_it_issues: whether each lane's thread does the work itself; on an accelerator, a thread only issues it.
-      values: the values between programs, by number; likewise their `cotangents`.
-      offloaded: values that wait in pinned host memory for their backward.
+      values: the values between programs, by number, and residuals; likewise the values' `cotangents`.
+      offloaded: those that wait in pinned host memory for their backward.
       fetched: the arrays there of values that are back on the device, or on their way.
-      saved: residuals, by segment.
       seed: the factor on the loss, on the device; empty without loss scaling.
       finite: for each segment, whether its outputs are finite.
       num_programs: number of programs issued.
@@ -156,9 +155,8 @@ class StepContext:
         self.values = self._given(batch)
         self.does_what_it_issues = placement.is_cpu
         self._waits = placement.is_cpu or placement.takes_turns
-        self.offloaded: dict[int, jax.Array] = {}
+        self.offloaded: dict[Value, jax.Array] = {}
         self.fetched: list[jax.Array] = []
-        self.saved: dict[int, list[Any]] = {}
         self.cotangents: dict[int, jax.Array] = {}
         self.is_last = copies.is_last = accumulated.num_batches == rules.accumulate - 1
         transport = runnable.resources.transport
@@ -182,7 +180,7 @@ class StepContext:
         self._verdict: tuple[bool, jax.Array | None] | None = None
         self._lock = threading.Lock()
 
-    def _given(self, batch: Sequence[Any]) -> dict[int, Any]:
+    def _given(self, batch: Sequence[Any]) -> dict[Value, Any]:
         placement, partition = self.runnable.resources.placement, self.program.partition
         # A CPU reads NumPy's memory in place, so copy it: the caller may change it before the step has ended.
         own = [np.array(leaf) if isinstance(leaf, np.ndarray) and placement.is_cpu else leaf for leaf in batch]
@@ -190,7 +188,8 @@ class StepContext:
         with task_errors():
             leaves = [placement.put(graph, number, leaf) for number, leaf in zip(graph.batch, own, strict=True)]
             made, self._prelude = placement.in_turn(self.runnable.programs.run_prelude(leaves, placement.is_cpu))
-        values = {**self.runnable.constants, **dict(zip(partition.graph.batch, leaves, strict=True))}
+        values: dict[Value, Any] = dict(zip(partition.graph.batch, leaves, strict=True))
+        values |= self.runnable.constants.items()
         values |= zip(partition.prelude_outputs, made, strict=True)
         return values
 

@@ -1,7 +1,8 @@
 """Rewrites programs to write a layer's gradient to host memory themselves (GO; MemFerry, section V).
 
 A gradient that is a product, `x.T @ dy` up to casts, transposes and reshapes, is computed panel by panel on its way to
-the host and never exists whole on the device. Other gradients are stored once computed.
+the host and never exists whole on the device. Other gradients are stored once computed. One that a loop has summed in
+fp32 is stored from this sum, which is rounded in its own memory: in 16 bits it would be on the device beside the sum.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.native import as_stored, operations, twins
@@ -21,6 +23,9 @@ from jaxferry.partition.layout import Layer, Leaf
 
 FUSED_BYTES = 2**20
 """XLA computes smaller gradients, which are then stored: computing them by panels would gain nothing."""
+
+_ROUNDED_PANELS = 16
+"""A sum is rounded in so many panels: of one panel at a time there is a second copy."""
 
 
 def store_in_place(
@@ -53,7 +58,8 @@ def store_in_place(
     for i, leaf in enumerate(layer.leaves if native else ()):
         if (product := _find_product(graph, gradients[i], leaf, least_bytes)) is not None:
             products[i] = product
-    dense = [gradient for i, gradient in enumerate(gradients) if i not in products]
+    sums = [_find_sum(graph, each, least_bytes) if native else None for each in gradients]
+    dense = [each if sums[i] is None else sums[i] for i, each in enumerate(gradients) if i not in products]
     needed = [*jax.tree.leaves(rest), *dense, *(atom for p in products.values() for atom in (p.x, p.dy))]
     equations = live_equations(graph.equations, needed)
     made_at = {value: i for i, equation in enumerate(graph.equations) for value in equation.outputs}
@@ -67,7 +73,11 @@ def store_in_place(
         def value(atom: Any) -> Any:
             return values[atom] if isinstance(atom, int) else atom.val
 
-        on_device = {i: as_stored(value(gradients[i])) for i in range(len(gradients)) if i not in products}
+        def gradient(i: int) -> Any:
+            total, made = sums[i], gradients[i]
+            return as_stored(value(made)) if total is None else _rounded(values[total], graph.avals[made].dtype)
+
+        on_device = {i: gradient(i) for i in range(len(gradients)) if i not in products}
         kept = list(on_device.values())
         others = jax.tree.map(value, rest)
         if not native:
@@ -85,6 +95,33 @@ def store_in_place(
         return vectors, None if products else kept, others
 
     return run
+
+
+def _find_sum(graph: Graph, gradient: Any, least_bytes: int) -> int | None:
+    """Returns the fp32 sum of a loop of which a large gradient is the rounded value; None if it is anything else."""
+    made_by = {value: equation for equation in graph.equations for value in equation.outputs}
+    cast = made_by.get(gradient) if isinstance(gradient, int) else None
+    if cast is None or cast.primitive.name != "convert_element_type" or graph.num_bytes(gradient) < least_bytes:
+        return None
+    [total] = cast.reads
+    made = made_by.get(total) if graph.avals[total].ndim else None
+    parts = made.reads if made is not None and made.primitive.name == "add" else (total,)  # of a last, smaller tile
+    is_sum = any(made_by[part].primitive.name in ("scan", "while") for part in parts if part in made_by)
+    return total if is_sum and graph.avals[total].dtype == np.float32 else None
+
+
+def _rounded(total: jax.Array, dtype: Any) -> jax.Array:
+    """Returns an fp32 array rounded to the values of a dtype, panel by panel in its own memory."""
+    axis = int(np.argmax(total.shape))
+    length = total.shape[axis]
+    size = -(-length // _ROUNDED_PANELS)
+
+    def step(i: jax.Array, array: jax.Array) -> jax.Array:
+        start = jnp.minimum(i * size, length - size)  # what is rounded twice stays the same
+        panel = as_stored(jax.lax.dynamic_slice_in_dim(array, start, size, axis).astype(dtype))
+        return jax.lax.dynamic_update_slice_in_dim(array, panel.astype(array.dtype), start, axis)
+
+    return jax.lax.fori_loop(0, -(-length // size), step, total)
 
 
 def _packed(layer: Layer, gradients: Sequence[jax.Array], onto: Sequence[jax.Array] | None) -> list[jax.Array]:

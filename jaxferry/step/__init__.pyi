@@ -20,6 +20,7 @@ from .instructions import Instruction as Instruction
 from .instructions import Operation as Operation
 from .instructions import ProgramUse as ProgramUse
 from .instructions import StepProgram as StepProgram
+from .instructions import Value as Value
 from .instructions import arrivals_of as arrivals_of
 from .keys import NO_JOINS as NO_JOINS
 from .keys import Joins as Joins

@@ -23,6 +23,9 @@ from jaxferry.step.keys import ProgramKey, Source
 from jaxferry.step.plans import Plan
 from jaxferry.step.tasks import Schedule, Task
 
+Value = int | tuple[int, int]
+"""The number of a value between programs; or a residual: its segment, and its index among the segment's residuals."""
+
 
 class Operation(enum.Enum):
     """What an instruction does."""
@@ -121,10 +124,11 @@ class Instruction:
       place: the position of that program among all programs of the step; for a SAVE that of the program before it, for
         a FETCH that of the program that reads the values, for a task that is part of another one's program that of the
         program; else -1.
-      values: the values that a SAVE or FETCH moves.
+      values: the values and residuals that a SAVE or FETCH moves.
       uses: for a program, the parameter groups of its segment, in that order.
       reads: the values that the program is given, one tuple for each of its arguments.
       outputs, nondiff_outputs: the values that a forward makes.
+      residuals: those that a forward makes, or that a backward is given.
       inputs: the values whose cotangents a backward makes.
       offloads_awaited: OFFLOAD instructions that must have ended on the device before the program may allocate memory.
       frees: values that no later program reads.
@@ -139,11 +143,12 @@ class Instruction:
     group: int
     key: ProgramKey | None = None
     place: int = -1
-    values: tuple[int, ...] = ()
+    values: tuple[Value, ...] = ()
     uses: tuple[ProgramUse, ...] = ()
     reads: tuple[tuple[int, ...], ...] = ()
     outputs: tuple[int, ...] = ()
     nondiff_outputs: tuple[int, ...] = ()
+    residuals: tuple[Value, ...] = ()
     inputs: tuple[int, ...] = ()
     offloads_awaited: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()

@@ -116,12 +116,12 @@ def train_step(
         over rows are in fp32 at least. Losses and gradients are those of one tile up to rounding; dropout draws the
         same masks. A program in tiles copies the layer that it reads in host memory (DHA, DFGB) to the device first,
         and writes its gradient to the host (GO) once that is whole.
-      offload_activations: whether values that cross segments, and that a backward reads, wait for it in pinned host
-        memory. Not with `remat="auto"`. These are segments' inputs and outputs, not the residuals within a segment;
-        with `remat="full"` there are no such residuals. A value leaves the device after the last forward that reads it
-        and returns while the program before its first backward runs. Values whose backward is fewer than four programs
-        later stay, as do those below 1 KiB. The device then holds the values of a few segments, however deep the model
-        is, and each value crosses the link twice. Results are bit-identical.
+      offload_activations: whether what a backward reads waits for it in pinned host memory: values that cross
+        segments, and the residuals within a segment that `remat` keeps. Not with `remat="auto"`. An array leaves the
+        device after the last forward that reads it and returns while the program before its first backward runs.
+        Arrays whose backward is fewer than four programs later stay, as do those below 1 KiB. The device then holds
+        what a few segments keep, however deep the model is, and each array crosses the link twice. Results are
+        bit-identical.
       skip_nonfinite: skip updates whose loss or gradients are not finite; the state stays unchanged. By default a
         non-finite loss raises `NonFiniteError` (the state stays unchanged as well).
       check_gradients: whether a non-finite gradient raises `NonFiniteError` before its update, as a loss does. True:

@@ -73,6 +73,7 @@ LINES = [
     (f"profile --model {NAME}:shapes --machine h100-pcie5 --devices 3 --processes 2", "multiple of --processes"),
     (f"profile --model {NAME}:shapes --machine h100-pcie5 --devices 3", "first axis .* a multiple of 3 devices"),
     (f"profile --model {NAME}:shapes --machine h100-pcie5 --remat some", "--remat must be .* got 'some'"),
+    (f"fit {NAME}:shapes --machine h100-pcie5 --remat some", "--remat must be .* got 'some'"),
     (f"profile --model {NAME} --machine h100-pcie5", '"module:function", "file.py:function"'),
     ("profile --model no_module:f --machine h100-pcie5", "no module named 'no_module'"),
     (f"profile --model {NAME}:f --machine h100-pcie5", "has no function 'f'"),

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.cli.fit import Sizes, find_fit
+from jaxferry.cli.batch_sizes import Sizes
+from jaxferry.cli.fit import find_fit
 from jaxferry.cli.profile import trace
 from jaxferry.costs import find_machine
 from jaxferry.step import needed_bytes
@@ -150,6 +151,19 @@ def offloading(size):
     params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 6
     batch = {"x": jax.ShapeDtypeStruct((size, 16, WIDTH), jnp.float32)}
     return trace(size, loss_fn, params, batch, MACHINE, None, offload_activations=True)
+
+
+def test_residuals_count_as_saved_activations_where_they_are_kept():
+    params = {f"w{i}": jax.ShapeDtypeStruct((64, 64), np.float32) for i in range(8)}
+    deep, batch = chain(residual=True), jax.ShapeDtypeStruct((4096, 64), np.float32)
+
+    def saving(remat, is_offloaded=True):
+        return trace(4096, deep, params, batch, MACHINE, None, remat=remat, offload_activations=is_offloaded)
+
+    # Of eight segments, all but the last two keep a product until their backward, and all but the first an input.
+    assert saving("full").profile.saved_bytes == saving("auto").profile.saved_bytes == 5 * 2**20
+    assert saving("none").profile.saved_bytes == (5 + 6) * 2**20
+    assert saving("none").loading_bytes < saving("none", is_offloaded=False).loading_bytes / 1.5
 
 
 def test_saved_activations_bound_the_batch_by_host_memory_and_are_stated():

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import model as gpt2
+import models
 from examples.llama import model as llama
 from jaxferry.costs import backward_variant, forward_variant, partition_costs, temporary_bytes
+from jaxferry.engine import RematVariants
 from jaxferry.partition import partition
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks/results/compiled_for_gpu.json"
@@ -80,3 +82,13 @@ def test_estimates_are_near_what_xla_needs_on_a_gpu(name, module):
             ratios.append(costs[segment][name_of] / program["temporary_bytes"])
     assert len(ratios) > 8
     assert min(ratios) > 0.7 and max(ratios) < 1.2
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_of_tiles_that_leave_for_the_host_count_as_the_sums_that_they_are(dtype):
+    task = models.gpt(vocab=4096, depth=1)
+    parts = partition(task.loss_fn, task.params, (shape(8, 33, dtype=jnp.int32),), compute_dtype=dtype)
+    head = partition_costs(RematVariants(parts, "none", 4).base, "none", temporaries=True)[-1]
+    whole, stored = (head.temporary_bytes[backward_variant(False, is_go)] for is_go in (False, True))
+    # In 16 bits the program has the fp32 sums beside its results; in fp32 they are its results.
+    assert stored - whole == (head.grad_bytes if dtype == jnp.float32 else 0)

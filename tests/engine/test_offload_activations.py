@@ -11,6 +11,7 @@ import pytest
 import jaxferry
 import models
 from jaxferry.modes import Mode
+from jaxferry.partition import aval_bytes
 from jaxferry.step import (
     CROSSING_SLOTS,
     Kind,
@@ -20,7 +21,7 @@ from jaxferry.step import (
     Plan,
 )
 from models import random_streams
-from planned import plan_of, prepared
+from planned import assert_same_bits, plan_of, prepared, train
 from profiles import lowered, transformer, with_modes
 
 MOVES = (Kind.SAVE, Kind.FETCH)
@@ -47,6 +48,19 @@ def moves_of(program):
     return found[Operation.SAVE], found[Operation.FETCH]
 
 
+def residuals_of(prepared, segment):
+    saved = prepared.program.derivatives[prepared.partition.segments[segment].program].saved
+    return [(segment, index) for index in range(len(saved))]
+
+
+def aval_of(prepared, value):
+    """The shape of a value, or of a residual."""
+    if isinstance(value, int):
+        return prepared.partition.graph.avals[value]
+    segment, index = value
+    return prepared.program.derivatives[prepared.partition.segments[segment].program].saved[index]
+
+
 # The bytes
 
 
@@ -58,17 +72,22 @@ def perceptron(depth, rows=64, width=16):
 
 def peak_of(depth, rows=64, **options):
     plan = Plan("test", 1.0, tuple(LayerPlan(f"l{i:02}", Mode.RELOAD) for i in range(depth)))
-    return prepared(perceptron(depth, rows), optax.sgd(0.1), remat="full", plan=plan, **options).peak.total
+    return prepared(perceptron(depth, rows), optax.sgd(0.1), plan=plan, **{"remat": "full", **options}).peak.total
 
 
 @pytest.mark.cpu_device  # buffers of layers stay on an accelerator where no budget forbids it
-def test_memory_does_not_grow_with_depth_and_a_budget_admits_larger_batches():
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_memory_does_not_grow_with_depth_whatever_segments_keep(remat):
+    with_it, without = [[peak_of(d, remat=remat, offload_activations=on) for d in (8, 16)] for on in (True, False)]
     value = 64 * 16 * 4
-    with_it, without = [[peak_of(d, offload_activations=on) for d in (8, 16)] for on in (True, False)]
     assert with_it[1] - with_it[0] < value / 2
-    assert without[1] - without[0] >= 8 * value
-    assert with_it[1] < 0.6 * without[1]
-    budget = without[1]
+    assert without[1] - without[0] >= 8 * value * (2 if remat == "none" else 1)
+
+
+@pytest.mark.cpu_device
+def test_a_budget_admits_larger_batches():
+    with_it, budget = (peak_of(16, offload_activations=on) for on in (True, False))
+    assert with_it < 0.6 * budget
     assert peak_of(16, rows=96, offload_activations=True, memory_budget=budget) <= budget
     with pytest.raises(jaxferry.BudgetError):
         peak_of(16, rows=96, memory_budget=budget)
@@ -78,13 +97,38 @@ def test_memory_does_not_grow_with_depth_and_a_budget_admits_larger_batches():
 def test_small_values_keys_and_what_is_read_soon_stay():
     task = random_streams.gpt_dropout()
     made = prepared(task, optax.adamw(1e-3), offload_activations=True)
-    graph, (saves, fetches) = made.partition.graph, moves_of(made.program)
-    moved = [(place, value) for place, values in saves.items() for value in values]
+    saves, fetches = moves_of(made.program)
+    moved = {value: place for place, values in saves.items() for value in values}
     back = {value: place for place, values in fetches.items() for value in values}
-    assert moved and sorted(value for _, value in moved) == sorted(back)
-    for place, value in moved:
-        assert graph.num_bytes(value) >= 1024 and back[value] - place >= 2 * CROSSING_SLOTS
-        assert not jax.dtypes.issubdtype(graph.avals[value].dtype, jax.dtypes.prng_key)
+    assert moved and set(moved) == set(back)
+    for value, place in moved.items():
+        assert aval_bytes(aval_of(made, value)) >= 1024 and back[value] - place >= 2 * CROSSING_SLOTS
+        assert not jax.dtypes.issubdtype(aval_of(made, value).dtype, jax.dtypes.prng_key)
+
+
+KEPT = {"none": "none", "products": jax.checkpoint_policies.dots_saveable, "inputs": "full"}
+
+
+@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_segments_keep_waits_in_host_memory_and_no_bit_changes(kept, tiles):
+    options = {"remat": KEPT[kept], "tiles": tiles, "plan": plan(Mode.RELOAD)}
+    step, other = (
+        jaxferry.train_step(gpt().loss_fn, optax.adamw(1e-3), offload_activations=on, **options) for on in (True, False)
+    )
+    (state, losses), (others, expected) = (train(each, gpt(), 3) for each in (step, other))
+    assert losses == expected
+    assert_same_bits(state.params, others.params)
+    made = step.prepare(gpt().batch)
+    saves, fetches = moves_of(made.program)
+    moved = [value for values in saves.values() for value in values]
+    assert sorted(map(str, moved)) == sorted(str(value) for values in fetches.values() for value in values)
+    residuals = {value for value in moved if not isinstance(value, int)}
+    early = range(len(made.partition.segments) - CROSSING_SLOTS)
+    held = {value: aval_of(made, value) for number in early for value in residuals_of(made, number)}
+    assert residuals == {value for value, aval in held.items() if aval_bytes(aval) >= 1024}
+    assert bool(residuals) == (kept != "inputs")
+    assert made.saved_bytes == sum(aval_bytes(aval_of(made, value)) for value in moved)
 
 
 # The tasks

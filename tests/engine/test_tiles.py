@@ -13,12 +13,14 @@ import jaxferry
 import models
 from jaxferry.engine import Programs, RematVariants, lower_traced, trace_program
 from jaxferry.errors import BudgetError
-from jaxferry.partition import partition
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.partition import host_stores, partition
 from jaxferry.settings import own_settings
-from jaxferry.step import ProgramKey, ProgramKind
+from jaxferry.step import ProgramKey, ProgramKind, Target
 from jaxferry.transport import make_placement
-from native.compile_for_gpu import compile_lowered, text
-from planned import assert_same_bits, train
+from native.compile_for_gpu import compile_lowered, instructions, text
+from native.cuda_library import cuda_library
+from planned import assert_same_bits, plan_of, train
 
 ADAMW, NUM_STEPS = optax.adamw(1e-3), 20
 CUBLAS_BYTES = 2**25
@@ -136,11 +138,23 @@ def test_a_policy_chooses_among_plans_in_tiles(worded, least_bytes):
     assert prepared.plan.layers[-1].tiles > 1 and prepared.peak.total <= 0.7 * least_bytes
 
 
-def compiled_for_gpu(parts, segment, kind, remat, tiles):
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_that_programs_write_to_the_host_have_the_bits_of_others(gpt, accumulate, monkeypatch):
+    monkeypatch.setattr(host_stores, "FUSED_BYTES", 2**8)
+    options = {"compute_dtype": jnp.bfloat16, "clip_norm": 0.1, "accumulate": accumulate, "tiles": 3}
+    states = []
+    for place in (GradientPlace.HOST, GradientPlace.DEVICE):
+        step = jaxferry.train_step(gpt.loss_fn, ADAMW, plan=plan_of(gpt, [Mode.RELOAD], [place]), **options)
+        states.append(train(step, gpt, 4)[0].params)
+    assert_same_bits(*states)
+
+
+def compiled_for_gpu(parts, segment, kind, remat, tiles, target=Target.DEVICE):
     variants = RematVariants(parts, remat, tiles)
-    key = ProgramKey(kind, variants.base.segments[segment].program)
+    key = ProgramKey(kind, variants.base.segments[segment].program, writes=(target,))
     with own_settings():
-        traced = trace_program(variants.base, variants.derivatives, make_placement(), key, native=False)
+        is_native = key.writes_host and bool(cuda_library())
+        traced = trace_program(variants.base, variants.derivatives, make_placement(), key, native=is_native)
         return compile_lowered(lower_traced(traced, "cuda"))
 
 
@@ -171,6 +185,19 @@ def test_temporaries_of_a_gpu_are_those_of_a_tile_and_the_sums_of_gradients(wide
     assert other <= sums_bytes + CUBLAS_BYTES + one / 8
     loops = re.findall(r" while\(", text(tiled))
     assert len(loops) == 1
+
+
+@pytest.mark.parametrize("target", [Target.HOST, Target.HOST_SUM])
+def test_a_gradient_that_a_gpu_writes_to_the_host_is_the_sum_and_has_no_copy(wide, target):
+    compiled, other = (compiled_for_gpu(wide, -1, ProgramKind.LOSS, "none", 16, to) for to in (target, Target.DEVICE))
+    [weight] = [wide.graph.avals[value] for value in wide.segments[-1].weights if wide.graph.avals[value].ndim > 1]
+    entry = instructions(compiled)
+    made = [i for i in entry if f"[{weight.shape[0]},{weight.shape[1]}]" in i.type and i.opcode != "parameter"]
+    assert made and not [i for i in made if i.opcode in ("fusion", "copy", "convert") and i.type.startswith("bf16")]
+    stats, others = compiled.get_compiled_memory_stats(), other.get_compiled_memory_stats()
+    assert stats.host_temp_size_in_bytes == 0
+    on_device = stats.temp_size_in_bytes - others.temp_size_in_bytes
+    assert on_device < others.output_size_in_bytes / 2
 
 
 @pytest.mark.cpu_device

@@ -265,3 +265,26 @@ def test_small_gradients_and_those_of_more_precision_are_left_to_xla(name, optio
     stored = store_in_place(function, case.layer, (case.weights, *rest), accumulate=False, native=True, **options)
     _, kept, _ = stored(list(case.vectors), case.weights, *rest)
     assert calls == {"gradient_store": 1} and len(kept) == 1
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_sum_of_a_loop_is_stored_with_the_bits_of_its_rounded_value_and_has_no_copy(dtype, accumulate, calls):
+    case = case_of(lambda w, x: x @ w[0], [(37, 6)], (3, 37), dtype)
+    terms = jax.random.normal(jax.random.key(0), (4, 37, 6)) * jnp.exp2(-jnp.arange(37.0))[:, None]  # also subnormal
+
+    def function(weights, terms):
+        total = jax.lax.scan(lambda total, term: (total + term, None), jnp.zeros((37, 6)), terms[:-1])[0]
+        return [(total + terms[-1]).astype(dtype)], terms[0, 0, 0]
+
+    given, before = (case.weights, terms), [vector * 2 for vector in case.vectors]
+    stored = store_in_place(function, case.layer, given, accumulate=accumulate, native=True, fused_bytes=0)
+    made = jax.jit(lambda *args: stored(*args)[:2])
+    vectors, kept = made(before, *given)
+    [gradient], _ = jax.jit(function)(*given)
+    known = before[0].reshape(37, 6).astype(jnp.float32) * accumulate
+    np.testing.assert_array_equal(vectors[0].reshape(37, 6), (known + gradient.astype(jnp.float32)).astype(dtype))
+    np.testing.assert_array_equal(kept[0], gradient.astype(jnp.float32))
+    assert calls["gradient_store"]
+    whole = [eqn.outvars[0].aval for eqn in jax.make_jaxpr(stored)(before, *given).jaxpr.eqns]
+    assert not [aval for aval in whole if aval.shape == (37, 6) and aval.dtype == dtype]
