@@ -106,7 +106,8 @@ def _find_sum(graph: Graph, gradient: Any, least_bytes: int) -> int | None:
     [total] = cast.reads
     made = made_by.get(total) if graph.avals[total].ndim else None
     parts = made.reads if made is not None and made.primitive.name == "add" else (total,)  # of a last, smaller tile
-    is_sum = any(made_by[part].primitive.name in ("scan", "while") for part in parts if part in made_by)
+    loops = ("scan", "while", "optimization_barrier")  # which orders that last tile behind the loop
+    is_sum = any(made_by[part].primitive.name in loops for part in parts if part in made_by)
     return total if is_sum and graph.avals[total].dtype == np.float32 else None
 
 

@@ -6,7 +6,7 @@ function --trace, analyse--> loops: rows of results are written into arrays that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -108,7 +108,9 @@ class InTiles:
         in_place = self._in_place(written, body, donated)
         combine = [COMBINE[analysis.sums[value]] for value in sums]
 
-        def step(start: Any, size: int, made: list[Any], total: list[Any]) -> tuple[list[Any], list[Any]]:
+        def step(
+            start: Any, size: int, made: list[Any], total: list[Any], known: Mapping[int, Any] = known
+        ) -> tuple[list[Any], list[Any]]:
             # Tiles of donated inputs are read from the array into which those of a result are written.
             carried = {in_place[value]: array for value, array in zip(written, made, strict=True) if value in in_place}
             found = body.run({**known, **carried}, start, size, laid_out=self._laid_out)
@@ -131,7 +133,10 @@ class InTiles:
         full, rest = divmod(num_rows, size)
         made, total = jax.lax.fori_loop(0, full, lambda i, each: step(i * size, size, *each), (made, total))
         if rest:
-            made, total = step(full * size, rest, made, total)
+            # XLA would compute the last tile up to its sums before the loop, and hold that beside the loop's tiles.
+            read = {value: known[value] for value in body.whole}
+            made, total, read = jax.lax.optimization_barrier((made, total, read))
+            made, total = step(full * size, rest, made, total, read)
         known |= zip(written, made, strict=True)
         known |= {v: array.astype(graph.avals[v].dtype) for v, array in zip(sums, total, strict=True)}
 

@@ -180,6 +180,17 @@ def test_only_loops_over_tiles_read_the_rows_of_inputs(name):
     assert not [eqn for eqn in others if any(v in of_rows for v in eqn.invars if isinstance(v, core.Var))]
 
 
+def test_a_last_smaller_tile_waits_for_the_loop():
+    function, arguments = both(lambda x, w: jnp.tanh(x @ w), 0, 1), (X[:5], W)
+    run = InTiles(function, arguments, (ROWS, None), 5).run(2)
+    for expected, found in zip(jax.tree.leaves(function(*arguments)), jax.tree.leaves(run(*arguments)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5)
+    jaxpr = jax.make_jaxpr(run)(*arguments).jaxpr
+    readers = [eqn for eqn in jaxpr.eqns if any(v in jaxpr.invars for v in eqn.invars if isinstance(v, core.Var))]
+    assert [eqn.primitive.name for eqn in readers] == ["scan", "optimization_barrier"]
+    assert not set(readers[0].outvars).isdisjoint(readers[1].invars)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_weight_that_a_loop_reads_again_and_again_has_its_gradient_in_16_bits(dtype):
     """Powers of 2 and small integers, whose sums are exact in these dtypes."""
