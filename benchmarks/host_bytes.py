@@ -1,6 +1,6 @@
 """Measures the host memory of training in bytes a parameter, by optimizer.
 
-    python benchmarks/host_bytes.py [--layers 240] [--width 2048] [--steps 4]
+    python benchmarks/host_bytes.py [--layers 60] [--width 4096] [--steps 4]
 
 A chain of square layers in bfloat16 on a CPU. Device copies would be host memory there, so layers are read and
 gradients written in host memory (DHA, GO). Measured: the most memory that is resident during steps (`VmHWM`, reset
@@ -78,8 +78,8 @@ def run(name, layers, width, steps):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=240)
-    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=60)
+    parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--run", choices=OPTIMIZERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
