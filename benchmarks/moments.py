@@ -5,7 +5,7 @@
 The example's smallest model on the text of Python's standard library, 8 x 128 tokens a step, in turns:
 
 - float32: `jaxferry.adamw`;
-- bfloat16: `jaxferry.adamw(moments="bfloat16")`, whose second moment is rounded up or down at random;
+- bfloat16: `jaxferry.adamw(moments="bfloat16")`, whose moments are rounded up or down at random;
 - nearest: both moments in bf16 to nearest, in Optax: why that is not done. A step changes the second moment by less
   than half of what bf16 resolves, unless a gradient is large: it grows and hardly falls.
 

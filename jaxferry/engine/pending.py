@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxferry.engine.lanes import StepRun
 from jaxferry.errors import JaxFerryError, StateError, TaskError, described, internal_errors, is_internal
-from jaxferry.partition import Layer, SharedLayer
+from jaxferry.partition import Layer, Partition, SharedLayer
 from jaxferry.settings import own_settings
 from jaxferry.step import Kind, StepProgram
 from jaxferry.transport import DeviceLayer, HostGradient, Placement, StepMarks, TaskMark, Transport, Vectors
@@ -151,6 +151,19 @@ class Accumulated:
     on_host: Mapping[int, HostGradient] = dataclasses.field(default_factory=dict)
     on_device: Mapping[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
     is_finite: bool = True
+
+    def check_last(self, partition: Partition) -> None:
+        """Raises `StateError` if the last micro-batch before an update does not read a layer that has a sum.
+
+        Its program says how gradients arrive for updates, and moves sums to them.
+        """
+        unread = [group for group in {*self.on_host, *self.on_device} if not partition.num_uses[group]]
+        if unread:
+            name = partition.layers[min(unread)].name
+            raise StateError(
+                f"the last micro-batch before an update does not read layer {name!r}, of which earlier ones have a "
+                "gradient: pass one that reads it last"
+            )
 
     def offloaded(self, group: int, transport: Transport) -> Accumulated:
         """Returns the same sums with one group's moved to host memory."""

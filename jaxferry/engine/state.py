@@ -98,7 +98,7 @@ class TrainState:
         self.owner, self.held_bytes = owner, held_bytes
 
     def __repr__(self) -> str:
-        held, num = sum(unit.num_bytes for unit in self.host.units), sum(aval.size for aval in self.optimizer.avals)
+        held, num = sum(unit.stored_bytes for unit in self.host.units), sum(aval.size for aval in self.optimizer.avals)
         found = [f"step {self.step}", f"{num:,} parameters in {len(self.host.layers)} layers"]
         found.append(f"masters and optimizer state {format_bytes(held)}")
         if self.accumulated.num_batches:
@@ -358,7 +358,10 @@ class TrainState:
 
     @by_one_thread
     def masters(self) -> list[Any]:
-        """Returns the master parameters in the tree's order, without copies: later updates change them."""
+        """Returns the master parameters in the tree's order, without copies: later updates change them.
+
+        Those that are split (`optimizer.SplitMaster`) are read by NumPy, which joins them.
+        """
         return self.stored()[0]
 
     @by_one_thread

@@ -135,7 +135,7 @@ def adam(
     """`optax.adam`, which documents the arguments, in one pass over host memory by the native library, if available.
 
     Optax runs the step unless `mu_dtype` is fp32 or None. `moments` is the dtype of both moments: "float32", or
-    "bfloat16", which halves them, with stochastic rounding of the second (`jaxferry.optimizer.moments`). Raises
+    "bfloat16", which halves them, with stochastic rounding (`jaxferry.optimizer.moments`). Raises
     `InputError` for another one, or if `mu_dtype` is given too.
     """
     scale = _scale_by_adam(moments, mu_dtype, b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
@@ -192,8 +192,8 @@ def sgd(
 
 
 def _scale_by_adam(moments: str, mu_dtype: Any, **options: Any) -> Any:
-    if moments not in _MOMENT_DTYPES:
-        raise InputError(f"moments must be one of {', '.join(_MOMENT_DTYPES)}, got {moments!r}")
+    if not isinstance(moments, str) or moments not in _MOMENT_DTYPES:
+        raise InputError(f"moments must be a name, one of {', '.join(_MOMENT_DTYPES)}, got {moments!r}")
     if moments == "float32":
         return optax.scale_by_adam(**options, mu_dtype=mu_dtype)
     if mu_dtype is not None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxferry.optimizer.pieces import Key
+from jaxferry.optimizer.split_masters import SplitMaster
 from jaxferry.partition import Layer, Part, Span, aval_bytes
 from jaxferry.step import Arrival
 from jaxferry.transport import Vectors
@@ -79,8 +80,14 @@ class UpdateGroup:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of masters and state."""
+        """The bytes of masters and state, all masters whole, as a copy has them."""
         return sum(map(aval_bytes, (*self.masters, *self.state)))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Their bytes as they are stored."""
+        rests = [master.rest if isinstance(master, SplitMaster) else master for master in self.masters]
+        return sum(map(aval_bytes, (*rests, *self.state)))
 
     @property
     def leaves(self) -> tuple[int, ...]:

@@ -202,6 +202,8 @@ class TrainStep:
         self._check(state)
         prepared = self._prepared(state, args, kwargs)
         state.arrange(prepared.partition.layers)
+        if state.accumulated.num_batches == self.compiler.model.numerics.accumulate - 1:
+            state.accumulated.check_last(prepared.partition)
         prepared.runner.compile_updates(state)
         return prepared
 
@@ -325,7 +327,7 @@ class TrainStep:
           state: the training state.
           path: a local folder; an existing checkpoint is replaced, a symbolic link is followed.
           wait: False returns once the state is copied; a thread writes the copy while training goes on. Until it is
-            written, the copy takes as much host memory as the master parameters and the optimizer state. Where there is
+            written, the copy takes as much host memory as fp32 parameters and the optimizer state. Where there is
             no room for it, a warning says so, and the call waits as with True. At most one save is in progress: the
             next one waits for it. `wait_for_saves`, the next save, and the end of the process wait for it too. The
             first two raise its error; at the end of the process it is printed.

@@ -54,7 +54,7 @@ struct Layer {
       const bool is_split = !rests.empty();
       parts.push_back({dtype, dtype, Skip(dtype, static_cast<const void*>(gradient.data()), offset), CopyAt(offset),
                        is_split ? nullptr : masters[i].data(), is_split ? RestOf(i) : SplitRest{}, Dtype::kFloat32,
-                       Dtype::kFloat32, first[i].data(), second[i].data(), sizes[i], i % 2 == 0, 0});
+                       first[i].data(), second[i].data(), sizes[i], i % 2 == 0, 0});
       offset += sizes[i];
     }
     RunHostStep({rule,

@@ -10,7 +10,7 @@ import jaxlib.version
 import numpy as np
 import pytest
 
-from jaxferry.native import TARGETS
+from jaxferry.native import ABI, TARGETS
 from native import cuda_build
 from native.compile_for_gpu import DEVICE, HOST, compile_for_gpu, instructions
 from native.cuda_library import cuda_library
@@ -40,7 +40,7 @@ def test_the_library_says_what_it_is_and_what_made_it(library):
     assert (info["ffi_major"], info["ffi_minor"]) >= (0, 1)
     assert re.fullmatch(r"1[2-9]\.\d+\.\d+", info["nvcc"])
     assert 90 in info["architectures"]
-    assert library.jaxferry_abi() == 6
+    assert library.jaxferry_abi() == ABI
 
 
 def test_only_the_contract_is_exported(path):

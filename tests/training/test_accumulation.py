@@ -10,6 +10,7 @@ import pytest
 
 import jaxferry
 import models
+from jaxferry.errors import StateError
 from jaxferry.modes import GradientPlace, Mode
 from models import chain
 from planned import assert_near, assert_same_bits, plan_of, take_steps
@@ -349,3 +350,27 @@ def test_without_accumulation_a_weight_changes_no_bit():
         for options in ({}, {"weight": "num_tokens"})
     ]
     assert_same_bits(*params)
+
+
+def test_the_last_micro_batch_must_read_what_earlier_ones_have_read():
+    weights = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    params, x = {"a": weights, "b": weights}, np.ones((4, 8), np.float32)
+
+    def loss_fn(params, batch):
+        h = batch["x"] @ params["a"]
+        return jnp.mean((h @ params["b"] if "all" in batch else h) ** 2)
+
+    both, alone = {"x": x, "all": np.float32(0)}, {"x": x}
+    step = jaxferry.train_step(loss_fn, optax.adamw(1e-2), accumulate=2)
+    state, _ = step(step.init(params), both)
+    with pytest.raises(StateError, match=r"does not read layer .b., of which earlier ones have a gradient"):
+        step(state, alone)
+    state, _ = step(state, both)  # the refusal has changed nothing
+    other = jaxferry.train_step(loss_fn, optax.adamw(1e-2), accumulate=2)
+    expected = other.init(params)
+    for _ in range(2):
+        expected, _ = other(expected, both)
+    assert_same_bits(state.params, expected.params)
+    state, _ = step(state, alone)
+    state, metrics = step(state, both)  # in this order it is the mean
+    assert state.step == 4 and np.isfinite(metrics["loss"])

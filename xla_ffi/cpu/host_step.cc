@@ -27,8 +27,8 @@ StepPart PartFrom(const StepPart& part, int64_t start, int64_t size) {
   } else {
     piece.rest = part.rest.From(start);
   }
-  if (piece.first != nullptr) piece.first = Skip(part.first_dtype, part.first, start);
-  if (piece.second != nullptr) piece.second = Skip(part.second_dtype, part.second, start);
+  if (piece.first != nullptr) piece.first = Skip(part.moment_dtype, part.first, start);
+  if (piece.second != nullptr) piece.second = Skip(part.moment_dtype, part.second, start);
   piece.size = size;
   return piece;
 }

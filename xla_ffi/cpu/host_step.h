@@ -48,7 +48,7 @@ struct StepPart {
   void* copy;
   float* master;
   SplitRest rest;  // if the master is split; `master` is null then
-  Dtype first_dtype, second_dtype;
+  Dtype moment_dtype;  // kFloat32 or kBfloat16
   void* first;
   void* second;
   int64_t size;
@@ -60,7 +60,7 @@ struct HostStep {
   StepRule rule;
   StepFactors factors;
   StepConstants constants;
-  uint32_t seed;  // of the step, for rounding second moments to bf16
+  uint32_t seed;  // of the step, for rounding moments to bf16
   StepPart* parts;
   int64_t num_parts;
 };

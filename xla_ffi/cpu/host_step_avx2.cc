@@ -40,12 +40,19 @@ struct Vector {
     return Narrow(chosen);
   }
 
-  static __m128i Dithered(F x, F g, uint32_t seed) {
-    __m256i noise = _mm256_xor_si256(_mm256_castps_si256(g), _mm256_set1_epi32(seed));
-    noise = _mm256_mullo_epi32(_mm256_xor_si256(noise, _mm256_srli_epi32(noise, 16)), _mm256_set1_epi32(kFirstFactor));
-    noise = _mm256_mullo_epi32(_mm256_xor_si256(noise, _mm256_srli_epi32(noise, 13)), _mm256_set1_epi32(kSecondFactor));
-    const __m256i bits = _mm256_castps_si256(x), nan = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
-    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_srli_epi32(noise, 16)), 16);
+  static __m256i Noise(F g, F m, F v, uint32_t seed) {
+    const __m256i of_moments = _mm256_or_si256(_mm256_castps_si256(v), _mm256_srli_epi32(_mm256_castps_si256(m), 16));
+    __m256i x = _mm256_xor_si256(_mm256_xor_si256(_mm256_castps_si256(g), of_moments), _mm256_set1_epi32(seed));
+    x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 16)), _mm256_set1_epi32(kFirstFactor));
+    return _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 13)), _mm256_set1_epi32(kSecondFactor));
+  }
+  static __m256i UpperHalf(__m256i noise) { return _mm256_srli_epi32(noise, 16); }
+  static __m256i LowerHalf(__m256i noise) { return _mm256_and_si256(noise, _mm256_set1_epi32(0xffff)); }
+
+  static __m128i Dithered(F x, __m256i noise) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i nan = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, noise), 16);
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     return Narrow(_mm256_blendv_epi8(rounded, nan, is_nan));
   }

@@ -46,12 +46,19 @@ struct Vector {
     return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(is_nan, rounded, nan));
   }
 
-  static __m256i Dithered(F x, F g, uint32_t seed) {
-    __m512i noise = _mm512_xor_si512(_mm512_castps_si512(g), _mm512_set1_epi32(seed));
-    noise = _mm512_mullo_epi32(_mm512_xor_si512(noise, _mm512_srli_epi32(noise, 16)), _mm512_set1_epi32(kFirstFactor));
-    noise = _mm512_mullo_epi32(_mm512_xor_si512(noise, _mm512_srli_epi32(noise, 13)), _mm512_set1_epi32(kSecondFactor));
-    const __m512i bits = _mm512_castps_si512(x), nan = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
-    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_srli_epi32(noise, 16)), 16);
+  static __m512i Noise(F g, F m, F v, uint32_t seed) {
+    const __m512i of_moments = _mm512_or_si512(_mm512_castps_si512(v), _mm512_srli_epi32(_mm512_castps_si512(m), 16));
+    __m512i x = _mm512_xor_si512(_mm512_xor_si512(_mm512_castps_si512(g), of_moments), _mm512_set1_epi32(seed));
+    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(kFirstFactor));
+    return _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 13)), _mm512_set1_epi32(kSecondFactor));
+  }
+  static __m512i UpperHalf(__m512i noise) { return _mm512_srli_epi32(noise, 16); }
+  static __m512i LowerHalf(__m512i noise) { return _mm512_and_si512(noise, _mm512_set1_epi32(0xffff)); }
+
+  static __m256i Dithered(F x, __m512i noise) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i nan = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, noise), 16);
     return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), rounded, nan));
   }
 

@@ -20,7 +20,7 @@ enum Result { kDone = 0, kNoMemory = 1, kOtherCounts = 2 };
 // A parameter's place in the vectors of gradients and copies, and where master, or the rest of a split one, and moments
 // are.
 struct UpdateRow {
-  int64_t vector, offset, size, decays, gradient_dtype, copy_dtype, is_split, first_dtype, second_dtype;
+  int64_t vector, offset, size, decays, gradient_dtype, copy_dtype, is_split, moment_dtype;
   void *master, *first, *second;
 };
 
@@ -36,7 +36,7 @@ struct UpdateRecord {
   const int32_t* counts_of_factors;
 };
 
-static_assert(sizeof(UpdateRow) == 12 * sizeof(int64_t) && sizeof(UpdateRecord) == 10 * sizeof(int64_t));
+static_assert(sizeof(UpdateRow) == 11 * sizeof(int64_t) && sizeof(UpdateRecord) == 10 * sizeof(int64_t));
 
 StepPart PartOf(const UpdateRow& row, const UpdateRecord& record) {
   StepPart part{};
@@ -49,8 +49,7 @@ StepPart PartOf(const UpdateRow& row, const UpdateRecord& record) {
   } else {
     part.master = static_cast<float*>(row.master);
   }
-  part.first_dtype = static_cast<Dtype>(row.first_dtype);
-  part.second_dtype = static_cast<Dtype>(row.second_dtype);
+  part.moment_dtype = static_cast<Dtype>(row.moment_dtype);
   part.first = row.first;
   part.second = row.second;
   part.size = row.size;
@@ -61,7 +60,7 @@ StepPart PartOf(const UpdateRow& row, const UpdateRecord& record) {
 // The bytes that a step reads and writes: gradient and copy once, master and moments twice. A split master is the copy,
 // which is read too, and its rest.
 int64_t MovedBytes(const StepPart& part, StepRule rule) {
-  const int64_t moments = (NumMoments(rule) > 0) * ItemSize(part.first_dtype) + (NumMoments(rule) > 1) * ItemSize(part.second_dtype);
+  const int64_t moments = NumMoments(rule) * ItemSize(part.moment_dtype);
   const int64_t arrived = part.size * (ItemSize(part.gradient_dtype) + ItemSize(part.copy_dtype) + 2 * moments);
   if (part.master != nullptr) return arrived + 2 * sizeof(float) * part.size;
   return arrived + 3 * sizeof(uint16_t) * part.size + 2 * ((part.size + 7) / 8);
