@@ -4,7 +4,7 @@ Arithmetic is that of fp32. Moments change by a part of 1 - b1 and 1 - b2 in a s
 of two bf16 numbers: to nearest, they would not change at all. They are rounded up or down at random, so that the mean
 is kept (stochastic rounding, Gupta et al. 2015, "Deep learning with limited numerical precision"). Chance is a hash of
 an element's gradient, its moments before the step and the number of the step: the same bits in every run and under
-every plan that only moves data. The native library has the same hash (`Noise` in `xla_ffi/cpu/bits.h`).
+every plan that only moves data. The native library has the same hash (`xla_ffi/cpu/host_step_kernel.inc`).
 """
 
 from __future__ import annotations

@@ -29,24 +29,6 @@ inline uint16_t ToBfloat16(float number) {
   return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
 }
 
-// The factors of a step's number and of its hashes: neighbours should have other bits everywhere. The last two are from
-// the finalizer of MurmurHash3.
-constexpr uint32_t kOfSeed = 0x9e3779b9, kFirstFactor = 0x85ebca6b, kSecondFactor = 0xc2b2ae35;
-
-// Two random numbers of 16 bits for a step with this seed: of an element's gradient and of its moments before the step,
-// which are bf16, so that elements with equal gradients differ.
-inline uint32_t Noise(float gradient, float first, float second, uint32_t seed) {
-  uint32_t noise = BitsOf(gradient) ^ BitsOf(second) ^ (BitsOf(first) >> 16) ^ seed;
-  noise = (noise ^ (noise >> 16)) * kFirstFactor;
-  return (noise ^ (noise >> 13)) * kSecondFactor;
-}
-
-// Rounds up or down, with probabilities that keep the mean, by a random number of 16 bits.
-inline uint16_t DitheredBfloat16(float number, uint32_t noise) {
-  const uint32_t bits = BitsOf(number), nan = (bits >> 16) | 0x40;
-  return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? nan : (bits + noise) >> 16);
-}
-
 inline float FromFloat16(uint16_t number) {
   const uint32_t sign = static_cast<uint32_t>(number & 0x8000) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(number & 0x7fff) << 13;

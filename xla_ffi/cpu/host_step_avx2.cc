@@ -1,5 +1,4 @@
 // The step with AVX2, eight numbers at once; F16C converts halves.
-#include "cpu/bits.h"
 #include "cpu/host_step_kernels.h"
 
 #ifdef JAXFERRY_HAS_AVX
@@ -14,6 +13,7 @@ namespace avx2 {
 
 struct Vector {
   using F = __m256;
+  using I = __m256i;
   static constexpr int64_t kLanes = 8;
 
   static F Set(float x) { return _mm256_set1_ps(x); }
@@ -38,23 +38,6 @@ struct Vector {
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     const __m256i chosen = _mm256_blendv_epi8(rounded, nan, is_nan);
     return Narrow(chosen);
-  }
-
-  static __m256i Noise(F g, F m, F v, uint32_t seed) {
-    const __m256i of_moments = _mm256_or_si256(_mm256_castps_si256(v), _mm256_srli_epi32(_mm256_castps_si256(m), 16));
-    __m256i x = _mm256_xor_si256(_mm256_xor_si256(_mm256_castps_si256(g), of_moments), _mm256_set1_epi32(seed));
-    x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 16)), _mm256_set1_epi32(kFirstFactor));
-    return _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 13)), _mm256_set1_epi32(kSecondFactor));
-  }
-  static __m256i UpperHalf(__m256i noise) { return _mm256_srli_epi32(noise, 16); }
-  static __m256i LowerHalf(__m256i noise) { return _mm256_and_si256(noise, _mm256_set1_epi32(0xffff)); }
-
-  static __m128i Dithered(F x, __m256i noise) {
-    const __m256i bits = _mm256_castps_si256(x);
-    const __m256i nan = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
-    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, noise), 16);
-    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    return Narrow(_mm256_blendv_epi8(rounded, nan, is_nan));
   }
 
   static F Join(const uint16_t* copy, const SplitRest& rest, int64_t i) {

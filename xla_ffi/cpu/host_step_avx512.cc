@@ -1,5 +1,4 @@
 // The step with AVX-512, sixteen numbers at once, with and without its bfloat16 conversion.
-#include "cpu/bits.h"
 #include "cpu/host_step_kernels.h"
 
 #ifdef JAXFERRY_HAS_AVX
@@ -21,6 +20,7 @@ namespace avx512 {
 
 struct Vector {
   using F = __m512;
+  using I = __m512i;
   static constexpr int64_t kLanes = 16;
 
   static F Set(float x) { return _mm512_set1_ps(x); }
@@ -46,21 +46,8 @@ struct Vector {
     return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(is_nan, rounded, nan));
   }
 
-  static __m512i Noise(F g, F m, F v, uint32_t seed) {
-    const __m512i of_moments = _mm512_or_si512(_mm512_castps_si512(v), _mm512_srli_epi32(_mm512_castps_si512(m), 16));
-    __m512i x = _mm512_xor_si512(_mm512_xor_si512(_mm512_castps_si512(g), of_moments), _mm512_set1_epi32(seed));
-    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(kFirstFactor));
-    return _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 13)), _mm512_set1_epi32(kSecondFactor));
-  }
-  static __m512i UpperHalf(__m512i noise) { return _mm512_srli_epi32(noise, 16); }
-  static __m512i LowerHalf(__m512i noise) { return _mm512_and_si512(noise, _mm512_set1_epi32(0xffff)); }
-
-  static __m256i Dithered(F x, __m512i noise) {
-    const __m512i bits = _mm512_castps_si512(x);
-    const __m512i nan = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
-    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, noise), 16);
-    return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), rounded, nan));
-  }
+  // Of numbers below 2^16.
+  static __m256i Narrow(__m512i x) { return _mm512_cvtepi32_epi16(x); }
 
   static F Join(const uint16_t* copy, const SplitRest& rest, int64_t i) {
     uint16_t up;

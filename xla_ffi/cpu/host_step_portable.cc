@@ -14,6 +14,7 @@ namespace portable {
 
 struct Vector {
   typedef float F __attribute__((vector_size(16)));
+  typedef uint32_t I __attribute__((vector_size(16)));
   typedef int32_t Mask __attribute__((vector_size(16)));
   static constexpr int64_t kLanes = 4;
 
@@ -46,29 +47,10 @@ struct Vector {
              jaxferry::ToBfloat16(x[3])}};
   }
 
-  struct Noises {
-    uint32_t numbers[4];
-  };
-
-  static Noises Noise(F g, F m, F v, uint32_t seed) {
-    return {{jaxferry::Noise(g[0], m[0], v[0], seed), jaxferry::Noise(g[1], m[1], v[1], seed),
-             jaxferry::Noise(g[2], m[2], v[2], seed), jaxferry::Noise(g[3], m[3], v[3], seed)}};
-  }
-
-  static Noises UpperHalf(const Noises& noise) {
-    const uint32_t* n = noise.numbers;
-    return {{n[0] >> 16, n[1] >> 16, n[2] >> 16, n[3] >> 16}};
-  }
-
-  static Noises LowerHalf(const Noises& noise) {
-    const uint32_t* n = noise.numbers;
-    return {{n[0] & 0xffff, n[1] & 0xffff, n[2] & 0xffff, n[3] & 0xffff}};
-  }
-
-  static Halves Dithered(F x, const Noises& noise) {
-    Halves made;
-    for (int64_t j = 0; j < kLanes; ++j) made.numbers[j] = DitheredBfloat16(x[j], noise.numbers[j]);
-    return made;
+  // Of numbers below 2^16.
+  static Halves Narrow(I x) {
+    return {{static_cast<uint16_t>(x[0]), static_cast<uint16_t>(x[1]), static_cast<uint16_t>(x[2]),
+             static_cast<uint16_t>(x[3])}};
   }
 
   static F Join(const uint16_t* copy, const SplitRest& rest, int64_t i) {
