@@ -144,6 +144,7 @@ class UpdatePrograms:
         self._updates: dict[Any, Update] = {}
         self._begun: dict[Any, Compiling] = {}
         self._factors: Factors | None = None
+        self._splits: dict[Any, bool] = {}
 
     def init_state(self, unit: UpdateGroup, masters: Sequence[jax.Array]) -> list[jax.Array]:
         """The initial Optax state of a unit, in host memory."""
@@ -166,8 +167,13 @@ class UpdatePrograms:
         return in_place and splits_masters(self._tree.optimizer, self._tree.state_of(self._tree.leaves))
 
     def splits(self, unit: UpdateGroup, layers: Sequence[Layer]) -> bool:
-        """Whether that is so for a unit."""
-        return self.splits_masters and self._rule(unit, [Arrival.OWN] * len(unit.layers), layers) is not None
+        """Whether that is so for a unit; equal units share the answer."""
+        if not self.splits_masters:
+            return False
+        key = self.key(unit, layers, [Arrival.OWN] * len(layers))
+        if key not in self._splits:
+            self._splits[key] = self._rule(unit, [Arrival.OWN] * len(unit.layers), layers) is not None
+        return self._splits[key]
 
     def compile(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> None:
         """Stores every unit's `Update` in `unit.programs` for how its gradients arrive; equal units share it."""
