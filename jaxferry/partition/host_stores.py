@@ -8,7 +8,7 @@ fp32 is stored from this sum, which is rounded in its own memory: in 16 bits it 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,10 +55,11 @@ def store_in_place(
     graph = trace(lambda given: function(*given), list(arguments), (), {})
     gradients, rest = jax.tree.unflatten(graph.out_tree, graph.outputs)
     least_bytes, products = FUSED_BYTES if fused_bytes is None else fused_bytes, dict[int, _Product]()
+    made_by = {value: equation for equation in graph.equations for value in equation.outputs}
     for i, leaf in enumerate(layer.leaves if native else ()):
-        if (product := _find_product(graph, gradients[i], leaf, least_bytes)) is not None:
+        if (product := _find_product(graph, made_by, gradients[i], leaf, least_bytes)) is not None:
             products[i] = product
-    sums = [_find_sum(graph, each, least_bytes) if native else None for each in gradients]
+    sums = [_find_sum(graph, made_by, each, least_bytes) if native else None for each in gradients]
     dense = [each if sums[i] is None else sums[i] for i, each in enumerate(gradients) if i not in products]
     needed = [*jax.tree.leaves(rest), *dense, *(atom for p in products.values() for atom in (p.x, p.dy))]
     equations = live_equations(graph.equations, needed)
@@ -97,9 +98,8 @@ def store_in_place(
     return run
 
 
-def _find_sum(graph: Graph, gradient: Any, least_bytes: int) -> int | None:
+def _find_sum(graph: Graph, made_by: Mapping[int, Equation], gradient: Any, least_bytes: int) -> int | None:
     """Returns the fp32 sum of a loop of which a large gradient is the rounded value; None if it is anything else."""
-    made_by = {value: equation for equation in graph.equations for value in equation.outputs}
     cast = made_by.get(gradient) if isinstance(gradient, int) else None
     if cast is None or cast.primitive.name != "convert_element_type" or graph.num_bytes(gradient) < least_bytes:
         return None
@@ -169,11 +169,12 @@ class _Product:
         return flat.reshape((-1, flat.shape[-1]))
 
 
-def _find_product(graph: Graph, gradient: Any, leaf: Leaf, fused_bytes: int) -> _Product | None:
+def _find_product(
+    graph: Graph, made_by: Mapping[int, Equation], gradient: Any, leaf: Leaf, fused_bytes: int
+) -> _Product | None:
     """Returns the product that computes a gradient, if the gradient is large and has no other reader."""
     if not isinstance(gradient, int) or leaf.size * leaf.dtype.itemsize < fused_bytes:
         return None
-    made_by = {value: equation for equation in graph.equations for value in equation.outputs}
     readers: dict[int, int] = {}
     for atom in (*(v for equation in graph.equations for v in equation.reads), *graph.outputs):
         if isinstance(atom, int):
