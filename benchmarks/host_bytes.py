@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -39,12 +38,6 @@ OPTIMIZERS = {
 BATCH = 4
 
 
-def status_bytes(name):
-    """A size of this process, by its name in /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
 def loss_fn(params, x):
     for name in sorted(params):
         x = x + jnp.tanh(x @ params[name]["w"])
@@ -64,16 +57,16 @@ def run(name, layers, width, steps):
             each: {"w": 0.01 * jax.random.normal(key, (width, width))} for each, key in zip(names, keys, strict=True)
         }
 
-    before = status_bytes("VmRSS")
+    before = measure.status_bytes("VmRSS")
     state = step.init_from(init, jax.random.key(0))
-    made = status_bytes("VmHWM")
-    Path("/proc/self/clear_refs").write_text("5")
+    made = measure.status_bytes("VmHWM")
+    measure.reset_peak()
     for _ in range(steps):
         state, metrics = step(state, batch)
     state.block_until_ready()
     num = layers * width**2
     assert np.isfinite(float(metrics["loss"]))
-    return {"in_steps": (status_bytes("VmHWM") - before) / num, "in_init": (made - before) / num}
+    return {"in_steps": (measure.status_bytes("VmHWM") - before) / num, "in_init": (made - before) / num}
 
 
 def main():

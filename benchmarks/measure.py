@@ -61,6 +61,17 @@ def median_ratio(numerators, denominators):
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
+def status_bytes(name):
+    """A size of this process, by its name in /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def reset_peak():
+    """Lets `VmHWM` start again from what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def write(name, result):
     """Writes `results/name.json`."""
     path = RESULTS / f"{name}.json"

@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -26,17 +25,11 @@ import jax.numpy as jnp
 import optax
 
 import jaxferry
-from benchmarks.measure import machine, write
+from benchmarks.measure import machine, reset_peak, status_bytes, write
 
 WIDTH, LAYERS, MIB = 256, 2, 2**20
 VARIANTS = {"one tile": {}, "2 tiles": {"tiles": 2}, "4 tiles": {"tiles": 4}, "8 tiles": {"tiles": 8}}
 VARIANTS |= {"by hand, 4 chunks": {"chunks": 4}, "by hand, 8 chunks": {"chunks": 8}}
-
-
-def status_bytes(name):
-    """A size of this process, by its name in /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def init(key, words):
@@ -76,7 +69,7 @@ def run(name, rows, length, words, steps):
     peaks, seconds, losses = [], [], []
     for number in range(steps + 2):
         state.block_until_ready()
-        Path("/proc/self/clear_refs").write_text("5")
+        reset_peak()
         before, start_s = status_bytes("VmRSS"), time.process_time()
         state, metrics = step(state, tokens)
         losses.append(float(metrics["loss"]))
