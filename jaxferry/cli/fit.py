@@ -38,6 +38,7 @@ from jaxferry.cli.workload import (
     FORMS,
     ComputeDtype,
     FixedGranularity,
+    GradientBuffers,
     MemoryBudget,
     OffloadActivations,
     Optimizer,
@@ -46,6 +47,7 @@ from jaxferry.cli.workload import (
     find_function,
     make_optimizer,
     read_dtype,
+    read_gradient_buffers,
     read_remat,
     read_tiles,
     read_workload,
@@ -77,7 +79,14 @@ from jaxferry.step import (
     streamed_groups,
     streamed_state_bytes,
 )
-from jaxferry.training import accelerator_dtype, host_bytes
+from jaxferry.training import (
+    ALL,
+    accelerator_dtype,
+    buffered_groups,
+    check_gradient_buffers,
+    few_buffers,
+    host_bytes,
+)
 from jaxferry.units import format_apart, format_bytes, format_seconds, parse_bytes
 
 _WORKLOAD = "WORKLOAD"
@@ -109,6 +118,7 @@ def fit(
     ] = AUTO,
     tiles: Tiles = OFF,
     offload_activations: OffloadActivations = False,
+    gradient_buffers: GradientBuffers = AUTO,
     output: PlanOutput = None,
     as_json: AsJson = False,
 ) -> None:
@@ -142,10 +152,17 @@ def fit(
             model=workload,
             machine=figures.name,
             budget_bytes=budget.num_bytes,
-            host_bytes=lambda own, streamed: host_bytes(
-                params, update, dtype, own.variants.base.layers, own.widened, streamed
+            host_bytes=lambda own, streamed, num: host_bytes(
+                params,
+                update,
+                dtype,
+                own.variants.base.layers,
+                own.widened,
+                streamed,
+                buffered_groups(own.variants.base, num),
             ),
             host_memory_bytes=host_memory_bytes,
+            gradient_buffers=check_gradient_buffers(read_gradient_buffers(gradient_buffers)),
             report=report,
         )
     if output is not None:
@@ -205,11 +222,13 @@ def _lines(fit: Fit) -> list[str]:
     answer = f"fits, with batches of {most} {fit.largest_batch_size}" if fit.fits else f"does not fit: {fit.problem}"
     kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in fit.host_bytes.items())
     size = "an unknown size: --host-memory" if fit.host_memory_bytes is None else format_bytes(fit.host_memory_bytes)
+    few = fit.gradient_buffers
+    buffers = "" if few is None else f"; gradients of {few} programs at a time (--gradient-buffers {few})"
     least = f"batches of {fit.smallest_batch_size} need at least {format_bytes(fit.smallest_bytes)}"
     pinned = pinned_problem(fit.pinned_bytes) or pinned_advice(fit.pinned_bytes)
     return [
         f"{fit.model} on {fit.machine}: {answer}",
-        f"host memory {format_bytes(sum(fit.host_bytes.values()))} (of {size}): {kinds}",
+        f"host memory {format_bytes(sum(fit.host_bytes.values()))} (of {size}): {kinds}{buffers}",
         f"of which pinned {format_bytes(fit.pinned_bytes)}{f': {pinned}' if pinned else ''}",
         f"device memory budget {format_bytes(fit.budget_bytes)}: {least}",
     ]
@@ -267,6 +286,7 @@ class Fit:
         of `smallest_batch_size` does, for which any plan fits; 0 if none does.
       rows: for the workload's own batch size, if it fits, and for the largest one.
       problem: why the model does not fit, with the remedy; empty if it fits.
+      gradient_buffers: the most programs whose gradients `host_bytes` hold; None for all.
     """
 
     model: str
@@ -280,6 +300,7 @@ class Fit:
     largest_batch_size: int
     rows: tuple[BatchForecast, ...]
     problem: str = ""
+    gradient_buffers: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -299,17 +320,27 @@ def find_fit(
     model: str,
     machine: str,
     budget_bytes: int,
-    host_bytes: Callable[[Traced, Collection[int]], dict[str, int]],
+    host_bytes: Callable[[Traced, Collection[int], int | None], dict[str, int]],
     host_memory_bytes: int | None = None,
+    gradient_buffers: int | str = AUTO,
     report: Callable[[str], None] = lambda part: None,
 ) -> Fit:
     """Answers whether a model trains on a machine, with which batches, and how fast.
 
-    `host_bytes` are without saved activations, for a plan that streams updates of these groups through the GPU.
+    `host_bytes` are without saved activations, for a plan that streams updates of these groups through the GPU, and
+    for so many gradient buffers. Updates stream if host memory could hold all masters whole.
     """
     sizes = Sizes(trace, budget_bytes)
     own = sizes.of(batch_size)
-    of_training = host_bytes(own, ())
+
+    def fits_with(num: int | None) -> bool:
+        return host_memory_bytes is None or sum(host_bytes(own, (), num).values()) <= host_memory_bytes
+
+    num = None if gradient_buffers == ALL else gradient_buffers
+    num_buffers = few_buffers(fits_with) if isinstance(num, str) else num
+    of_training = host_bytes(own, (), num_buffers)
+    everything = range(len(own.profile.groups))
+    streams = host_memory_bytes is None or sum(host_bytes(own, everything, num_buffers).values()) <= host_memory_bytes
     if host_memory_bytes is not None:
         sizes.left_bytes = host_memory_bytes - sum(of_training.values())
 
@@ -327,11 +358,12 @@ def find_fit(
     rows = []
     for size, each in wanted.items():
         report(f"planning for batches of {size}")
-        rows.append(forecast(each, budget_bytes))
+        rows.append(forecast(each if streams else each.without_streaming(), budget_bytes, num_buffers))
     host = kept(max([smallest, *wanted.values()], key=lambda each: each.batch_size))
     pairs = [(wanted[row.batch_size], row.plan) for row in rows]
     streamed = [streamed_state_bytes(each.profile, plan) for each, plan in pairs]
-    of_plans = [of_training, *(host_bytes(each, streamed_groups(each.profile, plan)) for each, plan in pairs)]
+    of_plans = [of_training]
+    of_plans += [host_bytes(each, streamed_groups(each.profile, plan), num_buffers) for each, plan in pairs]
     most = {name: max(found[name] for found in of_plans) for name in of_training}
     return Fit(
         model=model,
@@ -339,6 +371,7 @@ def find_fit(
         budget_bytes=budget_bytes,
         host_bytes=host | most,
         host_memory_bytes=host_memory_bytes,
+        gradient_buffers=num_buffers,
         pinned_bytes=pinned_bytes(host | most, max(streamed, default=0)),
         smallest_bytes=smallest.smallest_bytes,
         smallest_batch_size=smallest.batch_size,
@@ -348,7 +381,7 @@ def find_fit(
     )
 
 
-def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
+def forecast(traced: Traced, budget_bytes: int, gradient_buffers: int | None = None) -> BatchForecast:
     """Plans by `auto` for a budget; raises `BudgetError` if no plan fits."""
     levels = (traced, *traced.in_tiles)
     chosen, plan = plan_in_tiles(
@@ -356,6 +389,9 @@ def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
     )
     traced = levels[chosen]
     plan = plan.in_tiles([layer.tiles for layer in traced.profile.layers])
+    if gradient_buffers is not None:
+        plan = with_update_order(traced.profile, dataclasses.replace(plan, gradient_buffers=gradient_buffers))
+        plan = predict(traced.profile, plan)
     simulation = simulate(traced.profile, plan)
     step_s = simulation.steady_step_s
     busy = {lane: use.busy_s / step_s if step_s > 0 else 0.0 for lane, use in simulation.lanes.items()}

@@ -24,6 +24,7 @@ from jaxferry.cli.recording import make_recording
 from jaxferry.cli.workload import (
     ComputeDtype,
     Devices,
+    GradientBuffers,
     MemoryBudget,
     ModelName,
     OffloadActivations,
@@ -36,13 +37,14 @@ from jaxferry.cli.workload import (
     call_model,
     make_optimizer,
     read_dtype,
+    read_gradient_buffers,
     read_tiles,
     user_code,
 )
 from jaxferry.engine import TrainState
 from jaxferry.errors import CheckpointError, InputError
 from jaxferry.modes import BLOCK
-from jaxferry.partition import OFF
+from jaxferry.partition import AUTO, OFF
 from jaxferry.planner import policies
 from jaxferry.processes import JOIN_TIMEOUT_S, is_first, mesh_of, own_rows, start
 from jaxferry.records import check_format, load_record, write_json
@@ -60,6 +62,7 @@ _RECORDED_STEPS = 8
 _KEPT = (
     *("optimizer", "learning_rate", "policy", "plan", "profile", "memory_budget", "reserve_factor", "clip_norm"),
     *("accumulate", "weight", "compute_dtype", "remat", "tiles", "offload_activations", "granularity", "devices"),
+    "gradient_buffers",
 )
 """Options that a resumed run has from the saved one, unless they are given again."""
 
@@ -96,6 +99,7 @@ def train(
     remat: Remat = "none",
     tiles: Tiles = OFF,
     offload_activations: OffloadActivations = False,
+    gradient_buffers: GradientBuffers = AUTO,
     granularity: Annotated[
         str, Option(help="Layers that the plan moves: block, module (finer), or auto for the faster.")
     ] = BLOCK,
@@ -185,6 +189,7 @@ def _step_of(user: UserModel, values: Mapping[str, Any], **more: Any) -> TrainSt
     """Makes the training step for values of the options in `_KEPT`, and more arguments of `train_step`."""
     own = {name: value for name, value in values.items() if name not in ("optimizer", "learning_rate", "devices")}
     own["memory_budget"] = read_budget(values["memory_budget"])
+    own["gradient_buffers"] = read_gradient_buffers(values["gradient_buffers"])
     own["compute_dtype"], own["tiles"] = read_dtype(values["compute_dtype"]), read_tiles(values["tiles"])
     optimizer = make_optimizer(values["optimizer"], values["learning_rate"])
     return train_step(user.loss_fn, optimizer, **own, **more)

@@ -71,6 +71,9 @@ Tiles = Annotated[
 OffloadActivations = Annotated[
     bool, Option("--offload-activations", help="Offload what waits for its backward to host memory.")
 ]
+GradientBuffers = Annotated[
+    str, Option(metavar="auto|all|N", help="Programs whose gradients host memory holds; auto: as many as it can.")
+]
 
 
 def check_fixed_granularity(granularity: str) -> str:
@@ -95,6 +98,11 @@ def read_remat(remat: str) -> str:
     if remat not in (*REMAT, AUTO):
         raise InputError(f"--remat must be one of {', '.join((*REMAT, AUTO))}, got {remat!r}")
     return remat
+
+
+def read_gradient_buffers(text: str) -> str | int:
+    """Reads the option `--gradient-buffers`: auto, all, or a number, which `train_step` checks."""
+    return int(text) if text.isdecimal() else text
 
 
 def read_tiles(text: str) -> str | int | dict[str, Any]:

@@ -8,6 +8,8 @@ from .lanes import Lanes as Lanes
 from .lanes import make_lanes as make_lanes
 from .lifetimes import Lifetimes as Lifetimes
 from .lifetimes import unsplit_by_step as unsplit_by_step
+from .lowering import groups_backward as groups_backward
+from .lowering import groups_with_buffers as groups_with_buffers
 from .lowering import lower as lower
 from .lowering import summed_groups as summed_groups
 from .lowering import widened_groups as widened_groups

@@ -12,6 +12,7 @@ the one exception, tied tables.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -114,6 +115,11 @@ class GradientNorms:
     def take(self, group: int, norm: SquaredNorm) -> None:
         """Takes a norm that is computed elsewhere."""
         self._taken[group] = norm
+
+    def wait_for(self, group: int) -> None:
+        """Waits until the norm of a group's gradient is known, if a thread computes it."""
+        if isinstance(norm := self._taken.get(group), Future):
+            concurrent.futures.wait([norm])
 
     def squared(self) -> list[Any]:
         """The squared norm of each group's whole gradient, in the order of the groups; waits for them."""
@@ -355,6 +361,8 @@ class StepGradients:
         """Returns the vectors of used gradients to the transport; the next step begins once all norms are known."""
         for group in unit.layers:
             if (used := self.on_host.pop(group, None)) is not None:
+                if self._program.plan.gradient_buffers is not None:  # another group's gradient may overwrite it at once
+                    self.norms.wait_for(group)
                 self._transport.recycle(group, used)
 
     def _may_add(self, group: int, commit: Callable[[], bool]) -> bool:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jaxferry.costs import Profile
 from jaxferry.modes import GradientPlace, UpdatePlace
-from jaxferry.partition import Derivative, Partition, Segment, aval_bytes
+from jaxferry.partition import Derivative, Layer, Partition, Segment, aval_bytes
 from jaxferry.step import (
     CROSSING_SLOTS,
     NO_JOINS,
@@ -309,6 +309,37 @@ def widened_groups(partition: Partition, derivatives: Mapping[int, Derivative], 
         if partition.layers[group].trained.wide is not partition.layers[group].trained
         and (accumulate > 1 or (partition.num_uses[group] > 1 and dense[group] != 1))
     }
+
+
+def groups_backward(partition: Partition) -> list[list[int]]:
+    """The trained groups of each program that computes gradients, in the order in which these run."""
+    uses = partition.uses
+    groups = ([uses[number].group for number in own if uses[number].is_trained] for own in partition.uses_of)
+    return [each for each in groups if each][::-1]
+
+
+def groups_with_buffers(
+    layers: Sequence[Layer], programs: Sequence[Collection[int]], num: int | None
+) -> frozenset[int]:
+    """The groups whose gradients have memory of their own on the host; the others take that of these in turn.
+
+    `programs` has the groups of each program that computes gradients, in the order in which these run. The gradients of
+    `num` programs exist at one time, and of a group with several uses from its first one on; None for all. A buffer is
+    reused by groups whose vectors have the same sizes and dtypes.
+    """
+    everything = frozenset(range(len(layers)))
+    if num is None:
+        return everything
+    last = {group: place for place, groups in enumerate(programs) for group in groups}
+    owners, free, held = everything - last.keys(), collections.Counter[Any](), dict[int, Any]()
+    for place, groups in enumerate(programs):
+        for group in [each for each in held if last[each] + num <= place]:
+            free[held.pop(group)] += 1
+        for group in [each for each in dict.fromkeys(groups) if each not in held]:
+            kind = held[group] = tuple((vector.size, vector.dtype) for vector in layers[group].trained.vectors)
+            owners |= set() if free[kind] else {group}
+            free[kind] = max(free[kind] - 1, 0)
+    return owners
 
 
 def residuals_of(partition: Partition, derivatives: Mapping[int, Derivative], segment: int) -> tuple[Value, ...]:

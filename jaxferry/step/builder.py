@@ -62,6 +62,7 @@ class StepBuilder:
         self.host_gradients: dict[int, int] = {}
         self.updates: dict[int, int] = {}
         self.refreshes: dict[int, int] = {}
+        self.updates_of_programs: list[tuple[int, ...]] = []
         self.waits_for_update: list[tuple[int, int]] = []
         self.waits_for_refresh: list[tuple[int, int]] = []
 
@@ -174,7 +175,8 @@ class StepBuilder:
         found = {layer: self.copies.for_backward(layer, self.forwards[layer]) for layer in members}
         copies = {layer: copy for layer, copy in found.items() if copy is not None}
         self.fetch_for_next(members[-1])
-        after = self.backward_waits(members[-1], copies.values(), self.wait_for_room(members[0]))
+        room = (*self.wait_for_room(members[0]), *self.wait_for_buffers())
+        after = self.backward_waits(members[-1], copies.values(), room)
         tasks: dict[int, int] = {}
         for layer in members:
             tasks[layer] = self.last_program = self.backward_of(layer, after)
@@ -191,6 +193,9 @@ class StepBuilder:
             for layer in members:
                 self.update_on_device(layer, ())
                 self.stream(layer, (end,))
+        ended = (self.updates.get(self.profile.group_of[layer]) for layer in members)
+        on_host = (task for task in ended if task is not None and self.list[task].lane is Lane.HOST)
+        self.updates_of_programs.append(tuple(on_host))
 
     def backward_of(self, layer: int, after: tuple[int, ...]) -> int:
         """Emits the backward of one layer, and the parameterless compute before it."""
@@ -218,6 +223,11 @@ class StepBuilder:
         self.streams.finish(last)
         offloaded = [other for other in self.offloads if other >= last]
         return tuple(self.offloads[other] for other in offloaded[-1:])
+
+    def wait_for_buffers(self) -> tuple[int, ...]:
+        """The updates that have used the gradients whose host memory those of the next program take."""
+        num, known = self.effective.plan.gradient_buffers, self.updates_of_programs
+        return () if num is None or num > len(known) else known[-num]
 
     def backward_waits(self, layer: int, copies: Iterable[Copy], room: tuple[int, ...]) -> tuple[int, ...]:
         """What the backward of a program with this first layer waits for."""

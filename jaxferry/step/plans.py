@@ -12,7 +12,8 @@ the key `update`: `"resident"` if its parameters are updated on the device, wher
 if masters and state come to the device for the update only, while the compute copy of a RESIDENT layer stays there; the
 default is `"host"`. A plan may have the key `update_order`: `"need"` if the host picks the update that the next forward
 needs first; the default is `"backward"`. It may have the key `memory_bytes`, the device memory that gradients may fill,
-and the key `subgroups`: `"small"` if updates stream in small pieces; the default is `"large"`.
+the key `subgroups`: `"small"` if updates stream in small pieces; the default is `"large"`; and the key
+`gradient_buffers`, the most programs whose gradients may be in host memory; the default is all.
 All further top-level keys, such as `lower_bound_s` and `gap` of `exact`, are the plan's `details`.
 """
 
@@ -186,6 +187,9 @@ class Plan:
       memory_bytes: device memory that gradients in flight to the host may fill; None for the peak that the step has in
         any case. See `jaxferry.step.gradient_room`.
       subgroups: the size of the pieces in which updates stream through the GPU.
+      gradient_buffers: the most programs whose gradients may be in host memory at one time, at least 1: a backward
+        waits until the gradients of the program so many places before it have been used. None: all have memory of their
+        own. It needs updates that are not after all gradients.
       predicted: the simulator's prediction, or None before simulation.
       details: further facts from the policy, JSON values by name: `objective`, `lower_bound_s`, `gap`, `binding`, ...
 
@@ -202,6 +206,7 @@ class Plan:
     update_order: UpdateOrder = UpdateOrder.BACKWARD
     memory_bytes: int | None = None
     subgroups: Subgroups = Subgroups.LARGE
+    gradient_buffers: int | None = None
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -216,6 +221,13 @@ class Plan:
         object.__setattr__(self, "subgroups", Subgroups(subgroups))
         if self.memory_bytes is not None:
             object.__setattr__(self, "memory_bytes", check_bytes(self.memory_bytes, "memory_bytes", "plan"))
+        if self.gradient_buffers is not None:
+            check_count(self.gradient_buffers, "gradient_buffers", "plan")
+            if self.updates is Updates.AFTER_ALL:
+                raise InputError(
+                    f'plan: gradient_buffers={self.gradient_buffers} needs updates "overlapped", got "after-all", for '
+                    "which host memory holds all gradients"
+                )
         check_list(list(self.layers), "layers")
         check_unique([layer.name for layer in self.layers])
         self._check_details()
@@ -344,6 +356,7 @@ class Plan:
             update_order=fields.get("update_order", UpdateOrder.BACKWARD),
             memory_bytes=fields.get("memory_bytes"),
             subgroups=fields.get("subgroups", Subgroups.LARGE),
+            gradient_buffers=fields.get("gradient_buffers"),
             details={key: value for key, value in fields.items() if key not in _KEYS},
         )
 
@@ -358,6 +371,7 @@ class Plan:
             **({} if self.update_order is UpdateOrder.BACKWARD else {"update_order": self.update_order.value}),
             **({} if self.memory_bytes is None else {"memory_bytes": self.memory_bytes}),
             **({} if self.subgroups is Subgroups.LARGE else {"subgroups": self.subgroups.value}),
+            **({} if self.gradient_buffers is None else {"gradient_buffers": self.gradient_buffers}),
             **self.details,
             "layers": [layer.to_json() for layer in self.layers],
         }

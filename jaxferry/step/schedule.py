@@ -17,6 +17,8 @@ Rules (the machine model; MemFerry, section IV-B):
   of its parameters are on the host.
 - **Room for gradients**: a backward waits only for those offloads without which it would not fit into device memory
   (`step/gradient_room.py`). A backward that adds to a gradient in host memory waits until that gradient has arrived.
+- **Gradients in host memory** (`gradient_buffers`): the backward of a program waits until the updates have ended that
+  followed the backward so many programs before it.
 - `loads: "bulk"`: no forward starts before the last load for the forward has ended. Loads follow the order of updates,
   so each layer's load for the next step starts once that layer is updated. `updates: "after-all"`: no update starts
   before all gradients are on the host.

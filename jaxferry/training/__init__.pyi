@@ -18,11 +18,15 @@ from .microbenchmarks import program_variants as program_variants
 from .microbenchmarks import streamed_update_subject as streamed_update_subject
 from .model import Model as Model
 from .model import accelerator_dtype as accelerator_dtype
+from .model import buffered_groups as buffered_groups
+from .model import few_buffers as few_buffers
 from .model import host_bytes as host_bytes
+from .options import ALL as ALL
 from .options import ESTIMATE as ESTIMATE
 from .options import MEASURE as MEASURE
 from .options import Numerics as Numerics
 from .options import Planning as Planning
+from .options import check_gradient_buffers as check_gradient_buffers
 from .options import read_compute_dtype as read_compute_dtype
 from .profile_cache import MeasurementCache as MeasurementCache
 from .profile_cache import cache_directory as cache_directory

@@ -35,7 +35,7 @@ from jaxferry.step import Plan, StepProgram
 from jaxferry.training.choice import best_granularity, tilings
 from jaxferry.training.cuts import Cut, Cutter, structure_of
 from jaxferry.training.measured_profile import Work
-from jaxferry.training.model import Model
+from jaxferry.training.model import Model, buffered_groups
 from jaxferry.training.options import Options
 from jaxferry.training.profiles import OfBatches, Profiler, share_of_one
 from jaxferry.training.step import Prepared, StepCompiler
@@ -222,6 +222,9 @@ class Compiler:
         profile = self._profiler.planned(
             variants, programs, self._share(variants.base, tiles, args, kwargs), transport.staging_bytes
         )
+        lets_choose, is_first = self._options.planning.lets_policy_choose, not self._has_decided
+        if lets_choose and not self.model.holds_whole_masters(variants.base.layers, is_first):
+            profile = profile.without_streaming()
         shared = self._shared
         resources = Resources(
             shared.placement, transport, shared.lanes, self.model.optimizer, shared.prefetch, shared.recorder
@@ -236,6 +239,7 @@ class Compiler:
                 self._options,
                 begin,
                 trains=state is not None,
+                gradient_buffers=self.model.gradient_buffers,
             )
             costs = partition_costs(variants.base) if self._options.planning.lets_policy_choose else ()
             earlier = [plan for plan, _ in self._plans.near(costs)]
@@ -263,7 +267,13 @@ class Compiler:
         state.begin(layers, submit)
         # A state that never trains leaves nothing.
         weakref.finalize(state, transport.made_ahead.clear).atexit = False
-        return lambda program: transport.make_ahead(program.stored, program.summed, program.widened, submit)
+
+        def begin(program: StepProgram) -> None:
+            own = buffered_groups(program.partition, program.plan.gradient_buffers)
+            stored = {group: is_written for group, is_written in program.stored.items() if group in own}
+            transport.make_ahead(stored, program.summed, program.widened, submit)
+
+        return begin
 
     def _check_host_memory(self, prepared: Prepared, is_begun: bool) -> None:
         """Checks that host memory can hold what a step keeps there beside the state, before it runs."""
@@ -318,7 +328,11 @@ class Compiler:
         """The transport of these groups, shared by all programs so that its memory is shared too."""
         if layers not in self._transports:
             self._transports[layers] = make_transport(
-                self.model.transport, self._shared.placement, layers, self._options.numerics.accumulate > 1
+                self.model.transport,
+                self._shared.placement,
+                layers,
+                self._options.numerics.accumulate > 1,
+                pools=self.model.gradient_buffers is not None,
             )
         return self._transports[layers]
 

@@ -17,7 +17,7 @@ import optax
 from jaxferry.costs import Profile
 from jaxferry.errors import InputError, internal_errors
 from jaxferry.modes import BLOCK
-from jaxferry.partition import Trainable
+from jaxferry.partition import AUTO, Trainable
 from jaxferry.step import Plan
 from jaxferry.training.options import CACHED_SHAPES, read_options
 from jaxferry.training.trainer import TrainStep
@@ -46,6 +46,7 @@ def train_step(
     remat: Any = "none",
     tiles: Any = "off",
     offload_activations: bool = False,
+    gradient_buffers: int | str = AUTO,
     skip_nonfinite: bool = False,
     check_gradients: bool | None = None,
     device: jax.Device | None = None,
@@ -122,6 +123,13 @@ def train_step(
         Arrays whose backward is fewer than four programs later stay, as do those below 1 KiB. The device then holds
         what a few segments keep, however deep the model is, and each array crosses the link twice. Results are
         bit-identical.
+      gradient_buffers: the most programs of a step (of a block, as a rule) whose gradients are in host memory at one
+        time. `"all"`: all of them, each with memory of its own. A number of 1 or more: a backward waits until the
+        update has ended that many programs before it, so the host holds fewer bytes; `JAXFERRY_HOST_MEMORY` and errors
+        count these. The step takes longer where updates take longer than the backward, and the first step then updates
+        as it goes: if it fails, the state is damaged. Not with what lets updates wait for all gradients: `clip_norm`,
+        `accumulate`, `skip_nonfinite`, `check_gradients`. `"auto"`: all if host memory holds them, else as many of 32,
+        16, 8, 4 or 2 as it holds. Results are bit-identical.
       skip_nonfinite: skip updates whose loss or gradients are not finite; the state stays unchanged. By default a
         non-finite loss raises `NonFiniteError` (the state stays unchanged as well).
       check_gradients: whether a non-finite gradient raises `NonFiniteError` before its update, as a loss does. True:

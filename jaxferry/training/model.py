@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxferry.engine import UNSCALED, Owner, TrainState
+from jaxferry.engine import UNSCALED, Owner, TrainState, groups_backward, groups_with_buffers
+from jaxferry.errors import HostMemoryError
 from jaxferry.optimizer import (
     HostOptimizer,
     Stored,
@@ -28,6 +30,7 @@ from jaxferry.optimizer import (
 from jaxferry.partition import (
     Layer,
     Ownership,
+    Partition,
     Span,
     aval_bytes,
     frozen_leaves,
@@ -38,7 +41,7 @@ from jaxferry.partition import (
 )
 from jaxferry.processes import is_key
 from jaxferry.step import streamed_state_bytes
-from jaxferry.training.options import Numerics
+from jaxferry.training.options import ALL, Numerics
 from jaxferry.training.step import Prepared
 from jaxferry.transport import Placement, choose_transport
 
@@ -51,7 +54,10 @@ _SUMS = "sums of gradients"
 _MASTERS = "master parameters"
 _WHOLE = "master parameters that are not split"
 _LESS_MOVED = "take smaller or shorter batches (with offload_activations=True), or a plan that reads no layer in place"
-_OF_STEPS = ("compute copy", "gradients", _SUMS)
+_GRADIENTS = "gradients"
+_OF_STEPS = ("compute copy", _GRADIENTS, _SUMS)
+_FEW_BUFFERS = (32, 16, 8, 4, 2)
+"""Numbers of gradient buffers to try where host memory does not hold all gradients."""
 
 
 class Model:
@@ -73,8 +79,10 @@ class Model:
         numerics: Numerics,
         placement: Placement,
         transport: str | None,
+        gradient_buffers: int | str | None = None,
     ) -> None:
         self.numerics, self._placement, self._optax = numerics, placement, optimizer
+        self._gradient_buffers = gradient_buffers
         by_default = None if placement.platform == "cpu" else accelerator_dtype(params)
         self.compute_dtype: Any = by_default if numerics.compute_dtype is None else numerics.compute_dtype
         hidden = frozen_leaves(numerics.trainable, params)
@@ -90,11 +98,33 @@ class Model:
         self.layers = held_whole(by_path, self.optimizer.whole)
         self.optimizer.check_parts(self.layers)
         self.transport = choose_transport(transport, placement, self.layers)
-        self._known: tuple[tuple[Layer, ...], Mapping[int, int], Collection[int]] = (), {}, ()
+        self._known: tuple[tuple[Layer, ...], Mapping[int, int], Collection[int], Collection[int] | None]
+        self._known = (), {}, (), None
 
     def on(self, placement: Placement) -> Model:
         """The same model on other devices, with the same transport."""
-        return Model(self.params, self._optax, self.numerics, placement, self.transport)
+        return Model(self.params, self._optax, self.numerics, placement, self.transport, self._gradient_buffers)
+
+    @functools.cached_property
+    def gradient_buffers(self) -> int | None:
+        """The most programs whose gradients may be in host memory at one time; None for all.
+
+        Unless the user says so, it is None if host memory holds all. Several processes would have to agree.
+        """
+        given = self._gradient_buffers
+        if given is None or isinstance(given, int) or given == ALL:
+            return given if isinstance(given, int) else None
+        can_few = not self.numerics.rules.need_all_gradients and self.optimizer.is_by_layer(self.layers)
+        if not can_few or self._placement.num_processes > 1:
+            return None
+
+        def fits(num: int | None) -> bool:
+            with contextlib.suppress(HostMemoryError):
+                self._check(self.host_bytes(with_buffers=self._with_buffers(self.layers, num)))
+                return True
+            return False
+
+        return few_buffers(fits)
 
     @functools.cached_property
     def update_text(self) -> str:
@@ -117,6 +147,7 @@ class Model:
         saved_bytes: int = 0,
         widened: Mapping[int, int] | None = None,
         streamed: Collection[int] = (),
+        with_buffers: Collection[int] | None = None,
     ) -> dict[str, int]:
         """Bytes of host memory that a training step keeps in this process, by what they are for.
 
@@ -127,6 +158,7 @@ class Model:
           widened: the groups whose gradients are summed in more bits, as in `StepProgram`; None if no batch has shown
             these.
           streamed: the groups whose updates stream through the GPU, with whole masters.
+          with_buffers: the groups whose gradients have memory of their own; None if no batch has shown the programs.
         """
         own, layers = self._placement.ownership, layers or self.layers
         state: Iterable[Any] = self.optimizer.state_shapes.values()
@@ -137,19 +169,26 @@ class Model:
         if self.numerics.accumulate > 1:
             widened = dict.fromkeys(range(len(layers)), 1) | dict(widened or {})
         splits = [self.optimizer.updates.splits_masters and group not in streamed for group in range(len(layers))]
-        of_training = _host_bytes(layers, state, own, widened or {}, self._placement.is_cpu, splits)
+        if with_buffers is None:
+            with_buffers = self._with_buffers(layers, self.gradient_buffers)
+        of_training = _host_bytes(layers, state, own, widened or {}, self._placement.is_cpu, splits, with_buffers)
         return of_training | {name: num_bytes for name, num_bytes in more.items() if num_bytes}
 
     def host_bytes_of(self, prepared: Prepared) -> dict[str, int]:
         """Bytes of host memory that training by a prepared step keeps in this process."""
         program = prepared.program
         layers, saved_bytes = program.partition.layers, prepared.saved_bytes
-        return self.host_bytes(layers, program.read_in_place, saved_bytes, program.widened, program.streamed)
+        kinds = program.widened, program.streamed, buffered_groups(program.partition, prepared.plan.gradient_buffers)
+        return self.host_bytes(layers, program.read_in_place, saved_bytes, *kinds)
+
+    def _with_buffers(self, layers: Sequence[Layer], num: int | None) -> frozenset[int]:
+        """The groups with gradient buffers, if each has a program of its own."""
+        return groups_with_buffers(layers, [[group] for group in reversed(range(len(layers)))], num)
 
     def _known_bytes(self) -> dict[str, int]:
         """Bytes of host memory as the last step prepared shows them, without what depends on its plan."""
-        layers, widened, streamed = self._known
-        return self.host_bytes(layers, widened=widened, streamed=streamed)
+        layers, widened, streamed, with_buffers = self._known
+        return self.host_bytes(layers, widened=widened, streamed=streamed, with_buffers=with_buffers)
 
     def check_host_memory(self) -> None:
         """Checks that host memory can hold everything that a training step keeps there, before a state is made.
@@ -158,6 +197,11 @@ class Model:
         """
         found = self._known_bytes()
         self._check_pinned(found)
+        self._check(found)
+        host_memory.return_freed_blocks()
+
+    def _check(self, found: dict[str, int]) -> None:
+        """Raises `HostMemoryError` if these bytes do not fit."""
         if self._placement.allocator is None:
             host_memory.check(found)
         else:
@@ -165,11 +209,21 @@ class Model:
             advice = host_memory.pinned_advice(num_bytes)
             remedy = f"{host_memory.LESS_STATE}, {advice}" if advice else host_memory.LESS_STATE
             host_memory.check(found | {"unused pinned memory": host_memory.unused_of_pool(num_bytes)}, remedy=remedy)
-        host_memory.return_freed_blocks()
 
     def _check_pinned(self, found: Mapping[str, int], streamed_bytes: int = 0) -> None:
         if not self._placement.is_cpu:
             host_memory.check_pinned(host_memory.pinned_bytes(found, streamed_bytes))
+
+    def holds_whole_masters(self, layers: Sequence[Layer], is_first: bool) -> bool:
+        """Whether host memory holds the masters of these groups whole, as updates that stream need them."""
+        known, whole = self._known_bytes(), self.host_bytes(layers, streamed=range(len(layers)))[_MASTERS]
+        needed = {_WHOLE: max(whole - known[_MASTERS], 0)}
+        needed |= {name: known[name] for name in _OF_STEPS if is_first and name in known}
+        with contextlib.suppress(HostMemoryError):
+            held_bytes = sum(known.values()) - sum(known.get(name, 0) for name in needed)
+            host_memory.check(needed, held_bytes=held_bytes)
+            return True
+        return not needed[_WHOLE]
 
     def check_step(self, prepared: Prepared, is_first: bool, kept_bytes: int, is_begun: bool) -> None:
         """Checks that host memory can hold what a prepared step keeps there beside the state.
@@ -189,6 +243,8 @@ class Model:
             needed[_SUMS] = more_sums
         if found[_MASTERS] > known[_MASTERS]:
             needed[_WHOLE] = found[_MASTERS] - known[_MASTERS]
+        if self.gradient_buffers is not None and found[_GRADIENTS] > known[_GRADIENTS]:
+            needed[_GRADIENTS] = found[_GRADIENTS] - known[_GRADIENTS]
         if not needed:
             return
         if is_first and not is_begun:
@@ -196,8 +252,10 @@ class Model:
         held_bytes = sum(found.values()) - sum(needed.values())
         existing_bytes = min(kept_bytes, needed.get(_SAVED, 0)) + is_begun * needed.get(_SUMS, 0)
         host_memory.check(needed, "a step", remedy, held_bytes, existing_bytes)
-        if needed.keys() & {_SUMS, _WHOLE}:
-            self._known = prepared.partition.layers, prepared.program.widened, prepared.program.streamed
+        if needed.keys() & {_SUMS, _WHOLE, _GRADIENTS}:
+            program, num = prepared.program, prepared.plan.gradient_buffers
+            kinds = program.widened, program.streamed, buffered_groups(prepared.partition, num)
+            self._known = prepared.partition.layers, *kinds
 
     def masters(self, leaves: Sequence[Any]) -> dict[int, Stored]:
         """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
@@ -247,6 +305,7 @@ def host_bytes(
     layers: Sequence[Layer],
     widened: Mapping[int, int],
     streamed: Collection[int] = (),
+    with_buffers: Collection[int] | None = None,
 ) -> dict[str, int]:
     """`Model.host_bytes` for an optimizer that trains all parameters, of which shapes are enough; traces no update."""
     dtypes = _master_dtypes(layers_by_path(params, compute_dtype))
@@ -254,7 +313,18 @@ def host_bytes(
     masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
     state = result_shapes(init_of(optimizer), jax.tree.unflatten(tree, masters))
     splits = [splits_masters(optimizer, state) and group not in streamed for group in range(len(layers))]
-    return _host_bytes(layers, jax.tree.leaves(state), Ownership(), widened, False, splits)
+    with_buffers = range(len(layers)) if with_buffers is None else with_buffers
+    return _host_bytes(layers, jax.tree.leaves(state), Ownership(), widened, False, splits, with_buffers)
+
+
+def buffered_groups(parts: Partition, num: int | None) -> frozenset[int]:
+    """The groups whose gradients have memory of their own on the host: see `Plan.gradient_buffers`."""
+    return groups_with_buffers(parts.layers, groups_backward(parts), num)
+
+
+def few_buffers(fits: Callable[[int | None], bool]) -> int | None:
+    """The most gradient buffers, None for all, with which training fits into host memory; the fewest if none does."""
+    return next(filter(fits, (None, *_FEW_BUFFERS)), _FEW_BUFFERS[-1])
 
 
 def _host_bytes(
@@ -264,6 +334,7 @@ def _host_bytes(
     widened: Mapping[int, int],
     is_cpu: bool,
     splits: Sequence[bool],
+    with_buffers: Collection[int],
 ) -> dict[str, int]:
     pairs = [(leaf, is_so) for layer, is_so in zip(layers, splits, strict=True) for leaf in ownership.of(layer).leaves]
     # The compute copy of a frozen parameter is its only copy if the dtypes agree.
@@ -276,12 +347,12 @@ def _host_bytes(
         for group, layer in enumerate(trained)
         if group in widened and layer.wide is not layer
     )
-    num_arriving = [1 if is_cpu else widened.get(group, 1) for group in range(len(trained))]
+    num_arriving = [(1 if is_cpu else widened.get(group, 1)) * (group in with_buffers) for group in range(len(trained))]
     return {
         _MASTERS: sum(masters),
         "optimizer state": sum(map(aval_bytes, state)),
         "compute copy": sum(map(ownership.num_host_bytes, layers)),
-        "gradients": sum(map(operator.mul, num_arriving, map(ownership.num_host_bytes, trained))),
+        _GRADIENTS: sum(map(operator.mul, num_arriving, map(ownership.num_host_bytes, trained))),
         **({_SUMS: sums} if sums else {}),
     }
 

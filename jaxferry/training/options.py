@@ -18,7 +18,7 @@ from jaxferry.costs import Profile
 from jaxferry.engine import LossScale, Rules, StepResult
 from jaxferry.errors import InputError, NonFiniteError
 from jaxferry.modes import BLOCK
-from jaxferry.partition import Partition, Trainable, check_remat, check_tiles
+from jaxferry.partition import AUTO, Partition, Trainable, check_remat, check_tiles
 from jaxferry.planner import check_granularity, make_policy
 from jaxferry.settings import looks_for_nans, users_stacklevel
 from jaxferry.step import Plan
@@ -26,6 +26,9 @@ from jaxferry.units import parse_bytes
 
 MEASURE, ESTIMATE = "measure", "estimate"
 """Keywords accepted instead of a profile; a file with such a name is given as `./measure`."""
+
+ALL = "all"
+"""`gradient_buffers` for memory of its own for each gradient."""
 
 CACHED_SHAPES = 64
 """Shapes of batches whose compiled programs a step keeps unless it is told otherwise."""
@@ -73,6 +76,7 @@ class Planning:
     remat: Any = "none"
     tiles: Any = 1
     offload_activations: bool = False
+    gradient_buffers: int | str = AUTO
     merge_small: bool = True
     granularity: str = BLOCK
 
@@ -144,21 +148,42 @@ def read_options(given: Mapping[str, Any]) -> Options:
         loss_scale=_read_loss_scale(given["loss_scale"], dtype, given["accumulate"]),
         trainable=given["trainable"],
     )
+    plan = _read_record(Plan, plan, "plan")
     planning = Planning(
         memory_budget_bytes=None if budget in (None, "none") else parse_bytes(budget, "memory_budget"),
         takes_device_budget=budget is None,
         reserve_factor=reserve_factor,
-        plan=_read_record(Plan, plan, "plan"),
+        plan=plan,
         policy=policy,
         profile=profile if profile in (MEASURE, ESTIMATE) else _read_record(Profile, profile, "profile"),
         remat=check_remat(given["remat"]),
         tiles=check_tiles(given["tiles"]),
         offload_activations=flags["offload_activations"],
+        gradient_buffers=_read_gradient_buffers(given["gradient_buffers"], numerics.rules, plan),
         merge_small=flags["merge_small"],
         granularity=given["granularity"],
     )
     counts = _read_count(given, "record_steps", 0, "steps"), _read_count(given, "cached_shapes", 1, "shapes")
     return Options(numerics, planning, *counts)
+
+
+def check_gradient_buffers(value: Any) -> int | str:
+    """Returns the argument `gradient_buffers` of `train_step`; raises `InputError` if it is not acceptable."""
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not (is_number or (isinstance(value, str) and value in (AUTO, ALL))):
+        raise InputError(f"gradient_buffers must be a whole number, 1 or more, {AUTO!r} or {ALL!r}, got {value!r}")
+    checked: int | str = value
+    return checked
+
+
+def _read_gradient_buffers(value: Any, rules: Rules, plan: Plan | None) -> int | str:
+    value = (plan.gradient_buffers or ALL) if value == AUTO and plan is not None else check_gradient_buffers(value)
+    if isinstance(value, int) and rules.need_all_gradients:
+        raise InputError(
+            f"gradient_buffers={value} needs updates that wait for no other gradient; with clip_norm, accumulate, "
+            "skip_nonfinite, check_gradients or a dynamic loss_scale they wait for all"
+        )
+    return value
 
 
 def _read_extra_args(value: Any) -> dict[str, Any] | None:

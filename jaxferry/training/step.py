@@ -129,11 +129,13 @@ class StepCompiler:
         options: Options,
         begin: Callable[[StepProgram], None] | None,
         trains: bool,
+        gradient_buffers: int | None = None,
     ) -> None:
         self._variants, self._programs, self._given = variants, programs, profile
         self._profile = _recomputable(profile)
         self._resources, self._planning, self._numerics = resources, options.planning, options.numerics
         self._begin, self._trains = begin or (lambda program: None), trains
+        self._gradient_buffers = gradient_buffers
         # A recorder marks each copy beside the program that queues it.
         self._joins = resources.transport.joins if resources.recorder is None else NO_JOINS
         self._widened = widened_groups(variants.base, variants.derivatives, options.numerics.accumulate)
@@ -159,7 +161,7 @@ class StepCompiler:
             plan = self._kept(earlier) or self._chosen()
             yield lambda: self.compile(plan)
             if self._planning.lets_policy_choose:
-                leanest = planner_within(self._variants, self._planning, self._given)(1)
+                leanest = self._plans()(1)
                 if leanest != plan:
                     yield lambda: self.compile(leanest)
 
@@ -183,19 +185,33 @@ class StepCompiler:
         """
         planning, budget = self._planning, self._planning.memory_budget_bytes
         if budget is None or not planning.lets_policy_choose:
-            plan = choose_plan(self._variants, planning, self._given)
+            plan = self._buffered(choose_plan(self._variants, planning, self._given))
             self._begin(self._lower(plan))
             return plan
-        plan_within = planner_within(self._variants, planning, self._given)
+        plan_within = self._plans()
         plan = plan_within(budget)
         self._begin(self._lower(plan))
 
         def others() -> list[Plan]:
             names = SIMPLE_POLICIES if planning.chooser == Auto.name else ()
-            return [planner_within(self._variants, planning, self._given, name)(budget) for name in names]
+            return [self._plans(name)(budget) for name in names]
 
         found = fastest_that_fits(plan_within, self._excess_bytes, budget, others=others)
         return plan if found is None else found
+
+    def _plans(self, policy: str | None = None) -> Callable[[int | None], Plan]:
+        """Returns a function that plans within a budget by a policy, or by the user's: see `planner_within`."""
+        plan_within = planner_within(self._variants, self._planning, self._given, policy)
+        return lambda budget_bytes: self._buffered(plan_within(budget_bytes))
+
+    def _buffered(self, plan: Plan) -> Plan:
+        """The plan with as many gradient buffers as there are, and the better order of updates with these."""
+        is_free = self._planning.gradient_buffers == AUTO and plan.updates is Updates.AFTER_ALL
+        num = None if is_free else self._gradient_buffers
+        if num == plan.gradient_buffers:
+            return plan
+        plan = dataclasses.replace(plan, gradient_buffers=num, predicted=None)
+        return with_update_order(self._given, plan)
 
     def _excess_bytes(self, plan: Plan) -> int:
         """What a plan needs beyond the memory budget, as the engine counts; 0 if it fits.
@@ -263,9 +279,10 @@ class StepCompiler:
     def _first(self, runnable: RunnableStep) -> RunnableStep:
         """The step that runs first: its updates start after all gradients have arrived.
 
-        With updates on the device all their gradients then stay there. If these do not fit, the step runs as planned.
+        With updates on the device all their gradients then stay there. If these do not fit, the step runs as planned;
+        so it does if host memory does not hold all gradients.
         """
-        if runnable.rules.need_all_gradients:
+        if runnable.rules.need_all_gradients or runnable.program.plan.gradient_buffers is not None:
             return runnable
         plan = dataclasses.replace(runnable.program.plan, updates=Updates.AFTER_ALL)
         program = self._lower(plan, runnable.program.summed)

@@ -421,7 +421,8 @@ class TrainStep:
         """Returns the compiler for a model's tree: the current one if the tree is the same, else a new one."""
         self._shared.owner.check()
         if self._compiler is None or self._compiler.model.params != abstract(params):
-            model = Model(params, self._optax, self._options.numerics, self._placement, self._wanted_transport)
+            numerics, num = self._options.numerics, self._options.planning.gradient_buffers
+            model = Model(params, self._optax, numerics, self._placement, self._wanted_transport, num)
             self._compiler = Compiler(model, self._loss_fn, self._options, self._shared)
         return self._compiler
 

@@ -41,10 +41,12 @@ class Transport(abc.ABC):
       library: the native library, if the transport uses it.
       staging_bytes: device memory that transfers need beside the moved bytes.
       loaded_bytes: counts the bytes of parameters on the device.
+      pools: whether the memory of a gradient that has been used may be another layer's next, with the same vectors.
       made_ahead: vectors that `make_ahead` has asked for and that nothing has taken, by layer and whether of sums.
     """
 
     library: NativeLibrary | None = None
+    pools = False
 
     def __init__(self, placement: Placement, layers: Sequence[Layer], accumulates: bool = False) -> None:
         self._placement, self._layers = placement, list(layers)
@@ -58,7 +60,7 @@ class Transport(abc.ABC):
         self._of_layer: dict[tuple[str, int, bool], Any] = {}
         self._spare: dict[Any, list[Vectors]] = {}
         self._written_before: dict[tuple[int, bool], list[Vectors]] = {}
-        self._num_begun: collections.Counter[int] = collections.Counter()
+        self._num_begun: collections.Counter[tuple[int | None, bool]] = collections.Counter()
         self.loaded_bytes = LoadedBytes()
         self.made_ahead: dict[tuple[int, bool], Future[Vectors]] = {}
         self.staging_bytes = 0
@@ -186,7 +188,7 @@ class Transport(abc.ABC):
         spare = self._spares(layer, shapes, is_pinned=False)
         if spare:
             return HostGradient(spare.pop(), True)
-        self._num_begun[layer] += 1
+        self._num_begun[self._owner(layer)] += 1
         return HostGradient(tuple(jax.device_put(np.empty(v.shape, v.dtype), placement.host) for v in shapes), True)
 
     def destinations(self, layer: int, onto: HostGradient | None = None, is_sum: bool = False) -> Vectors:
@@ -289,13 +291,17 @@ class Transport(abc.ABC):
             vectors, is_pinned = gradient.written or gradient.vectors, bool(gradient.written) or self._placement.is_cpu
             spare = self._spares(layer, vectors, is_pinned)
             # Of those that the optimizer reads, some are copies that nothing takes again.
-            if is_pinned or len(spare) < self._num_begun[layer]:
+            if is_pinned or len(spare) < self._num_begun[self._owner(layer)]:
                 spare.append(vectors)
 
     def _spares(self, layer: int, like: Sequence[Any], is_pinned: bool) -> list[Vectors]:
-        """A layer's own vectors of these shapes to write again: a norm may be read when they come back."""
+        """Vectors of these shapes to write again: a layer's own, since a norm may be read when they come back."""
         shapes = tuple((vector.shape, vector.dtype) for vector in like)
-        return self._spare.setdefault((layer, is_pinned or self._placement.is_cpu, shapes), [])
+        return self._spare.setdefault((self._owner(layer), is_pinned or self._placement.is_cpu, shapes), [])
+
+    def _owner(self, layer: int) -> tuple[int | None, bool]:
+        """Whose spare vectors a layer takes: its own, or those of all layers that the devices hold whole or not."""
+        return None if self.pools else layer, self._layers[layer].is_whole
 
     @abc.abstractmethod
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:

@@ -190,6 +190,10 @@ def transport_like(transport: Transport, placement: Placement, layers: Sequence[
     return (DevicePut if others else type(transport))(placement, layers)
 
 
-def make_transport(name: str, placement: Placement, layers: Sequence[Layer], accumulates: bool = False) -> Transport:
+def make_transport(
+    name: str, placement: Placement, layers: Sequence[Layer], accumulates: bool = False, pools: bool = False
+) -> Transport:
     """Makes a transport for these layers; `name` is a result of `choose_transport`, the others as for `Transport`."""
-    return TRANSPORTS[name](placement, layers, accumulates)
+    made = TRANSPORTS[name](placement, layers, accumulates)
+    made.pools = pools
+    return made

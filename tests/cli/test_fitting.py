@@ -37,7 +37,7 @@ def traced(size):
 
 
 def find(own, budget, host_memory_bytes=None):
-    sizes = {"model": "m", "machine": "a100", "host_bytes": lambda traced, streamed: KEPT}
+    sizes = {"model": "m", "machine": "a100", "host_bytes": lambda traced, streamed, num: KEPT}
     return find_fit(traced, own, budget_bytes=budget, host_memory_bytes=host_memory_bytes, **sizes)
 
 
@@ -167,7 +167,7 @@ def test_residuals_count_as_saved_activations_where_they_are_kept():
 
 
 def test_saved_activations_bound_the_batch_by_host_memory_and_are_stated():
-    sizes = {"model": "m", "machine": "a100", "host_bytes": lambda traced, streamed: KEPT}
+    sizes = {"model": "m", "machine": "a100", "host_bytes": lambda traced, streamed, num: KEPT}
     one = offloading(1).profile.saved_bytes
     assert one > 0 and offloading(7).profile.saved_bytes == 7 * one
     budget = offloading(64).loading_bytes

@@ -43,6 +43,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "remat": ("none", "full", "dots"),
     "tiles": ("untiled", "tiled"),
     "offload": ("stays", "offloaded"),
+    "buffers": ("all", "few"),
     "frozen": ("all", "frozen"),
     "optimizer": ("optax", "fused", "of the loss"),
     "granularity": (BLOCK, MODULE),
@@ -60,6 +61,8 @@ IMPOSSIBLE = frozenset(
         frozenset({("device", "mesh"), ("transport", "ferry")}),
         frozenset({("device", "mesh"), ("update", "gpu")}),
         frozenset({("update", "gpu"), ("gradient", "host")}),
+        frozenset({("buffers", "few"), ("accumulate", "twice")}),
+        frozenset({("buffers", "few"), ("clip", "clipped")}),
     }
 )
 """Pairs of values that `train_step` refuses."""
@@ -299,7 +302,7 @@ def reference(case: dict[str, str]) -> Trained | None:
     loaded = {"mode": "GFGB"} if case["transport"] == "device_put" else {}
     if only_moves(tuple((case | loaded).items())):
         return _trained(tuple((axis, case[axis]) for axis in COMPUTES), by_plan=False)
-    same = case | {"record": "unrecorded", "gradient": "device", "offload": "stays", "scale": "1"}
+    same = case | {"record": "unrecorded", "gradient": "device", "offload": "stays", "buffers": "all", "scale": "1"}
     same["device"] = "cpu" if case["device"] in EMULATED else case["device"]
     if case["mode"] in MOVES["mode"] and case["update"] != "gpu":  # whose programs keep the copy or not
         same["mode"] = "GFGB"
@@ -315,6 +318,7 @@ def all_options_of(case: dict[str, str]) -> dict[str, Any]:
         "transport": case["transport"],
         "mesh": jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]) if case["device"] == "mesh" else None,
         "offload_activations": case["offload"] == "offloaded",
+        "gradient_buffers": "all" if case["buffers"] == "all" else 1 if case["gradient"] == "host" else 2,
         "loss_scale": None if case["scale"] == "1" else float(case["scale"]),
         "record_steps": 2 if case["record"] == "recorded" else 0,
     }
