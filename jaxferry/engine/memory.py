@@ -94,6 +94,8 @@ def footprints(
     for instruction in program.programs:
         place, key = instruction.place, _key(instruction)
         alive = values.enter(key.kind, instruction.segment)
+        # Once it has ended, values for the backward after the next one may arrive.
+        alive = max(alive, values.leave(key.kind, instruction.segment, instruction.frees) + transfers.arriving[place])
         found.append(
             Footprint(
                 copies=resident + transfers.copies[place],
@@ -105,7 +107,6 @@ def footprints(
                 temporaries=temporary_bytes.get(key, 0),
             )
         )
-        values.leave(key.kind, instruction.segment, instruction.frees)
     return found
 
 
@@ -146,13 +147,14 @@ class LiveValues:
         # While two cotangents are added, both are alive besides their sum.
         return self._alive + sum(self._cotangents.values()) + 2 * self._size(*added) - reused
 
-    def leave(self, kind: ProgramKind, number: int, frees: Sequence[int]) -> None:
-        """Ends the program and frees these values."""
+    def leave(self, kind: ProgramKind, number: int, frees: Sequence[int]) -> int:
+        """Ends the program and frees these values; returns the bytes alive until the next one starts."""
         segment = self._partition.segments[number]
         self._alive -= self._size(*frees)
         if kind is ProgramKind.BACKWARD:
             self._alive -= self._saved_bytes(segment)
             self._cotangents = {v: n for v, n in self._cotangents.items() if v not in segment.outputs}
+        return self._alive + sum(self._cotangents.values())
 
     def _reused_bytes(self, segment: Segment) -> int:
         """The bytes of a backward's results that XLA writes into donated arguments of the same shape and dtype."""
@@ -190,7 +192,8 @@ class Transfers:
       copies, gradients: bytes of the step's own copies of parameters, and of gradients, by place.
       copies_ahead: bytes of the next step's copies, by place.
       more_ahead: by place, the memory that these take beyond that of the gradients which left before them.
-      offloaded: bytes of values that are certainly only in host memory, by place.
+      offloaded: bytes of values that are only in host memory while the program of a place runs.
+      arriving: bytes of these that may return before the next program starts, by place.
       last_program: by instruction, the place of the last program that it waits for, directly or through its lane.
       first_waiter: by OFFLOAD or SAVE, the place of the first program that waits for it; missing for none.
       last_use: by LOAD, the place of the last program that reads the copy.
@@ -216,6 +219,7 @@ class Transfers:
         for group in program.reserved:
             self.copies_of[group][:] = program.partition.layers[group].num_bytes
         self.copies = self._copies()
+        self.arriving = [0] * self._num_places
         self.offloaded = self._offloaded()
         self._add_kept_gradients()
         self.gradients = [sum(found.values()) for found in self._gradients_at]
@@ -280,8 +284,10 @@ class Transfers:
         for instruction in instructions:
             for value in instruction.values if instruction.operation is Operation.FETCH else ():
                 num_bytes = partition.graph.device_bytes(aval_of(partition, self._program.derivatives, value))
-                for place in range(gone_from[value], self.last_program[instruction.index] + 1):
+                last = self.last_program[instruction.index]
+                for place in range(gone_from[value], last + 1):
                     offloaded[place] += num_bytes
+                self.arriving[last] += num_bytes * (gone_from[value] <= last)
         return offloaded
 
     def _add_kept_gradients(self) -> None:
