@@ -26,7 +26,7 @@ import tensorstore
 from jaxferry.checkpoint.about import Digest, Leaf, Piece
 from jaxferry.checkpoint.content import Checkpoint
 from jaxferry.errors import CheckpointError
-from jaxferry.optimizer import SplitMaster, Stored, stored_whole
+from jaxferry.optimizer import LazyArray, OnDiskArray, SplitMaster, Stored, stored_whole
 from jaxferry.processes import Messages, is_key
 
 FOLDER = "arrays"  # the folder of the first process, relative to the save
@@ -43,8 +43,8 @@ def _in_numpy(part: str, name: str, leaf: Any) -> Stored:
 
 
 def _readable(array: Any) -> Any:
-    """An array of NumPy's, or a split master, which is joined chunk by chunk."""
-    return array if isinstance(array, SplitMaster) else np.asarray(array)
+    """An array of NumPy's, or one that is read chunk by chunk."""
+    return array if isinstance(array, LazyArray) else np.asarray(array)
 
 
 def write_arrays(checkpoint: Checkpoint, save: pathlib.Path, messages: Messages | None = None) -> Checkpoint:
@@ -245,7 +245,8 @@ def _by_chunks() -> Any:
                 with storage_errors():
                     await write
 
-    known = ((jax.Array, handlers.ArrayHandler()), (np.ndarray, ChunksHandler()), (SplitMaster, ChunksHandler()))
+    known: list[tuple[Any, Any]] = [(jax.Array, handlers.ArrayHandler())]
+    known += [(kind, ChunksHandler()) for kind in (np.ndarray, SplitMaster, OnDiskArray)]
     return handlers.create_type_handler_registry(*known)
 
 

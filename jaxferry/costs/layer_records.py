@@ -30,13 +30,13 @@ SECONDS = (
     "inter_backward_s",
 )
 LINK_SHARES = ("forward_read_s", "backward_read_s", "backward_write_s")
-_UPDATES_ON_DEVICE = ("update_gpu_s", "update_streamed_s", "state_up_s", "state_down_s")
+_OF_STATE = ("update_gpu_s", "update_streamed_s", "state_up_s", "state_down_s", "state_read_s", "state_write_s")
 _RECOMPUTATION = ("recompute_s", "recompute_activation_bytes")
 NO_RECOMPUTATION = dict.fromkeys(_RECOMPUTATION)
 _OF_GRADIENT = {
     **dict.fromkeys(("grad_bytes", "row_gradient_bytes", "sum_bytes", "state_bytes"), 0),
     **dict.fromkeys(("offload_s", "update_s", "backward_write_s"), 0.0),
-    **dict.fromkeys(_UPDATES_ON_DEVICE),
+    **dict.fromkeys(_OF_STATE),
 }
 _OF_BACKWARD = {
     **dict.fromkeys(("activation_bytes", "fetch_bytes", "backward_workspace_bytes"), 0),
@@ -72,7 +72,7 @@ def _checked(value: Any, key: str, where: str) -> Any:
             raise InputError(f"{where}: temporary_bytes must be an object of bytes by program, got {value!r}")
         check_keys(value, (*_FORWARDS, *_BACKWARDS), f"{where}: temporary_bytes")
         return {program: check_bytes(size, f"temporary_bytes of {program}", where) for program, size in value.items()}
-    if (key == "block" and value == "") or (key in _UPDATES_ON_DEVICE and value is None):
+    if (key == "block" and value == "") or (key in _OF_STATE and value is None):
         return value
     if key in ("name", "parameters", "block"):
         return check_text(value, key, where)
@@ -136,6 +136,9 @@ class LayerProfile:
       state_down_s: likewise back, with the new compute copy; as an offload of as many bytes if None. If the compute
         copy stays on the device, see `state_down_for`.
       state_bytes: bytes of master parameters and optimizer state.
+      state_read_s: their way from a scratch file to host memory, for an update on the host; None if host memory holds
+        them.
+      state_write_s: likewise back.
       temporary_bytes: device memory that each compiled program needs besides its arguments and results, by variant
         (`forward_variant`, `backward_variant`); a missing variant needs 0. If forward and backward are one program,
         its temporaries count as the backward's.
@@ -180,6 +183,8 @@ class LayerProfile:
     state_up_s: float | None = None
     state_down_s: float | None = None
     state_bytes: int = 0
+    state_read_s: float | None = None
+    state_write_s: float | None = None
     temporary_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tiles: int = 1
 

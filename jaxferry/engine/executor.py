@@ -133,6 +133,8 @@ def update(step: StepContext, call: Instruction) -> None:
         step.is_updating = True
         for unit, vectors in zip(units, gradients, strict=True):
             _update_unit(step, unit, vectors, norm)
+            if call.group not in unit.layers:  # no task writes what no segment reads
+                step.state.host.to_disk(unit)
         step.num_updates += 1
 
 
@@ -175,6 +177,20 @@ def store_state(step: StepContext, call: Instruction) -> Wait | None:
     return _ended(step, lambda: step.streaming.wait(place))
 
 
+def read_state(step: StepContext, call: Instruction) -> None:
+    """Reads the masters and the optimizer state of a group from the scratch file."""
+    if step.is_last:
+        host = step.state.host
+        host.to_host(host.unit_of(call.group))
+
+
+def write_state(step: StepContext, call: Instruction) -> None:
+    """Writes them back."""
+    if step.is_last:
+        host = step.state.host
+        host.to_disk(host.unit_of(call.group))
+
+
 def save(step: StepContext, call: Instruction) -> Wait | None:
     """Moves values to pinned host memory. Programs that need their memory wait for the end of this task."""
     arrays = _move(step, call, step.values, step.offloaded, "pinned_host")
@@ -203,6 +219,8 @@ OPERATIONS: dict[Operation, Callable[[StepContext, Instruction], Wait | None]] =
     Operation.UPDATE_ON_DEVICE: update_on_device,
     Operation.LOAD_STATE: load_state,
     Operation.STORE_STATE: store_state,
+    Operation.READ_STATE: read_state,
+    Operation.WRITE_STATE: write_state,
     Operation.SAVE: save,
     Operation.FETCH: fetch,
     Operation.NOTHING: nothing,
@@ -309,8 +327,16 @@ def _units_to_update(step: StepContext, call: Instruction) -> list[UpdateGroup]:
     """The units of an update task of the host that still need an update."""
     host = step.state.host
     units = host.units if step.is_last_update else [host.unit_of(call.group)]
-    units = [unit for unit in units if id(unit) not in step.updated and unit.is_on_host]
+    return _taken(step, units)
+
+
+def _taken(step: StepContext, units: Sequence[UpdateGroup]) -> list[UpdateGroup]:
+    """Those of the units that the host updates and that have not been updated; read from a scratch file."""
+    units = [unit for unit in units if id(unit) not in step.updated and (unit.is_on_host or unit.is_on_disk)]
     step.updated |= {id(unit) for unit in units}
+    for unit in units:
+        if unit.is_on_disk:
+            step.state.host.to_host(unit)
     return units
 
 
@@ -353,16 +379,16 @@ def _update_unread(step: StepContext) -> Wait | None:
         return None
     is_last = step.is_last_update
     step.num_updates += 1
-    units = [unit for unit in step.state.host.units if id(unit) not in step.updated and unit.is_on_host]
-    if not is_last or not units:
+    host = step.state.host
+    if not is_last or all(id(unit) in step.updated for unit in host.units):
         return None
 
     def wait() -> None:
         is_finite, norm = step.judged()
         if is_finite and step.work.commit():
-            step.updated |= {id(unit) for unit in units}
-            for unit in units:
+            for unit in _taken(step, host.units):
                 _update_unit(step, unit, step.gradients.gathered(unit), norm)
+                host.to_disk(unit)
 
     return _ended(step, wait)
 

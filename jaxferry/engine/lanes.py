@@ -406,6 +406,6 @@ def make_lanes(is_cpu: bool) -> Lanes:
     """Returns the threads of a training step.
 
     On a CPU each thread does the work of its lane. An accelerator works in the order of issue, so one thread issues for
-    all lanes except the host's. It issues copies a few layers ahead of programs: see `ready_tasks._AHEAD`.
+    all lanes but the host's and the disk's. It issues copies a few layers ahead of programs: see `ready_tasks._AHEAD`.
     """
-    return Lanes() if is_cpu else Lanes([(Lane.H2D, Lane.D2H, Lane.GPU), (Lane.HOST,)])
+    return Lanes() if is_cpu else Lanes([(Lane.H2D, Lane.D2H, Lane.GPU), (Lane.HOST,), (Lane.DISK,)])

@@ -56,6 +56,8 @@ _OPERATIONS = {
     Kind.FETCH: Operation.FETCH,
     Kind.STATE_UP: Operation.LOAD_STATE,
     Kind.STATE_DOWN: Operation.STORE_STATE,
+    Kind.STATE_READ: Operation.READ_STATE,
+    Kind.STATE_WRITE: Operation.WRITE_STATE,
     Kind.INTER_FORWARD: Operation.NOTHING,
     Kind.INTER_BACKWARD: Operation.NOTHING,
 }

@@ -275,6 +275,7 @@ def with_sum_bytes(profile: Profile, partition: Partition, groups: Collection[in
 def without_times(partition: Partition) -> Profile:
     """A profile of sizes only; all times are 0."""
     fields: dict[str, Any] = {f.name: 0.0 for f in dataclasses.fields(LayerProfile) if f.name.endswith("_s")}
+    fields |= {"state_read_s": None, "state_write_s": None}  # no state is in a scratch file
     layers, again = [], {"recompute_s": 0.0, "recompute_activation_bytes": 0}
     for use in partition.uses:
         layer = partition.layers[use.group]

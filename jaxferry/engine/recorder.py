@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jaxferry.engine.lanes import StepRun
-from jaxferry.step import Lane, Run, Schedule, dispatch_order, repeat
+from jaxferry.step import OF_THREADS, Lane, Run, Schedule, dispatch_order, repeat
 from jaxferry.transport import StepMarks
 
 
@@ -59,7 +59,7 @@ def on_the_device(
     for index in dispatch_order(schedule.tasks):
         task = schedule.tasks[index]
         starts[index] = max([starts[index], *(ends[earlier] for earlier in task.after)])
-        if task.lane is Lane.HOST:
+        if task.lane in OF_THREADS:
             ends[index] = max(ends[index], starts[index])
             continue
         start, end = known.get(index, (math.nan, math.nan))

@@ -21,7 +21,7 @@ from jaxferry.engine.state import TrainState
 from jaxferry.engine.step import RunnableStep, StepContext, StepResult
 from jaxferry.errors import JaxFerryError, StateError, TaskError, described
 from jaxferry.optimizer import host_memory
-from jaxferry.step import Lane
+from jaxferry.step import OF_THREADS, Lane
 from jaxferry.transport import Marks, deferred_interrupts
 
 DEVICE_LANES = (Lane.GPU, Lane.D2H)
@@ -211,7 +211,7 @@ class StepRunner:
         if runnable.is_first not in self._marks:
             marks = Marks(placement, recorder.num_steps, self._resources.transport.library)
             lanes, trivial = runnable.tasks.lanes, runnable.tasks.trivial
-            marks.prepare(i for i, lane in enumerate(lanes) if lane is not Lane.HOST and i not in trivial)
+            marks.prepare(i for i, lane in enumerate(lanes) if lane not in OF_THREADS and i not in trivial)
             self._marks[runnable.is_first] = marks
         return self._marks[runnable.is_first]
 

@@ -26,6 +26,7 @@ from jaxferry.engine.pending import (
 )
 from jaxferry.errors import StateError, described
 from jaxferry.optimizer import (
+    Disk,
     HostArrays,
     HostOptimizer,
     LazyParameter,
@@ -81,9 +82,10 @@ class TrainState:
         state: dict[str, Stored] | None = None,
         step: int = 0,
         loss_scale: LossScale = UNSCALED,
+        disk: Disk | None = None,
     ) -> None:
-        self.step, self.loss_scale = step, loss_scale
-        self.host = HostArrays(optimizer, placement, layers, masters, state)
+        self.step, self.loss_scale, self._disk = step, loss_scale, disk
+        self.host = HostArrays(optimizer, placement, layers, masters, state, disk)
         self._is_arranged = False
         self.resident: dict[int, DeviceLayer] = {}
         self.kept: dict[int, DeviceLayer] = {}
@@ -229,7 +231,7 @@ class TrainState:
         """
         masters, optimizer = self.copies("a copy of the state")
         args = (self._params, self.optimizer, self._placement, self.host.layers, masters, self.owner, self.held_bytes)
-        made = TrainState(*args, optimizer, self.updated_step, self.loss_scale)
+        made = TrainState(*args, optimizer, self.updated_step, self.loss_scale, self._disk)
         made._is_arranged, made.checkpoint = self._is_arranged, self.checkpoint
         return made
 

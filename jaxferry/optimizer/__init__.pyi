@@ -1,3 +1,4 @@
+from .arrays import Disk as Disk
 from .arrays import HostArrays as HostArrays
 from .host_memory import PINNED_VARIABLE as PINNED_VARIABLE
 from .host_memory import pinned_advice as pinned_advice
@@ -12,6 +13,7 @@ from .on_devices import num_bytes_on_each as num_bytes_on_each
 from .on_devices import subgroups_of as subgroups_of
 from .on_devices import unit_on_devices as unit_on_devices
 from .on_devices import where_on_devices as where_on_devices
+from .on_disk import put_on_disk as put_on_disk
 from .optimizer import HostOptimizer as HostOptimizer
 from .optimizer import LazyParameter as LazyParameter
 from .optimizer import given_leaves as given_leaves
@@ -33,6 +35,9 @@ from .pieces import Stored as Stored
 from .pieces import numpy_bytes as numpy_bytes
 from .pieces import on_host as on_host
 from .pieces import stored_whole as stored_whole
+from .scratch import OnDiskArray as OnDiskArray
+from .scratch import Scratch as Scratch
+from .split_masters import LazyArray as LazyArray
 from .split_masters import SplitMaster as SplitMaster
 from .transformations import init_of as init_of
 from .update_group import Subgroup as Subgroup

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,12 +14,22 @@ import numpy as np
 
 from jaxferry.native import host_sums
 from jaxferry.optimizer.on_devices import OnDevices, Streamed, subgroups_of
+from jaxferry.optimizer.on_disk import OnDisk
 from jaxferry.optimizer.optimizer import HostOptimizer
 from jaxferry.optimizer.pieces import Key, Pieces, Stored, Where, WholeCopies, cut, filled, on_host
+from jaxferry.optimizer.scratch import Scratch
 from jaxferry.optimizer.update_group import UpdateGroup
 from jaxferry.optimizer.update_programs import split_unit
 from jaxferry.partition import Layer, Leaf
 from jaxferry.transport import ORPHANED_COPIES, Placement, Vectors, from_shares, on_cpu, to_pinned, writes_in_place
+
+
+@dataclasses.dataclass(frozen=True)
+class Disk:
+    """A scratch file, and the function that says which parameter groups have masters and state there."""
+
+    scratch: Scratch
+    groups: Callable[[Sequence[Layer]], frozenset[int]]
 
 
 class HostArrays:
@@ -39,9 +50,10 @@ class HostArrays:
         layers: Sequence[Layer],
         masters: dict[int, Stored],
         state: dict[str, Stored] | None,
+        disk: Disk | None = None,
     ) -> None:
         self.layers: tuple[Layer, ...] = tuple(layers)
-        self._optimizer, self._placement = optimizer, placement
+        self._optimizer, self._placement, self._disk = optimizer, placement, disk
         # What holds the vectors outlives this object until the device has read them.
         self._held: list[list[Vectors]] = [[]]
         ORPHANED_COPIES.keep(self, placement, self._held)
@@ -106,10 +118,17 @@ class HostArrays:
 
     def to_host(self, unit: UpdateGroup) -> None:
         """Moves them to ordinary host memory."""
-        if not unit.is_on_host:
+        if unit.is_on_disk:
+            unit.elsewhere.read(unit)
+        elif not unit.is_on_host:
             unit.masters, unit.state, unit.elsewhere = unit.masters_at_home(), unit.state_at_home(), None
             self._refresh(self._stale.intersection(unit.layers))
             self._split(unit)
+
+    def to_disk(self, unit: UpdateGroup) -> None:
+        """Moves them to the scratch file, if that is their home and they are in host memory."""
+        if self._disk is not None and unit.is_on_host and self._disk.groups(self.layers).issuperset(unit.layers):
+            OnDisk.move(unit, self._disk.scratch, self._placement)
 
     def bring_home(self) -> None:
         """Moves everything that is on the device to host memory."""
@@ -193,7 +212,7 @@ class HostArrays:
     @property
     def elsewhere_bytes(self) -> int:
         """The bytes of masters and optimizer state of which `masters` and `optimizer_state` make copies."""
-        return sum(unit.num_bytes for unit in self.units if not unit.is_on_host)
+        return sum(unit.num_bytes for unit in self.units if not (unit.is_on_host or unit.is_on_disk))
 
     def copies(self) -> tuple[dict[int, Stored], dict[str, Stored]]:
         """Returns what `masters` and `optimizer_state` do, as copies that later steps do not change."""
@@ -205,7 +224,8 @@ class HostArrays:
                 (found_state, unit.state_keys, unit.state_at_home()),
             ):
                 # Those of the others are copies already.
-                own = (on_host(array, self._placement) if unit.is_on_host else array for array in arrays)
+                is_live = unit.is_on_host or unit.is_on_disk
+                own = (on_host(array, self._placement) if is_live else array for array in arrays)
                 _add(found, zip(keys, own, strict=True))
         for name, parts in self._frozen_parts().items():
             found_masters[name] = {part: on_host(array, self._placement) for part, array in parts.items()}
@@ -234,13 +254,16 @@ class HostArrays:
         """Replaces all parameters, by index in the flattened tree; `vectors` is empty afterwards."""
         self._end_filling(at_once=True)
         for unit in self.units:
-            self.to_host(unit)
+            if not unit.is_on_disk:
+                self.to_host(unit)
         pieces = Pieces(masters, self._placement)
         masters.clear()
         frozen = self._take_frozen(pieces)
         made = [[pieces.take(key) for key in unit.keys] for unit in self.units]
         for unit, own in zip(self.units, made, strict=True):
+            self.to_host(unit)
             unit.masters = own
+            self.to_disk(unit)
         self._frozen = frozen
         self._drop_vectors()
 
@@ -251,8 +274,10 @@ class HostArrays:
         for unit, new in zip(self.units, made, strict=True):
             if unit.elsewhere is not None and unit.elsewhere.replace_state(unit, new):
                 continue
-            self.to_host(unit)
-            unit.state = [new.get(key, leaf) for key, leaf in zip(unit.state_keys, unit.state, strict=True)]
+            if new:
+                self.to_host(unit)
+                unit.state = [new.get(key, leaf) for key, leaf in zip(unit.state_keys, unit.state, strict=True)]
+                self.to_disk(unit)
 
     def fill(self) -> None:
         """Makes the `vectors` that do not exist."""
@@ -284,7 +309,12 @@ class HostArrays:
         made = self._held[0]
         if max(unit.layers) < len(made) and self._optimizer.updates.splits(unit, self.layers):
             layers = [self._placement.ownership.of(self.layers[group].trained) for group in unit.layers]
+            was_on_disk = unit.is_on_disk
+            if was_on_disk:
+                unit.elsewhere.read(unit)
             split_unit(unit, layers, [made[group] for group in unit.layers])
+            if was_on_disk:
+                self.to_disk(unit)
 
     def _end_filling(self, at_once: bool = False) -> None:
         """Waits until no thread makes vectors; `fill` makes those that it could not make, and raises the error."""
@@ -323,12 +353,21 @@ class HostArrays:
     def _make_units(self, masters: Pieces, state: Pieces | None) -> list[UpdateGroup]:
         self._frozen = self._take_frozen(masters)
         units = self._optimizer.units_of(self.layers)
+        on_disk = frozenset[int]() if self._disk is None else self._disk.groups(self.layers)
         for unit in units:
-            unit.masters = [masters.take(key) for key in unit.keys]
+            lazily = on_disk.issuperset(unit.layers)
+            unit.masters = [masters.take(key, lazily) for key in unit.keys]
             if state is None:
                 unit.state = self._optimizer.updates.init_state(unit, unit.masters)
             else:
-                unit.state = [state.take(key) for key in unit.state_keys]
+                unit.state = [state.take(key, lazily) for key in unit.state_keys]
+            self.to_disk(unit)
+            if unit.is_on_disk:
+                for key, array in zip(unit.keys, unit.masters_at_home(), strict=True):
+                    masters.put(key, array)
+                for key, array in zip(unit.state_keys, unit.state_at_home(), strict=True):
+                    if state is not None:
+                        state.put(key, array)
         return units
 
     def _take_frozen(self, masters: Pieces) -> dict[Key, jax.Array]:

@@ -26,6 +26,7 @@ PINNED_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """XLA's environment variable for the most pinned host memory that a process may take on GPUs."""
 _DEFAULT_PINNED_GB = 64
 _FIRST_REGION_BYTES = 2**21
+SLOTS = "slots for the disk"
 PINNED = ("compute copy", "gradients", "sums of gradients", "copies to read in place", "saved activations")
 """What of a training step's host memory is pinned, for any plan."""
 

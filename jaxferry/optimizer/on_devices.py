@@ -120,7 +120,7 @@ class OnDevices(Elsewhere):
     @classmethod
     def move(cls, optimizer: HostOptimizer, unit: UpdateGroup, layers: Sequence[Layer], placement: Placement) -> None:
         """Moves a unit's masters and state from host memory to the devices."""
-        home, found = _home(unit), unit.by_key(unit.masters, unit.state)
+        home, found = home_of(unit), unit.by_key(unit.masters, unit.state)
         made = cls(home, placement, there=unit_on_devices(optimizer, home, layers, placement))
         there = made.there
         unit.masters = [made._placed(found, *own) for own in zip(there.keys, there.masters, strict=True)]
@@ -152,8 +152,10 @@ class OnDevices(Elsewhere):
         return jax.device_put(filled, self.placement.shared_device)
 
 
-def _home(unit: UpdateGroup) -> UpdateGroup:
-    return dataclasses.replace(unit, masters=_shapes(unit.masters), state=_shapes(unit.state), programs={})
+def home_of(unit: UpdateGroup) -> UpdateGroup:
+    """The unit with shapes for arrays."""
+    masters, state = _shapes(unit.masters), _shapes(unit.state)
+    return dataclasses.replace(unit, masters=masters, state=state, programs={}, elsewhere=None, on_disk=None)
 
 
 _ALIGNMENT = 16  # parameters are cut at multiples of so many elements: a cache line of fp32
@@ -208,7 +210,7 @@ class Streamed(Elsewhere):
                 leaf if num + i in moved else copied(arrays[num + i], placement.device)
                 for i, leaf in enumerate(each.unit.state)
             ]
-        home = _home(unit)
+        home = home_of(unit)
         unit.masters, unit.state, unit.elsewhere = home.masters, home.state, cls(home, placement, subgroups)
 
     def replace_state(self, unit: UpdateGroup, leaves: Mapping[Key, jax.Array]) -> bool:

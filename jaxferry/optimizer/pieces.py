@@ -26,6 +26,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxferry.native import host_sums
+from jaxferry.optimizer.scratch import OnDiskArray
 from jaxferry.partition import Layer, Part, Span, bits_of
 from jaxferry.processes import copied_zeros, is_key
 from jaxferry.transport import DATA, ORPHANED_COPIES, Placement, Vectors, as_numpy
@@ -142,15 +143,23 @@ class Pieces:
         self._arrays = {name: dict(stored.pieces) for name, stored in arrays.items()}
         self._given: dict[Key, jax.Array] = {}
 
-    def take(self, key: Key) -> jax.Array:
-        """Returns the array of a key; a copy if it has been taken before, since updates work in place."""
+    def put(self, key: Key, array: Any) -> None:
+        """Replaces an array that has been taken, which nothing here keeps alive any more."""
+        self._given[key] = array
+
+    def take(self, key: Key, lazily: bool = False) -> Any:
+        """Returns the array of a key; a copy if it has been taken before, since updates work in place.
+
+        With `lazily`, one that nobody has read from a scratch file is returned as it is.
+        """
         name, part = key
         if key in self._given:
             return on_host(self._given[key], self._placement)
         if part not in self._arrays[name]:
             self._arrays[name] = self._in_form_of(name, part)
         array = self._arrays[name].pop(part)
-        self._given[key] = array if isinstance(array, jax.Array) else on_host(array, self._placement)
+        is_own = isinstance(array, jax.Array) or (lazily and isinstance(array, OnDiskArray))
+        self._given[key] = array if is_own else on_host(array, self._placement)
         return self._given[key]
 
     def left(self) -> dict[Any, Stored]:

@@ -8,8 +8,9 @@ form (`jaxferry.native.HostStep`); whoever else needs a master reads it as an ar
 
 from __future__ import annotations
 
+import abc
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -18,22 +19,24 @@ from jaxferry.native import library, rest_size
 from jaxferry.partition import Leaf
 from jaxferry.transport import as_numpy
 
+_IN_A_WORD = 16  # of the bits that say whether a master was rounded up
 _LEAST_SIZE = 1024
 """Smaller masters stay whole: the records of a split one take more than it saves."""
 
 
-class SplitMaster:
-    """A master that NumPy reads as an fp32 array; `rest` is a uint16 array of what its compute copy lacks.
+class LazyArray(abc.ABC):
+    """An array whose elements are made when NumPy reads them.
 
-    It is written by writing both. Deep copies are the master itself, as of the arrays that checkpoints write.
+    Deep copies are the array itself, as of what checkpoints write.
     """
 
-    dtype = np.dtype(np.float32)
-    itemsize = dtype.itemsize
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
 
-    def __init__(self, rest: np.ndarray, vector: jax.Array, offset: int, shape: tuple[int, ...]) -> None:
-        self.rest, self.shape = rest, shape
-        self._vector, self._offset = vector, offset
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return self.dtype.itemsize
 
     @property
     def size(self) -> int:
@@ -50,14 +53,18 @@ class SplitMaster:
         """The bytes of the array that NumPy reads."""
         return self.size * self.itemsize
 
+    @abc.abstractmethod
+    def elements(self, start: int, size: int) -> np.ndarray:
+        """A copy of `size` elements of the flattened array."""
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
-            raise ValueError("a split master is joined: NumPy cannot read it without a copy")
-        found = self._elements(0, self.size).reshape(self.shape)
+            raise ValueError("NumPy cannot read this array without a copy: its elements are made when they are read")
+        found = self.elements(0, self.size).reshape(self.shape)
         return found if dtype is None else found.astype(dtype, copy=False)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """The elements at an index of NumPy's; of slices, only the rows that these cut from the array are joined."""
+        """The elements at an index of NumPy's; of slices, only the rows that these cut from the array are read."""
         slices = index if isinstance(index, tuple) else (index,)
         start, inner, shape, left = 0, self.size, [], list(self.shape)
         for own in slices:
@@ -70,18 +77,35 @@ class SplitMaster:
             if shape[-1] != 1:
                 break
         num = math.prod(shape)
-        found = self._elements(start, num * inner).reshape(*shape, *left)
+        found = self.elements(start, num * inner).reshape(*shape, *left)
         return found[(*[slice(None)] * len(shape), *slices[len(shape) :])]
 
-    def __deepcopy__(self, memo: Any) -> SplitMaster:
+    def __deepcopy__(self, memo: Any) -> Self:
         return self
 
-    def _elements(self, start: int, size: int) -> np.ndarray:
-        """Joins `size` elements of the flattened array."""
-        first = start // 8 * 8  # where a byte of `up` begins
-        made = np.empty(start + size - first, np.float32)
-        low, up = self.rest[: self.size], self.rest[self.size :].view(np.uint8)
-        library("cpu").join(self._copy()[first:], low[first:], up[first // 8 :], made)
+
+class SplitMaster(LazyArray):
+    """A master that NumPy reads as an fp32 array; `rest` is a uint16 array of what its compute copy lacks.
+
+    It is written by writing both.
+    """
+
+    def __init__(self, rest: Any, vector: jax.Array, offset: int, shape: tuple[int, ...]) -> None:
+        super().__init__(shape, np.dtype(np.float32))
+        self.rest = rest
+        self._vector, self._offset = vector, offset
+
+    def with_rest(self, rest: Any) -> SplitMaster:
+        """The same master with what its compute copy lacks elsewhere."""
+        return SplitMaster(rest, self._vector, self._offset, self.shape)
+
+    def elements(self, start: int, size: int) -> np.ndarray:
+        """See `LazyArray`."""
+        first, stop = start // _IN_A_WORD * _IN_A_WORD, start + size
+        low = self.rest[first:stop]
+        up = self.rest[self.size + first // _IN_A_WORD : self.size + -(-stop // _IN_A_WORD)].view(np.uint8)
+        made = np.empty(stop - first, np.float32)
+        library("cpu").join(self._copy()[first:stop], low, up, made)
         return made[start - first :]
 
     def _copy(self) -> np.ndarray:

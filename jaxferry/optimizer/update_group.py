@@ -34,6 +34,8 @@ class UpdateGroup:
       state_keys: their paths, and which part of a stacked parameter they belong to.
       programs: its updates (`update_programs.Update`), by how the gradients of its layers arrive.
       elsewhere: where masters and state are if not in ordinary host memory (`on_devices.Elsewhere`); else None.
+      on_disk: where masters and state are in a scratch file (`scratch.OnDisk`), also while an update has read them;
+        None if they never are.
       prepared: what an update has prepared for masters and state as they are.
     """
 
@@ -44,6 +46,7 @@ class UpdateGroup:
     state_keys: list[Key]
     programs: dict[tuple[Arrival, ...], Any] = dataclasses.field(default_factory=dict)
     elsewhere: Any = None
+    on_disk: Any = None
     prepared: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -60,7 +63,12 @@ class UpdateGroup:
     @property
     def is_on_device(self) -> bool:
         """Whether masters and state stay on the device."""
-        return self.elsewhere is not None and not self.elsewhere.subgroups
+        return not self.is_on_host and not self.is_on_disk and not self.elsewhere.subgroups
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether masters and state are in a scratch file, from which an update on the host reads them."""
+        return self.elsewhere is not None and self.elsewhere is self.on_disk
 
     @property
     def subgroups(self) -> Sequence[Subgroup]:

@@ -65,7 +65,8 @@ def with_update_order(profile: Profile, plan: Plan) -> Plan:
     schedules = StepSchedules(profile, plan)
     if any(task.duration_s > 0 for task in schedules.within(plan.memory_bytes).tasks):
         return best_order(plan, schedules)[0]
-    order = UpdateOrder.BACKWARD if Mode.RESIDENT in plan.modes else UpdateOrder.NEED
+    is_backward = Mode.RESIDENT in plan.modes or not schedules.may_reorder
+    order = UpdateOrder.BACKWARD if is_backward else UpdateOrder.NEED
     return dataclasses.replace(plan, update_order=order)
 
 
@@ -93,7 +94,7 @@ def best_order(
     least_s = seconds(schedules, memory_bytes, False)
     best = dataclasses.replace(plan, update_order=UpdateOrder.BACKWARD)
     num_updates = sum(task.lane is Lane.HOST for task in schedules.within(memory_bytes).tasks)
-    if num_updates < 2 or not may_gain(least_s):
+    if num_updates < 2 or not schedules.may_reorder or not may_gain(least_s):
         return best, least_s
     by_need = schedules.in_order(UpdateOrder.NEED)
     for tried_bytes in _memories_by_need(by_need, memory_bytes, is_thorough):

@@ -29,7 +29,7 @@ _SUMS = (
     *("backward_dha_s", "backward_go_s", "offload_s", "update_s", "inter_forward_s", "inter_backward_s"),
     *("forward_read_s", "backward_read_s", "backward_write_s"),
 )
-_SUMS_IF_ALL = ("state_up_s", "state_down_s")
+_SUMS_IF_ALL = ("state_up_s", "state_down_s", "state_read_s", "state_write_s")
 _COPIES = (Kind.LOAD, Kind.RELOAD, Kind.REFRESH, Kind.OFFLOAD, Kind.STATE_UP, Kind.STATE_DOWN)
 _LAUNCHES = 4
 """What `Machine.issue_s` covers: a forward, a backward, a load and an offload."""

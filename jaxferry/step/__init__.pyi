@@ -1,3 +1,4 @@
+from .builder import DISK_SLOTS as DISK_SLOTS
 from .builder import fetch_seconds_a_byte as fetch_seconds_a_byte
 from .builder import save_seconds_a_byte as save_seconds_a_byte
 from .effective_plan import DFGB as DFGB
@@ -70,6 +71,7 @@ from .streaming import num_subgroups as num_subgroups
 from .streaming import num_subgroups_of as num_subgroups_of
 from .streaming import slot_bytes as slot_bytes
 from .streaming import slots_bytes as slots_bytes
+from .tasks import OF_THREADS as OF_THREADS
 from .tasks import Bottleneck as Bottleneck
 from .tasks import Kind as Kind
 from .tasks import Lane as Lane

@@ -31,6 +31,48 @@ def fetch_seconds_a_byte(profile: Profile) -> float:
     return _seconds_a_byte((layer.load_s, layer.param_bytes) for layer in profile.layers)
 
 
+DISK_SLOTS = 3
+"""Groups whose masters and optimizer state may be in host memory at one time, of those in a scratch file."""
+
+
+class StatesOnDisk:
+    """Reads and writes of masters and optimizer state in a scratch file, for updates in backward order.
+
+    The first reads begin with the step. Each further one waits for the write that leaves its slot.
+    """
+
+    def __init__(self, effective: EffectivePlan, tasks: StepTasks) -> None:
+        profile, elsewhere = effective.profile, effective.on_device | effective.through_gpu
+        found = ((group, members[0]) for group, members in enumerate(profile.groups) if group not in elsewhere)
+        on_disk = [each for each in found if profile.layers[each[1]].state_read_s is not None]
+        self._layers, self._list, self._first = profile.layers, tasks, dict(on_disk)
+        self._left = sorted(self._first, key=lambda group: -self._first[group])
+        self._reads: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Emits the reads that wait for no slot of this step."""
+        for _ in range(DISK_SLOTS):
+            self._read_next(())
+
+    def read(self, group: int) -> tuple[int, ...]:
+        """The read that a group's update waits for."""
+        return (self._reads[group],) if group in self._first else ()
+
+    def write(self, group: int, update: int) -> None:
+        """Emits what follows a group's update."""
+        if group in self._first:
+            layer = self._first[group]
+            duration = ("state_write_s", self._layers[layer].state_write_s or 0.0)
+            self._read_next((self._list.emit(Kind.STATE_WRITE, Lane.DISK, layer, duration, (update,)),))
+
+    def _read_next(self, after: tuple[int, ...]) -> None:
+        if self._left:
+            group = self._left.pop(0)
+            layer = self._first[group]
+            duration = ("state_read_s", self._layers[layer].state_read_s or 0.0)
+            self._reads[group] = self._list.emit(Kind.STATE_READ, Lane.DISK, layer, duration, after)
+
+
 class StepBuilder:
     """Emits the tasks of one step in dispatch order.
 
@@ -63,12 +105,14 @@ class StepBuilder:
         self.updates: dict[int, int] = {}
         self.refreshes: dict[int, int] = {}
         self.updates_of_programs: list[tuple[int, ...]] = []
+        self.disk = StatesOnDisk(effective, self.list)
         self.waits_for_update: list[tuple[int, int]] = []
         self.waits_for_refresh: list[tuple[int, int]] = []
 
     def build(self) -> Schedule:
         """Emits all tasks."""
         order = range(len(self.layers))
+        self.disk.begin()
         if self.effective.bulk:
             self.bulk_forwards()
         else:
@@ -278,7 +322,8 @@ class StepBuilder:
         if elsewhere or layer != members[0] or not self.layers[layer].has_gradient:
             return
         duration = ("update_s", self.profile.group_update_s[group])
-        task = self.list.emit(Kind.UPDATE, Lane.HOST, layer, duration, tuple(sorted(after)))
+        task = self.list.emit(Kind.UPDATE, Lane.HOST, layer, duration, tuple(sorted({*after, *self.disk.read(group)})))
+        self.disk.write(group, task)
         arrived = [self.host_gradients[other] for other in members if other in self.arrivals]
         self.list[task].host_end_bytes += sum(self.list[each].host_start_bytes for each in arrived)
         self.updates[group] = task

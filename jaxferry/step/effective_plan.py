@@ -36,7 +36,8 @@ def effective(profile: Profile, plan: Plan) -> Plan:
     """The plan with the modes, gradient places and updates that its step runs with.
 
     DFGB becomes DHA if no backward could read the copy: a lookup's backward, a missing one, or one fused with its
-    forward. A gradient that leaves as rows of lookups counts as on the device. So does a missing gradient.
+    forward. A gradient that leaves as rows of lookups counts as on the device. So does a missing gradient. Updates are
+    in backward order unless `may_reorder`.
     """
     again, layers = of_program(profile, plan.recomputes), list(plan.layers)
     for index, (given, layer) in enumerate(zip(plan.layers, profile.layers, strict=True)):
@@ -48,9 +49,16 @@ def effective(profile: Profile, plan: Plan) -> Plan:
         if mode is not given.mode or gradient is not given.gradient:
             layers[index] = dataclasses.replace(given, mode=mode, gradient=gradient)
     updates = Updates.AFTER_ALL if profile.updates_after_all else plan.updates
-    if updates is plan.updates and all(map(lambda own, given: own is given, layers, plan.layers)):
+    order = plan.update_order if may_reorder(profile, plan) else UpdateOrder.BACKWARD
+    is_same = (updates, order) == (plan.updates, plan.update_order)
+    if is_same and all(map(lambda own, given: own is given, layers, plan.layers)):
         return plan
-    return dataclasses.replace(plan, layers=tuple(layers), updates=updates)
+    return dataclasses.replace(plan, layers=tuple(layers), updates=updates, update_order=order)
+
+
+def may_reorder(profile: Profile, plan: Plan) -> bool:
+    """Whether updates by need are possible: nothing within the step waits for an update on the host."""
+    return plan.gradient_buffers is None and all(layer.state_read_s is None for layer in profile.layers)
 
 
 def updated_on_device(profile: Profile, plan: Plan) -> frozenset[int]:

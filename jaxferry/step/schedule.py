@@ -1,11 +1,12 @@
 """Lowering: a plan becomes one list of tasks, the same for simulator and engine.
 
-Four lanes work at once, each in the order of the list:
+Up to five lanes work at once, each in the order of the list:
 
     H2D    load, load, ...      DFGB loads      second loads of RELOAD         refreshes of RESIDENT
     GPU         forward, inter_forward, ...     inter_backward, backward, ...
     D2H         (save, ...)                        offload, ...
     host                                              update, ...
+    disk   state_read, ...                                  state_write, state_read, ...
 
 Rules (the machine model; MemFerry, section IV-B):
 
@@ -23,7 +24,7 @@ Rules (the machine model; MemFerry, section IV-B):
   so each layer's load for the next step starts once that layer is updated. `updates: "after-all"`: no update starts
   before all gradients are on the host.
 - `update_order: "need"`: of the updates that could start, the host picks the one whose parameters the next forward
-  needs first.
+  needs first. Not where a step waits for its own updates: with `gradient_buffers` or state in a scratch file.
 - **RELOAD** layers share two slots on the device, so one computes while the next one loads. A load of a RELOAD layer
   starts once the use before the previous one has ended. The uses are the forwards, then the backwards.
 - **RESIDENT** layers are on the device before the first step. A load refreshes each of them in place after its update,
@@ -48,6 +49,9 @@ Rules (the machine model; MemFerry, section IV-B):
   copy is freed when the last backward that reads it has ended.
 - **Recomputation** (`remat: "full"`): the backward takes `recompute_s` longer, and by DHA also the extra time of the
   forward by DHA. The layer keeps `recompute_activation_bytes` instead of `activation_bytes`.
+- **State in a scratch file** (`state_read_s`): the file is a lane of its own. Before a group's update on the host, its
+  masters and optimizer state are read, and afterwards written back. The first reads begin with the step, each further
+  one when a write has left its slot, of which there are `DISK_SLOTS`.
 - **Programs**: optional keys of the profile's layers state facts beyond times. With `fused_backward`, forward and
   backward of the last layer are one program, and one copy serves both. Without `backward_reads` a backward needs no
   copy, unless it runs its forward again. Gradients with `gradient_rows` stay on the device. Without `has_gradient`
@@ -80,7 +84,7 @@ import dataclasses
 from jaxferry.costs import Profile
 from jaxferry.modes import GradientPlace
 from jaxferry.step.builder import StepBuilder
-from jaxferry.step.effective_plan import EffectivePlan
+from jaxferry.step.effective_plan import EffectivePlan, may_reorder
 from jaxferry.step.gradient_room import UNLIMITED, Demand, waits
 from jaxferry.step.machine import SteadyStep
 from jaxferry.step.plans import Plan, UpdateOrder
@@ -138,6 +142,11 @@ class StepSchedules:
         if key not in self._known:
             self._known[key] = StepBuilder(self.effective, room, limit - self.needs.forward).build()
         return self._known[key]
+
+    @property
+    def may_reorder(self) -> bool:
+        """Whether updates by need are possible, see `effective_plan.may_reorder`."""
+        return may_reorder(self.profile, self.plan)
 
     def steady(self, memory_bytes: int | None) -> SteadyStep:
         """The endless chain of this step."""

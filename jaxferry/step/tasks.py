@@ -22,6 +22,12 @@ class Lane(enum.StrEnum):
     H2D = "H2D"
     D2H = "D2H"
     HOST = "host"
+    DISK = "disk"
+    """The scratch file, with masters and optimizer state that host memory does not hold."""
+
+
+OF_THREADS = (Lane.HOST, Lane.DISK)
+"""The lanes whose threads do the work of their tasks, on any device."""
 
 
 class Kind(enum.StrEnum):
@@ -46,6 +52,10 @@ class Kind(enum.StrEnum):
     """Moves a subgroup's master parameters and optimizer state to the device for its update."""
     STATE_DOWN = "state_down"
     """Moves them back to host memory, with the new compute copy unless that stays on the device."""
+    STATE_READ = "state_read"
+    """Reads a group's masters and optimizer state from the scratch file for its update on the host."""
+    STATE_WRITE = "state_write"
+    """Writes them back after the update."""
     READ = "read"
     """The link's share of a program that reads host memory; in simulations only."""
     WRITE = "write"
@@ -282,6 +292,7 @@ _LIMITS = {
     Lane.H2D: ("link", "the link to the device is busy"),
     Lane.D2H: ("link", "the link from the device is busy"),
     Lane.HOST: ("host", "the host updates parameters"),
+    Lane.DISK: ("disk", "the disk reads and writes optimizer state"),
 }
 _LEAST_GAIN = 0.05
 
@@ -291,7 +302,7 @@ class Bottleneck:
     """What limits the speed.
 
     Attributes:
-      limit: `GPU`, `link`, `host` or `device memory`.
+      limit: `GPU`, `link`, `host`, `disk` or `device memory`.
       reason: the same in a clause, with figures.
     """
 

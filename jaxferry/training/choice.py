@@ -134,6 +134,24 @@ def with_updates_on_device(profile: Profile, parts: Partition, conditions: Condi
     return profile.with_layers(layers)
 
 
+def with_state_on_disk(
+    profile: Profile, parts: Partition, sizes: Mapping[str, int], rates: tuple[float, float], may_update: bool
+) -> Profile:
+    """The profile of a step that reads and writes masters and state of some groups in a scratch file.
+
+    Args:
+      profile: the layers.
+      parts: the segments.
+      sizes: the bytes of masters and state of each group that is in the file, by name.
+      rates: seconds a byte of a read and of a write.
+      may_update: whether a plan may update such groups on the device.
+    """
+    none = {} if may_update else dict.fromkeys(("update_gpu_s", "update_streamed_s", "state_up_s", "state_down_s"))
+    names = [parts.layers[use.group].name for use in parts.uses]
+    seconds = ({"state_read_s": sizes.get(x, 0) * rates[0], "state_write_s": sizes.get(x, 0) * rates[1]} for x in names)
+    return profile.with_layers(own | none if x in sizes else {} for x, own in zip(names, seconds, strict=True))
+
+
 def choose_plan(variants: RematVariants, planning: Planning, profile: Profile) -> Plan:
     """Chooses the modes of the layers.
 

@@ -32,7 +32,7 @@ from jaxferry.planner import first_that_fits
 from jaxferry.processes import check_same
 from jaxferry.settings import ThreadPool, check_may_trace, users_stacklevel
 from jaxferry.step import Plan, StepProgram
-from jaxferry.training.choice import best_granularity, tilings
+from jaxferry.training.choice import best_granularity, tilings, with_state_on_disk
 from jaxferry.training.cuts import Cut, Cutter, structure_of
 from jaxferry.training.measured_profile import Work
 from jaxferry.training.model import Model, buffered_groups
@@ -225,6 +225,9 @@ class Compiler:
         lets_choose, is_first = self._options.planning.lets_policy_choose, not self._has_decided
         if lets_choose and not self.model.holds_whole_masters(variants.base.layers, is_first):
             profile = profile.without_streaming()
+        if sizes := self.model.state_on_disk(variants.base.layers):
+            rates = self.model.disk_seconds_a_byte if profile.has_times else (0.0, 0.0)
+            profile = with_state_on_disk(profile, variants.base, sizes, rates, may_update=not lets_choose)
         shared = self._shared
         resources = Resources(
             shared.placement, transport, shared.lanes, self.model.optimizer, shared.prefetch, shared.recorder

@@ -47,6 +47,8 @@ def train_step(
     tiles: Any = "off",
     offload_activations: bool = False,
     gradient_buffers: int | str = AUTO,
+    scratch: str | os.PathLike[str] | None = None,
+    host_memory: int | str | None = None,
     skip_nonfinite: bool = False,
     check_gradients: bool | None = None,
     device: jax.Device | None = None,
@@ -130,6 +132,12 @@ def train_step(
         as it goes: if it fails, the state is damaged. Not with what lets updates wait for all gradients: `clip_norm`,
         `accumulate`, `skip_nonfinite`, `check_gradients`. `"auto"`: all if host memory holds them, else as many of 32,
         16, 8, 4 or 2 as it holds. Results are bit-identical.
+      scratch: a folder on a fast disk, for the masters and the optimizer state that host memory does not hold. They are
+        read before each update and written back afterwards, while other layers compute. As few layers as needed have
+        their state there. The file has no name and goes with the process. Results are bit-identical. Not with `mesh`,
+        nor with an optimizer that updates all parameters at once.
+      host_memory: with `scratch`, what training may take of host memory, such as `"48GiB"`; None for what the process
+        may still take.
       skip_nonfinite: skip updates whose loss or gradients are not finite; the state stays unchanged. By default a
         non-finite loss raises `NonFiniteError` (the state stays unchanged as well).
       check_gradients: whether a non-finite gradient raises `NonFiniteError` before its update, as a loss does. True:

@@ -118,6 +118,8 @@ class Options:
     planning: Planning = Planning()
     record_steps: int = 0
     cached_shapes: int = CACHED_SHAPES
+    scratch: str | None = None
+    host_memory_bytes: int | None = None
 
 
 def read_options(given: Mapping[str, Any]) -> Options:
@@ -164,7 +166,11 @@ def read_options(given: Mapping[str, Any]) -> Options:
         granularity=given["granularity"],
     )
     counts = _read_count(given, "record_steps", 0, "steps"), _read_count(given, "cached_shapes", 1, "shapes")
-    return Options(numerics, planning, *counts)
+    scratch, host_memory = given["scratch"], given["host_memory"]
+    if host_memory is not None and scratch is None:
+        raise InputError(f"host_memory={host_memory!r} needs scratch=, the folder for what it does not hold")
+    host_memory_bytes = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+    return Options(numerics, planning, *counts, None if scratch is None else os.fspath(scratch), host_memory_bytes)
 
 
 def check_gradient_buffers(value: Any) -> int | str:

@@ -16,13 +16,13 @@ from jaxferry import checkpoint
 from jaxferry.costs import Profile
 from jaxferry.engine import Owner, TrainState
 from jaxferry.errors import InputError, JaxFerryError, StateError
-from jaxferry.optimizer import initial_shapes, masters_layer_by_layer, taken_extra_args
+from jaxferry.optimizer import Scratch, initial_shapes, taken_extra_args
 from jaxferry.processes import PROGRESS, check_same_values, global_shape, messages_of
 from jaxferry.settings import own_settings
 from jaxferry.step import Run
 from jaxferry.training.compiler import Compiler, Shared
 from jaxferry.training.cuts import split_flags, weighted
-from jaxferry.training.model import Model, abstract
+from jaxferry.training.model import DiskOptions, Model, abstract
 from jaxferry.training.options import Options, metrics_of
 from jaxferry.training.saving import BackgroundSaves, content, restored
 from jaxferry.training.step import Prepared
@@ -48,6 +48,10 @@ class TrainStep:
         with own_settings():
             choose_transport(transport, self._placement)
             self._shared = Shared(self._placement, options.record_steps)
+        if options.scratch is not None and placement.num_devices > 1:
+            raise InputError("scratch is for one device: without it, or without mesh")
+        scratch = None if options.scratch is None else Scratch(options.scratch)
+        self._disk = DiskOptions(scratch, options.host_memory_bytes)
         self._compiler: Compiler | None = None
         self._newest: weakref.ref[TrainState] | None = None
         self._saves = BackgroundSaves()
@@ -101,7 +105,7 @@ class TrainStep:
             compiler.model.check_host_memory()
             if self._placement.num_processes > 1:
                 check_same_values("their PRNG keys", jax.tree.leaves(rng))
-            masters = masters_layer_by_layer(init_fn, rng, compiler.model.layers, self._placement)
+            masters = compiler.model.masters_from(init_fn, rng)
             return self._made(compiler.model.new_state(masters, compiler.layers, owner=self.owner))
 
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -422,7 +426,7 @@ class TrainStep:
         self._shared.owner.check()
         if self._compiler is None or self._compiler.model.params != abstract(params):
             numerics, num = self._options.numerics, self._options.planning.gradient_buffers
-            model = Model(params, self._optax, numerics, self._placement, self._wanted_transport, num)
+            model = Model(params, self._optax, numerics, self._placement, self._wanted_transport, num, self._disk)
             self._compiler = Compiler(model, self._loss_fn, self._options, self._shared)
         return self._compiler
 

@@ -1,0 +1,167 @@
+"""A file for what host memory does not hold, and arrays in it.
+
+The file has no name, so it goes with the process, however that ends. Its room is taken before anything is written.
+Blocks are large and aligned, and pass the kernel's page cache by (O_DIRECT) where the file system can do that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import mmap
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxferry.errors import HostMemoryError, InputError, described
+from jaxferry.optimizer.split_masters import LazyArray
+from jaxferry.settings import ThreadPool
+from jaxferry.units import format_bytes
+
+_ALIGNMENT = 4096
+_BLOCK_BYTES = 8 * 2**20
+_NUM_THREADS = 4
+_MEASURED_BYTES = 64 * 2**20
+
+
+class Scratch:
+    """A file in a folder; raises `InputError` if no file can be made there."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = os.path.abspath(os.fspath(folder))
+        try:
+            self._file = tempfile.TemporaryFile(dir=self.folder, prefix="jaxferry-", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            what = f"got {self.folder!r}: {described(error)}"
+            raise InputError(f"scratch must be a folder to write to, {what}") from error
+        number = self._file.fileno()
+        with contextlib.suppress(OSError):  # of a file system in memory, say
+            fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_DIRECT)
+        self._end, self._free = 0, dict[int, list[int]]()
+        self._lock, self._own = threading.Lock(), threading.local()
+        self._threads = ThreadPool(_NUM_THREADS, "jaxferry disk")
+        self._spare: dict[Any, list[Any]] = {}
+
+    def region(self, num_bytes: int) -> Region:
+        """Takes room for so many bytes; raises `HostMemoryError` if the disk has none."""
+        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        with self._lock:
+            known = self._free.get(size)
+            start = known.pop() if known else self._end
+            if start == self._end:
+                try:
+                    os.posix_fallocate(self._file.fileno(), start, size)
+                except OSError as error:
+                    raise HostMemoryError(
+                        f"scratch={self.folder!r} has no room for {format_bytes(start + size)}: {described(error)}"
+                    ) from error
+                self._end += size
+        made = Region(self, start, num_bytes)
+        weakref.finalize(made, self._release, start, size).atexit = False
+        return made
+
+    def _release(self, start: int, size: int) -> None:
+        self._free.setdefault(size, []).append(start)  # atomic; a finalizer must not lock
+
+    def move(self, start: int, memory: np.ndarray, is_read: bool) -> None:
+        """Reads bytes at a place of the file into memory, or writes them; a write begins at a region's start."""
+        transfer = self._read if is_read else self._write
+        first = start // _BLOCK_BYTES * _BLOCK_BYTES
+        edges = [start, *range(first + _BLOCK_BYTES, start + memory.size, _BLOCK_BYTES), start + memory.size]
+        parts = [(low, memory[low - start : high - start]) for low, high in itertools.pairwise(edges)]
+        if len(parts) == 1:
+            transfer(*parts[0])
+        else:
+            for done in [self._threads.submit(transfer, *part) for part in parts]:
+                done.result()
+
+    def _bounce(self) -> mmap.mmap:
+        """This thread's aligned memory, for a block that begins and ends anywhere."""
+        if not hasattr(self._own, "bounce"):
+            self._own.bounce = mmap.mmap(-1, _BLOCK_BYTES + 2 * _ALIGNMENT)
+        found: mmap.mmap = self._own.bounce
+        return found
+
+    def _read(self, start: int, memory: np.ndarray) -> None:
+        bounce, first = self._bounce(), start // _ALIGNMENT * _ALIGNMENT
+        num_bytes = -(-(start + memory.size - first) // _ALIGNMENT) * _ALIGNMENT
+        with memoryview(bounce) as view:
+            self._all(os.preadv, view[:num_bytes], first)
+        memory[:] = np.frombuffer(bounce, np.uint8, memory.size, start - first)
+
+    def _write(self, start: int, memory: np.ndarray) -> None:
+        bounce, num_bytes = self._bounce(), -(-memory.size // _ALIGNMENT) * _ALIGNMENT
+        np.frombuffer(bounce, np.uint8, memory.size)[:] = memory
+        with memoryview(bounce) as view:
+            self._all(os.pwritev, view[:num_bytes], start)
+
+    def _all(self, call: Callable[..., int], view: memoryview, start: int) -> None:
+        done = 0
+        while done < len(view):
+            num = call(self._file.fileno(), [view[done:]], start + done)
+            if num <= 0:
+                raise OSError(f"the scratch file in {self.folder} ends too early")
+            done += num
+
+    def keep(self, array: Any) -> None:
+        """Keeps the memory of an array that is in the file now, for another one that is read."""
+        if not (isinstance(array, jax.Array) and array.is_deleted()):
+            self._spare.setdefault((isinstance(array, np.ndarray), tuple(array.shape), array.dtype), []).append(array)
+
+    def slot(self, like: OnDiskArray, is_numpy: bool) -> Any:
+        """An array of the same shape and dtype whose memory is kept, of NumPy's or JAX's; None if there is none."""
+        spare = self._spare.get((is_numpy, like.shape, like.dtype))
+        return spare.pop() if spare else None
+
+    def seconds_a_byte(self) -> tuple[float, float]:
+        """Measures what a byte takes from the file, and to it."""
+        region, memory = self.region(_MEASURED_BYTES), np.ones(_MEASURED_BYTES, np.uint8)
+        times = [time.perf_counter()]
+        for is_read in (False, True):
+            self.move(region.start, memory, is_read)
+            times.append(time.perf_counter())
+        return (times[2] - times[1]) / _MEASURED_BYTES, (times[1] - times[0]) / _MEASURED_BYTES
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Region:
+    """Bytes of a scratch file, which are free once nobody holds this."""
+
+    scratch: Scratch
+    start: int
+    num_bytes: int
+
+
+class OnDiskArray(LazyArray):
+    """An array in a scratch file, which NumPy reads."""
+
+    def __init__(self, region: Region, shape: tuple[int, ...], dtype: Any) -> None:
+        super().__init__(shape, np.dtype(dtype))
+        self._region = region
+
+    def elements(self, start: int, size: int) -> np.ndarray:
+        """See `LazyArray`."""
+        made = np.empty(size, self.dtype)
+        self._move(start * self.itemsize, made, is_read=True)
+        return made
+
+    def read(self, into: np.ndarray) -> None:
+        """Reads all elements."""
+        self._move(0, into, is_read=True)
+
+    def write(self, array: np.ndarray) -> None:
+        """Writes all elements."""
+        self._move(0, array, is_read=False)
+
+    def _move(self, start: int, memory: np.ndarray, is_read: bool) -> None:
+        region = self._region
+        region.scratch.move(region.start + start, memory.reshape(-1).view(np.uint8), is_read)
