@@ -54,6 +54,8 @@ def test_losses_and_parameters_are_those_of_plain_optax(case, monkeypatch):
     assert saved == (case["offload"] == "offloaded")
     assert bool(found.state.host.on_device) == (case["update"] == "resident")
     assert bool(found.state.host.streamed) == (case["update"] == "gpu")
+    on_disk = {unit.is_on_disk for unit in found.state.host.units if unit.is_on_host or unit.is_on_disk}
+    assert on_disk <= {case["state"] == "on disk"}
     assert found.most_bytes <= found.prepared.peak.parameters
     assert (found.most_bytes == 0) == (case["mode"] == "DHA" and case["update"] != "resident")
     if accelerator is not None:

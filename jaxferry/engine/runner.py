@@ -139,7 +139,7 @@ class StepRunner:
         for unit in host.units:
             if not unit.is_on_device and program.stays_on_device.issuperset(unit.layers):
                 host.to_device(unit)
-            elif unit.is_on_host and unit.layers[0] in program.streamed:
+            elif (unit.is_on_host or unit.is_on_disk) and unit.layers[0] in program.streamed:
                 host.to_stream(unit, program.streamed[unit.layers[0]])
         for group in sorted(state.accumulated.on_host.keys() & program.updated_on_device):
             layer, placement = host.layers[group].trained, self._resources.placement

@@ -18,6 +18,7 @@ from jaxferry.optimizer.on_disk import OnDisk
 from jaxferry.optimizer.optimizer import HostOptimizer
 from jaxferry.optimizer.pieces import Key, Pieces, Stored, Where, WholeCopies, cut, filled, on_host
 from jaxferry.optimizer.scratch import Scratch
+from jaxferry.optimizer.split_masters import LazyArray
 from jaxferry.optimizer.update_group import UpdateGroup
 from jaxferry.optimizer.update_programs import split_unit
 from jaxferry.partition import Layer, Leaf
@@ -378,7 +379,8 @@ class HostArrays:
         """A layer's arrays in host memory, or what this process holds of them, in new vectors in pinned memory."""
         placement, own = self._placement, self._placement.ownership.of(layer)
         if not (placement.is_cpu or writes_in_place(placement)):
-            return to_pinned(self._packing(own)(arrays), placement, layer)
+            in_memory = [on_host(array, placement) if isinstance(array, LazyArray) else array for array in arrays]
+            return to_pinned(self._packing(own)(in_memory), placement, layer)
         pairs = list(zip(own.leaves, arrays, strict=True))
 
         def write(made: np.ndarray, number: int) -> None:

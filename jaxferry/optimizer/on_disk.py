@@ -64,9 +64,10 @@ class OnDisk(Elsewhere):
             array if is_small(array) else _written(array, before, scratch)
             for array, before in zip(arrays, known, strict=True)
         ]
-        for array, there in zip(map(_content, arrays), map(_content, stored), strict=True):
-            if isinstance(there, OnDiskArray) and there is not array:
-                scratch.keep(array)
+        if old is not None:  # an update has read them into slots
+            for array, there in zip(map(_content, arrays), map(_content, stored), strict=True):
+                if there is not array:
+                    scratch.keep(array)
         home = home_of(unit)
         unit.on_disk = unit.elsewhere = cls(home, placement, arrays=stored, scratch=scratch)
         unit.masters, unit.state = home.masters, home.state

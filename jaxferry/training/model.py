@@ -23,6 +23,7 @@ from jaxferry.optimizer import (
     HostOptimizer,
     Scratch,
     Stored,
+    UpdateGroup,
     host_array,
     host_memory,
     init_of,
@@ -201,7 +202,7 @@ class Model:
         splits, found = self.optimizer.updates.splits_masters, dict[int, int]()
         for unit in self.optimizer.units_of(layers):
             own = [leaf for group in unit.layers for leaf in layers[group].trained.leaves]
-            found[unit.layers[0]] = sum(master_bytes(leaf, splits) for leaf in own) + sum(map(aval_bytes, unit.state))
+            found[unit.layers[0]] = sum(master_bytes(leaf, splits) for leaf in own) + _moved_bytes(unit)
         return found
 
     @functools.cached_property
@@ -285,7 +286,7 @@ class Model:
         sizes, slots = self._state_sizes(layers), collections.Counter[int]()
         for unit in self.optimizer.units_of(layers):
             if (group := unit.layers[0]) in on_disk:
-                state_bytes = sum(map(aval_bytes, unit.state))
+                state_bytes = _moved_bytes(unit)
                 found[_STATE] -= state_bytes
                 found[_MASTERS] -= sizes[group] - state_bytes
                 slots[sizes[group]] += 1
@@ -432,6 +433,11 @@ def host_bytes(
     splits = [splits_masters(optimizer, state) and group not in streamed for group in range(len(layers))]
     with_buffers = range(len(layers)) if with_buffers is None else with_buffers
     return _host_bytes(layers, jax.tree.leaves(state), Ownership(), widened, False, splits, with_buffers)
+
+
+def _moved_bytes(unit: UpdateGroup) -> int:
+    """The bytes of a unit's optimizer state, without counts, which units share."""
+    return sum(aval_bytes(leaf) for leaf in unit.state if leaf.ndim)
 
 
 def buffered_groups(parts: Partition, num: int | None) -> frozenset[int]:

@@ -26,6 +26,7 @@ import scanned
 import updated
 from jaxferry.engine import lowering
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode, UpdatePlace
+from jaxferry.optimizer import on_disk
 from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Plan, streaming
 
@@ -44,6 +45,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "tiles": ("untiled", "tiled"),
     "offload": ("stays", "offloaded"),
     "buffers": ("all", "few"),
+    "state": ("in memory", "on disk"),
     "frozen": ("all", "frozen"),
     "optimizer": ("optax", "fused", "of the loss"),
     "granularity": (BLOCK, MODULE),
@@ -60,6 +62,7 @@ IMPOSSIBLE = frozenset(
     {
         frozenset({("device", "mesh"), ("transport", "ferry")}),
         frozenset({("device", "mesh"), ("update", "gpu")}),
+        frozenset({("device", "mesh"), ("state", "on disk")}),
         frozenset({("update", "gpu"), ("gradient", "host")}),
         frozenset({("buffers", "few"), ("accumulate", "twice")}),
         frozenset({("buffers", "few"), ("clip", "clipped")}),
@@ -302,7 +305,8 @@ def reference(case: dict[str, str]) -> Trained | None:
     loaded = {"mode": "GFGB"} if case["transport"] == "device_put" else {}
     if only_moves(tuple((case | loaded).items())):
         return _trained(tuple((axis, case[axis]) for axis in COMPUTES), by_plan=False)
-    same = case | {"record": "unrecorded", "gradient": "device", "offload": "stays", "buffers": "all", "scale": "1"}
+    same = case | {"record": "unrecorded", "gradient": "device", "offload": "stays", "buffers": "all"}
+    same |= {"state": "in memory", "scale": "1"}
     same["device"] = "cpu" if case["device"] in EMULATED else case["device"]
     if case["mode"] in MOVES["mode"] and case["update"] != "gpu":  # whose programs keep the copy or not
         same["mode"] = "GFGB"
@@ -318,6 +322,7 @@ def all_options_of(case: dict[str, str]) -> dict[str, Any]:
         "transport": case["transport"],
         "mesh": jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]) if case["device"] == "mesh" else None,
         "offload_activations": case["offload"] == "offloaded",
+        **({"scratch": tempfile.gettempdir(), "host_memory": 1} if case["state"] == "on disk" else {}),
         "gradient_buffers": "all" if case["buffers"] == "all" else 1 if case["gradient"] == "host" else 2,
         "loss_scale": None if case["scale"] == "1" else float(case["scale"]),
         "record_steps": 2 if case["record"] == "recorded" else 0,
@@ -326,8 +331,11 @@ def all_options_of(case: dict[str, str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def small_sizes() -> Iterator[None]:
-    """Small models have one subgroup, and keep all values on the device, unless these are smaller."""
-    with mock.patch.object(streaming, "SUBGROUP_BYTES", 400), mock.patch.object(lowering, "MIN_OFFLOADED_BYTES", 64):
+    """Small models have one subgroup, and keep all values and all state where they are, unless these are smaller."""
+    sizes = (streaming, "SUBGROUP_BYTES", 400), (lowering, "MIN_OFFLOADED_BYTES", 64), (on_disk, "_LEAST_BYTES", 32)
+    with contextlib.ExitStack() as stack:
+        for each in sizes:
+            stack.enter_context(mock.patch.object(*each))
         yield
 
 

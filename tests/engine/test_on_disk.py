@@ -1,0 +1,224 @@
+"""Masters and optimizer state in a scratch file. Bits beside all other options: tests/test_bits.py."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from jaxferry.errors import InputError
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.optimizer import on_disk, scratch
+from jaxferry.step import DISK_SLOTS, Kind, Lane, LayerPlan, Plan
+from models import chain
+from planned import assert_same_bits, take_steps
+
+DEPTH, WIDTH, STEPS = 8, 160, 3
+BATCH = np.linspace(-1, 1, 4 * WIDTH, dtype=np.float32).reshape(4, WIDTH)
+FP32, HALF = {"compute_dtype": np.float32}, {"compute_dtype": jnp.bfloat16}
+ADAMW = jaxferry.adamw(1e-2)
+OPTIMIZERS = {"own": ADAMW, "optax": optax.adam(1e-2), "momentum": optax.sgd(1e-2, momentum=0.9)}
+PLAN = Plan("any", 1.0, tuple(LayerPlan(f"l{i}", Mode.GFGB, GradientPlace.DEVICE) for i in range(DEPTH)))
+
+
+def parameters(depth=DEPTH):
+    generator = np.random.default_rng(0)
+    return {f"l{i}": {"w": generator.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 12} for i in range(depth)}
+
+
+def made(folder=None, host_memory=1, optimizer=ADAMW, **options):
+    disk = {} if folder is None else {"scratch": folder, "host_memory": host_memory}
+    options = {"plan": PLAN} | HALF | options
+    return jaxferry.train_step(chain(), optimizer, **disk, **options)
+
+
+def trained(step, num_steps=STEPS):
+    state, losses = take_steps(step, step.init(parameters()), [BATCH] * num_steps)
+    state.block_until_ready()
+    return state, losses
+
+
+@pytest.fixture
+def expected():
+    return trained(made())
+
+
+def test_as_few_layers_as_needed_are_on_disk_spread_evenly(tmp_path, expected):
+    every = sum(made_bytes(made()).values())
+    one = WIDTH * WIDTH * (8 + 2) + 2 * -(-WIDTH * WIDTH // 16)  # two moments and a split master
+    assert made_bytes(made())["master parameters"] + made_bytes(made())["optimizer state"] == DEPTH * one + 4  # a count
+    for num in range(DISK_SLOTS + 1, DEPTH + 1):
+        limit = every - (num - DISK_SLOTS) * one
+        step = made(tmp_path, limit, gradient_buffers="all")
+        state, losses = trained(step)
+        groups = sorted(step.compiler.model.disk_groups(state.host.layers))
+        assert len(groups) == num
+        gaps = [b - a for a, b in itertools.pairwise(groups)]
+        assert max(gaps) - min(gaps) <= 1
+        assert [unit.layers[0] for unit in state.host.units if unit.is_on_disk] == groups
+        assert sum(made_bytes(step).values()) == limit
+        assert losses == expected[1]
+        assert_same_bits((state.params, state.opt_state), (expected[0].params, expected[0].opt_state))
+    assert not trained(made(tmp_path, every))[0].host.units[0].is_on_disk
+
+
+def made_bytes(step):
+    step.declare(parameters())
+    return step.compiler.model.host_bytes_of(step.prepare(BATCH))
+
+
+def test_the_state_is_never_whole_in_memory(tmp_path, monkeypatch):
+    """Arrays of the state that are made or read and not written exist for a few layers at a time, from `init` on."""
+    most, write = [0], on_disk.OnDisk.move.__func__
+    step = made(tmp_path)
+
+    def large():
+        """The memory of arrays with a moment's shape, each once: some are views."""
+        found = [a for a in jax.live_arrays() if a.dtype == jnp.float32 and a.shape == (WIDTH, WIDTH)]
+        return {a.unsafe_buffer_pointer() for a in found if not a.is_deleted()}
+
+    def counted(cls, unit, *args):
+        most[0] = max(most[0], len(large() - before))
+        write(cls, unit, *args)
+
+    monkeypatch.setattr(on_disk.OnDisk, "move", classmethod(counted))
+    before = large()
+    state, _ = trained(step)
+    assert state.host.units[0].is_on_disk
+    # Two moments in each slot, and a master while its compute copy is made.
+    assert 2 <= most[0] <= 2 * DISK_SLOTS + 2 < 2 * DEPTH
+
+
+def test_reads_and_writes_are_tasks_of_their_own_lane(tmp_path):
+    step = made(tmp_path, record_steps=2)
+    trained(step)
+    tasks = step.prepare(BATCH).schedule.tasks
+    on_lane = [task for task in tasks if task.lane is Lane.DISK]
+    updates = {task.segment: index for index, task in enumerate(tasks) if task.kind is Kind.UPDATE}
+    assert [task.segment for task in on_lane if task.kind is Kind.STATE_READ] == list(reversed(range(DEPTH)))
+    assert [task.segment for task in on_lane if task.kind is Kind.STATE_WRITE] == list(reversed(range(DEPTH)))
+    held = most = 0
+    for task in on_lane:
+        held += 1 if task.kind is Kind.STATE_READ else -1
+        most = max(most, held)
+        if task.kind is Kind.STATE_WRITE:
+            assert task.after == (updates[task.segment],)
+    assert most == DISK_SLOTS and held == 0
+    run = step.recorded()
+    for task, start_s, end_s in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True):
+        assert end_s > start_s or task.lane is not Lane.DISK
+
+
+@pytest.mark.parametrize(
+    "optimizer", [ADAMW, optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9)], ids=["own", "optax", "sgd"]
+)
+@pytest.mark.parametrize("dtype", [HALF, FP32], ids=["half", "fp32"])
+def test_everything_that_reads_or_replaces_the_state_sees_that_of_memory(tmp_path, optimizer, dtype):
+    plain, disk = (made(folder, optimizer=optimizer, **dtype) for folder in (None, tmp_path))
+    states = [trained(step)[0] for step in (plain, disk)]
+
+    def assert_same():
+        for step, state in zip((plain, disk), states, strict=True):
+            step(state, BATCH)
+        one, other = states
+        assert_same_bits((one.params, one.opt_state), (other.params, other.opt_state))
+        assert np.asarray(other.lazy_params["l1"]["w"][3:5]).tobytes() == other.params["l1"]["w"][3:5].tobytes()
+        assert all(unit.is_on_disk for unit in other.host.units)
+        assert plain.evaluate(one, BATCH) == disk.evaluate(other, BATCH)
+
+    assert_same()
+    copy = states[1].copy()
+    before = states[1].params
+    assert_same()
+    assert_same_bits(copy.params, before)
+    for state in states:
+        state.params = jax.tree.map(lambda leaf: leaf * 2, state.params)
+        state.opt_state = jax.tree.map(lambda leaf: leaf, state.opt_state)
+    assert_same()
+    disk.save(states[1], tmp_path / "saved")
+    plain.save(states[0], tmp_path / "other")
+    states = [plain.restore(tmp_path / "saved"), disk.restore(tmp_path / "other", parameters())]
+    assert_same()
+
+
+def test_a_batch_of_other_layers_rearranges_what_is_on_disk(tmp_path):
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for name in sorted(params, reverse="back" in batch):
+            x = jnp.tanh(x @ params[name]["w"] + x)
+        return jnp.mean(x**2)
+
+    batches = [{"x": BATCH}, {"x": BATCH, "back": BATCH}, {"x": BATCH[:2]}]
+    found = []
+    for disk in ({}, {"scratch": tmp_path, "host_memory": 1}):
+        step = jaxferry.train_step(loss_fn, ADAMW, **HALF, **disk)
+        state, losses = take_steps(step, step.init(parameters()), batches)
+        found.append((losses, state.params, state.opt_state))
+    assert found[0][0] == found[1][0]
+    assert_same_bits(found[0][1:], found[1][1:])
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_an_error_of_the_disk_rolls_back_or_damages_and_names_the_layer(tmp_path, monkeypatch, is_read):
+    step, move, left = made(tmp_path), scratch.Scratch.move, [0]
+
+    def failing(self, start, memory, reads):
+        if reads == is_read:
+            left[0] -= 1
+            if left[0] == 0:
+                raise OSError(5, "Input/output error")
+        return move(self, start, memory, reads)
+
+    saved, _ = trained(step)
+    step.save(saved, tmp_path / "saved")
+    fates = set()
+    for at in (1, DEPTH, 2 * DEPTH):  # of two moments a layer
+        state, _ = take_steps(step, step.restore(tmp_path / "saved"), [BATCH])
+        state.block_until_ready()
+        before = state.params
+        monkeypatch.setattr(scratch.Scratch, "move", failing)
+        left[0] = at
+        told = r"state_(read|write) of layer 'l.' failed: .*Input/output"
+        with pytest.raises(jaxferry.JaxFerryError, match=told) as error:
+            state, _ = step(state, BATCH)
+            state.block_until_ready()
+        monkeypatch.setattr(scratch.Scratch, "move", move)
+        is_rolled_back = "the state is that before the step" in str(error.value)
+        fates.add(is_rolled_back)
+        if is_rolled_back:
+            assert_same_bits(state.params, before)
+            step(state, BATCH)
+        else:
+            assert "the state lies between two steps: restore" in str(error.value)
+            with pytest.raises(jaxferry.StateError):
+                _ = state.params
+    assert fates == ({True, False} if is_read else {False})
+
+
+def test_parameters_that_no_segment_reads_are_updated_on_disk_too(tmp_path):
+    def loss_fn(params, batch):
+        return jnp.mean(jnp.tanh(batch @ params["l0"]["w"]) ** 2)
+
+    found = []
+    for disk in ({}, {"scratch": tmp_path, "host_memory": 1}):
+        step = jaxferry.train_step(loss_fn, ADAMW, **disk)
+        with pytest.warns(UserWarning, match="the loss never reads"):
+            state, _ = take_steps(step, step.init(parameters(2)), [BATCH] * STEPS)
+        found.append((state.params, state.opt_state))
+        assert all(unit.is_on_disk == bool(disk) for unit in state.host.units)
+    assert_same_bits(*found)
+    assert np.any(np.asarray(found[1][0]["l1"]["w"]) != parameters(2)["l1"]["w"])  # weight decay
+
+
+def test_what_cannot_be_on_disk_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"host_memory='1GiB' needs scratch="):
+        jaxferry.train_step(chain(), ADAMW, host_memory="1GiB")
+    with pytest.raises(InputError, match="scratch must be a folder to write to"):
+        made(tmp_path / "missing")
+    with pytest.raises(InputError, match="scratch needs an optimizer that updates each layer alone"):
+        joint = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+        with pytest.warns(UserWarning, match="all parameters at once"):
+            made(tmp_path, optimizer=joint).init(parameters())

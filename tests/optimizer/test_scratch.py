@@ -1,0 +1,89 @@
+"""The scratch file: arrays of any place and size, its room, and its errors."""
+
+import gc
+import os
+
+import numpy as np
+import pytest
+
+from jaxferry.errors import HostMemoryError, InputError
+from jaxferry.optimizer import OnDiskArray, Scratch, scratch
+
+BLOCK = 2**14
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.setattr(scratch, "_BLOCK_BYTES", BLOCK)
+    return Scratch(tmp_path)
+
+
+def array_on(file, values):
+    made = OnDiskArray(file.region(values.nbytes), values.shape, values.dtype)
+    made.write(values)
+    return made
+
+
+@pytest.mark.parametrize("size", [1, 1000, BLOCK // 4, BLOCK // 4 + 1, 5 * BLOCK + 3])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "uint16"])
+def test_arrays_keep_their_bits_beside_each_other(file, size, dtype):
+    generator = np.random.default_rng(size)
+    several = [generator.integers(0, 100, (size, 3)).astype(dtype) + number for number in range(3)]
+    there = [array_on(file, values) for values in several]
+    for values, stored in zip(several, there, strict=True):
+        assert np.asarray(stored).tobytes() == values.tobytes()
+        for start, stop in ((0, size), (size // 3, size // 2 + 1), (size - 1, size)):
+            np.testing.assert_array_equal(stored[start:stop], values[start:stop])
+            np.testing.assert_array_equal(stored[start:stop, 1:], values[start:stop, 1:])
+        into = np.empty_like(values)
+        stored.read(into)
+        np.testing.assert_array_equal(into, values)
+
+
+def test_room_is_free_once_nobody_holds_its_array(file):
+    values = np.arange(BLOCK, dtype=np.float32)
+    known = array_on(file, values)
+    number = os.fstat(file._file.fileno()).st_ino
+    size = os.fstat(file._file.fileno()).st_size
+    for shift in range(5):
+        other = array_on(file, values + shift)
+        np.testing.assert_array_equal(other, values + shift)
+        del other
+        gc.collect()
+    assert os.fstat(file._file.fileno()).st_size == 2 * size
+    assert os.fstat(file._file.fileno()).st_ino == number
+    np.testing.assert_array_equal(known, values)
+
+
+def test_the_file_has_no_name(file, tmp_path):
+    array_on(file, np.ones(BLOCK, np.float32))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_before_anything_is_written(file, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(HostMemoryError, match=r"scratch=.* has no room for 64\.0 KiB: .*No space left on device"):
+        array_on(file, np.ones(BLOCK, np.float32))
+
+
+@pytest.mark.parametrize("folder", ["missing", "file"])
+def test_a_folder_that_takes_no_file_is_refused(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=f"scratch must be a folder to write to, got '.*{folder}'"):
+        Scratch(tmp_path / folder)
+
+
+def test_a_file_that_ends_too_early_is_an_error(file):
+    stored = array_on(file, np.arange(5 * BLOCK, dtype=np.float32))
+    os.truncate(file._file.fileno(), BLOCK)
+    with pytest.raises(OSError, match="ends too early"):
+        np.asarray(stored)
+
+
+def test_reads_and_writes_are_measured(file):
+    read_s, write_s = file.seconds_a_byte()
+    assert 0 < read_s < 1e-6
+    assert 0 < write_s < 1e-6
