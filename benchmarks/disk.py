@@ -97,7 +97,10 @@ def main():
         print(json.dumps(run(options)))
         return
     sizes = ["--layers", str(options.layers), "--width", str(options.width), "--steps", str(options.steps)]
-    rows, table = [], Table("share", "layers on disk", "counted", "in steps", "in init", "s a step", "over busiest lane")
+    rows, table = (
+        [],
+        Table("share", "layers on disk", "counted", "in steps", "in init", "s a step", "over busiest lane"),
+    )
     for share in options.shares:
         command = [sys.executable, __file__, options.scratch, *sizes, "--run", str(share)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

@@ -16,7 +16,7 @@ from jaxferry.cli.recording import Recording
 from jaxferry.costs import Profile, Report
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.records import Reader, check_bytes, check_format, check_list, check_seconds, check_text, required
-from jaxferry.step import Lane, Plan, Run, Schedule, machine
+from jaxferry.step import Lane, Plan, Run, Schedule, machine, used_lanes
 from jaxferry.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -346,7 +346,8 @@ def steps_in_the_middle(of: Run) -> Bars:
     """Returns the bars of the two steps before the last one, in seconds from the end of the program before them."""
     ends = ends_of_steps(of)
     first, last = ends[-_SHOWN_STEPS - 2], ends[-2]
-    bars: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in Lane}
+    lanes = used_lanes(task.lane for task in of.schedule.tasks)
+    bars: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in lanes}
     for task, start, end in zip(of.schedule.tasks, of.starts_s, of.ends_s, strict=True):
         if end > first and start < last:
             bars[task.lane].append((start - first, end - first))

@@ -19,7 +19,7 @@ from jaxferry.cli.recording import STAGE_OF, STAGES, Recording, Window, window
 from jaxferry.errors import InputError
 from jaxferry.planner import SweepPoint, pareto_front
 from jaxferry.records import naming_target
-from jaxferry.step import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, TEMPORARIES, Lane
+from jaxferry.step import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, TEMPORARIES, Lane, used_lanes
 from jaxferry.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ _COLOURS_OF_LANES = {
     Lane.H2D: COLOURS["load"],
     Lane.D2H: COLOURS["offload"],
     Lane.HOST: COLOURS["update"],
+    Lane.DISK: COLOURS["state"],
 }
 _FORMATS = ("png", "pdf", "svg")
 _LEAST_WIDTH = 4e-4  # the width of the thinnest bar, as a share of its axes
@@ -164,7 +165,7 @@ def steps_figure(recording: Recording) -> Any:
 
 
 def _lanes(shown: Window) -> dict[str, list[Span]]:
-    lanes: dict[str, list[Span]] = {lane.value: [] for lane in Lane}
+    lanes: dict[str, list[Span]] = {lane.value: [] for lane in used_lanes(task.lane for task in shown.tasks)}
     for task in shown.tasks:
         text = f"{task.name}: {format_seconds(task.end_s - task.start_s)}"
         text += f", {format_bytes(task.num_bytes)}" if task.num_bytes else ""
@@ -266,7 +267,7 @@ def plot_timelines(compared: Comparison, path: str | os.PathLike[str]) -> None:
         for axes, (title, bars) in zip(pair, charts.items(), strict=True):
             spans = {
                 lane.value: [(start, end, _COLOURS_OF_LANES[lane], "") for start, end in bars.get(lane, ())]
-                for lane in Lane
+                for lane in used_lanes(bars)
             }
             draw_lanes(axes, spans, end_s)
             axes.set_title(f"{row.policy}: {title}", fontsize=10)

@@ -69,13 +69,13 @@ STAGES = {
     "offload": (Kind.OFFLOAD, Kind.WRITE),
     "activations": (Kind.SAVE, Kind.FETCH),
     "update": (Kind.UPDATE,),
-    "state": (Kind.STATE_UP, Kind.STATE_DOWN),
+    "state": (Kind.STATE_UP, Kind.STATE_DOWN, Kind.STATE_READ, Kind.STATE_WRITE),
     "contention": (Kind.CONTENTION,),
 }
 """Kinds of tasks by what they are for. Only predictions have reads, writes and contention."""
 
 STAGE_OF = {kind: stage for stage, kinds in STAGES.items() for kind in kinds}
-_AFTER_UPDATES = (Kind.REFRESH, Kind.STATE_UP, Kind.STATE_DOWN)
+_AFTER_UPDATES = (Kind.REFRESH, *STAGES["state"])
 _PREDICTED_STEPS = 4
 
 Changes = tuple[tuple[float, int], ...]  # seconds, and bytes from then on

@@ -103,6 +103,12 @@ def train(
     granularity: Annotated[
         str, Option(help="Layers that the plan moves: block, module (finer), or auto for the faster.")
     ] = BLOCK,
+    scratch: Annotated[
+        Path | None, Option(metavar="DIR", help="Keep the optimizer state that host memory does not hold on this disk.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, Option(metavar="SIZE", help="With --scratch, what training may take of host memory.")
+    ] = None,
     devices: Devices = 1,
     distributed: Annotated[
         bool, Option("--distributed", help="One of several processes, which share all their devices.")
@@ -159,7 +165,8 @@ def train(
         user = call_model(model)
         user.check_is_whole()
     num_recorded = 0 if trace is None and record is None else _RECORDED_STEPS
-    step = _step_of(user, values, record_steps=num_recorded, mesh=mesh)
+    disk = {"scratch": scratch, "host_memory": host_memory}
+    step = _step_of(user, values, record_steps=num_recorded, mesh=mesh, **disk)
     with user_code(model):
         state = user.new_state(step, seed) if resume is None else step.restore(resume, user.shapes())
         run = _Run(user, step, state, console, saves)

@@ -83,3 +83,4 @@ from .tasks import find_bottleneck as find_bottleneck
 from .tasks import in_one_period as in_one_period
 from .tasks import leading_loads as leading_loads
 from .tasks import repeat as repeat
+from .tasks import used_lanes as used_lanes

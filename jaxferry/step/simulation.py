@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from jaxferry.step.machine import Chain, bytes_over_time, device_bytes
 from jaxferry.step.plans import Plan, Predicted
 from jaxferry.step.schedule import schedule_step
 from jaxferry.step.shared_work import with_shared_work
-from jaxferry.step.tasks import Kind, Lane, Run, Schedule, Task
+from jaxferry.step.tasks import Kind, Lane, Run, Schedule, Task, used_lanes
 
 CHAIN_STEPS = 3
 """Steps of the chain that the peak covers: loads of the next step overlap the end of this one."""
@@ -116,7 +116,7 @@ def predict(profile: Profile, plan: Plan) -> Plan:
 
 def _lane_uses(of: machine.Run) -> dict[Lane, LaneUse]:
     span_s = max(of.ends_s)
-    busy = dict.fromkeys(Lane, 0.0)
+    busy = dict.fromkeys(used_lanes(task.lane for task in of.schedule.tasks), 0.0)
     for task in of.schedule.tasks:
         busy[task.lane] += task.duration_s
     return {lane: LaneUse(busy_s, max(span_s - busy_s, 0.0)) for lane, busy_s in busy.items()}
@@ -220,13 +220,15 @@ def chrome_trace(*runs: Run) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for number, of in enumerate(runs, start=_PROCESS):
         name = "jaxferry simulate" if len(runs) == 1 else f"process {number - _PROCESS}"
-        events += _metadata_of(number, name) + _events(number, of)
+        lanes = used_lanes(task.lane for task in of.schedule.tasks)
+        events += _metadata_of(number, name, lanes) + _events(number, of)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _metadata_of(process: int, name: str) -> list[dict[str, Any]]:
+def _metadata_of(process: int, name: str, lanes: Sequence[Lane]) -> list[dict[str, Any]]:
     events = [_metadata("process_name", process, 0, {"name": name})]
-    for lane, row in _ROWS.items():
+    for lane in lanes:
+        row = _ROWS[lane]
         events.append(_metadata("thread_name", process, row, {"name": lane.value}))
         events.append(_metadata("thread_sort_index", process, row, {"sort_index": row}))
     return events

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxferry.costs import NO_CONTENTION, Contention, Profile
@@ -28,6 +28,12 @@ class Lane(enum.StrEnum):
 
 OF_THREADS = (Lane.HOST, Lane.DISK)
 """The lanes whose threads do the work of their tasks, on any device."""
+
+
+def used_lanes(lanes: Iterable[Lane]) -> list[Lane]:
+    """The lanes to show of a run that has tasks on these: all, but the disk's only if it has some."""
+    used = set(lanes)
+    return [lane for lane in Lane if lane is not Lane.DISK or lane in used]
 
 
 class Kind(enum.StrEnum):
