@@ -4,9 +4,9 @@
 
 The model of `host_bytes.py`, AdamW, in bfloat16 on a CPU, once in host memory and once for each share of the host
 memory that it takes there (14.1 bytes a parameter), each in a process of its own. Losses must be equal to the bit.
-Measured: the most memory that is resident during steps, beyond what was resident before the state was made; the time of
-a step; and that time over the busiest lane's, from the recorder. Expected: the share of 14.1 bytes and XLA's own 0.2 GB;
-a step at most 1.1 times as long as the busiest lane, which is the disk.
+Measured: the most memory that is resident during steps, beyond what was resident before the state was made; the time
+of a step; and that time over the busiest lane's, from the recorder. Expected: the share of 14.1 bytes and XLA's own
+0.2 GB; a step at most 1.1 times as long as the busiest lane.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def run(options):
         "bytes_in_steps": (measure.status_bytes("VmHWM") - before) / num,
         "bytes_in_init": (made - before) / num,
         "counted_bytes": sum(model.host_bytes_of(step.prepare(batch)).values()) / num,
-        "layers_on_disk": len(model.disk_groups(state.host.layers)),
+        "layers_on_disk": len(model.disk.groups(state.host.layers)),
         "gradient_buffers": step.prepare(batch).plan.gradient_buffers,
     }
 

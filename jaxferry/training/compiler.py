@@ -225,8 +225,8 @@ class Compiler:
         lets_choose, is_first = self._options.planning.lets_policy_choose, not self._has_decided
         if lets_choose and not self.model.holds_whole_masters(variants.base.layers, is_first):
             profile = profile.without_streaming()
-        if sizes := self.model.state_on_disk(variants.base.layers):
-            rates = self.model.disk_seconds_a_byte if profile.has_times else (0.0, 0.0)
+        if sizes := self.model.disk.bytes_by_name(variants.base.layers):
+            rates = self.model.disk.seconds_a_byte if profile.has_times else (0.0, 0.0)
             profile = with_state_on_disk(profile, variants.base, sizes, rates, may_update=not lets_choose)
         shared = self._shared
         resources = Resources(

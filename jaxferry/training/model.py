@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import dataclasses
 import functools
 import operator
 import re
@@ -17,20 +15,17 @@ import numpy as np
 import optax
 
 from jaxferry.engine import UNSCALED, Owner, TrainState, groups_backward, groups_with_buffers
-from jaxferry.errors import HostMemoryError, InputError
+from jaxferry.errors import HostMemoryError
 from jaxferry.optimizer import (
     Disk,
     HostOptimizer,
-    Scratch,
     Stored,
-    UpdateGroup,
     host_array,
     host_memory,
     init_of,
     master_bytes,
     masters_from_arrays,
     masters_layer_by_layer,
-    put_on_disk,
     splits_masters,
     stored_whole,
 )
@@ -47,7 +42,8 @@ from jaxferry.partition import (
     stored_struct,
 )
 from jaxferry.processes import is_key
-from jaxferry.step import DISK_SLOTS, streamed_state_bytes
+from jaxferry.step import streamed_state_bytes
+from jaxferry.training.disk import MASTERS, NO_DISK, STATE, DiskOptions, StateOnDisk
 from jaxferry.training.options import ALL, Numerics
 from jaxferry.training.step import Prepared
 from jaxferry.transport import Placement, choose_transport
@@ -58,28 +54,12 @@ ACCELERATOR_DTYPE: Any = jnp.bfloat16
 _COPIES = "copies to read in place"
 _SAVED = "saved activations"
 _SUMS = "sums of gradients"
-_MASTERS = "master parameters"
 _WHOLE = "master parameters that are not split"
 _LESS_MOVED = "take smaller or shorter batches (with offload_activations=True), or a plan that reads no layer in place"
 _GRADIENTS = "gradients"
-_STATE = "optimizer state"
 _OF_STEPS = ("compute copy", _GRADIENTS, _SUMS)
 _FEW_BUFFERS = (32, 16, 8, 4, 2)
 """Numbers of gradient buffers to try where host memory does not hold all gradients."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DiskOptions:
-    """The scratch file for masters and optimizer state that `host_memory_bytes` do not hold.
-
-    Without these, what the process may still take counts, before a state is made.
-    """
-
-    scratch: Scratch | None = None
-    host_memory_bytes: int | None = None
-
-
-NO_DISK = DiskOptions()
 
 
 class Model:
@@ -105,7 +85,7 @@ class Model:
         disk: DiskOptions = NO_DISK,
     ) -> None:
         self.numerics, self._placement, self._optax = numerics, placement, optimizer
-        self._gradient_buffers, self._disk = gradient_buffers, disk
+        self._gradient_buffers, self._disk_options = gradient_buffers, disk
         by_default = None if placement.platform == "cpu" else accelerator_dtype(params)
         self.compute_dtype: Any = by_default if numerics.compute_dtype is None else numerics.compute_dtype
         hidden = frozen_leaves(numerics.trainable, params)
@@ -121,14 +101,14 @@ class Model:
         self.layers = held_whole(by_path, self.optimizer.whole)
         self.optimizer.check_parts(self.layers)
         self.transport = choose_transport(transport, placement, self.layers)
-        self._disk_groups: dict[tuple[Layer, ...], frozenset[int]] = {}
-        self._left_bytes: int | None = None
+        in_memory = functools.partial(self.host_bytes, uses_disk=False)
+        self.disk = StateOnDisk(disk, self.optimizer, in_memory, self._fits)
         self._known: tuple[tuple[Layer, ...], Mapping[int, int], Collection[int], Collection[int] | None]
         self._known = (), {}, (), None
 
     def on(self, placement: Placement) -> Model:
         """The same model on other devices, with the same transport."""
-        own = self.numerics, placement, self.transport, self._gradient_buffers, self._disk
+        own = self.numerics, placement, self.transport, self._gradient_buffers, self._disk_options
         return Model(self.params, self._optax, *own)
 
     @functools.cached_property
@@ -145,88 +125,22 @@ class Model:
             return None
 
         def fits(num: int | None) -> bool:
-            return self._fits(self.host_bytes(with_buffers=self._with_buffers(self.layers, num), on_disk=()))
+            return self._fits(self.host_bytes(with_buffers=self._with_buffers(self.layers, num), uses_disk=False))
 
         return few_buffers(fits)
 
     def _fits(self, found: dict[str, int]) -> bool:
-        if self._disk.host_memory_bytes is not None:
-            return sum(found.values()) <= self._disk.host_memory_bytes
+        """Whether host memory holds these bytes, before a state exists."""
+        if (most := self._disk_options.host_memory_bytes) is not None:
+            return sum(found.values()) <= most
         with contextlib.suppress(HostMemoryError):
             self._check(found)
             return True
         return False
 
-    def disk_groups(self, layers: Sequence[Layer]) -> frozenset[int]:
-        """The groups whose masters and optimizer state are in the scratch file: as few as host memory allows.
-
-        They are spread evenly, so that the disk works beside other groups' updates. The first answer is given before a
-        state exists; later ones, for other groups, leave as many bytes to the disk.
-        """
-        key = tuple(layers)
-        if self._disk.scratch is None:
-            return frozenset()
-        if not self.optimizer.is_by_layer(layers):
-            raise InputError(
-                "scratch needs an optimizer that updates each layer alone: this one updates several at once"
-            )
-        if key not in self._disk_groups:
-            sizes = self._state_sizes(layers)
-            usual = 2 * sorted(sizes.values())[len(sizes) // 2] if sizes else 0
-            able = sorted(sizes, key=lambda group: (sizes[group] > usual, group))
-            num_usual = sum(sizes[group] <= usual for group in able)
-            self._disk_groups[key] = chosen = frozenset(self._fewest(layers, able, num_usual, sizes))
-            if self._left_bytes is None:
-                self._left_bytes = sum(sizes[group] for group in chosen)
-        return self._disk_groups[key]
-
-    def _fewest(
-        self, layers: Sequence[Layer], able: Sequence[int], num_usual: int, sizes: Mapping[int, int]
-    ) -> list[int]:
-        chosen: list[int] = []
-        for num in range(len(able) + 1):
-            if num <= num_usual:
-                chosen = [able[num_usual * (2 * place + 1) // (2 * num)] for place in range(num)]
-            else:
-                chosen = list(able[:num])
-            if self._left_bytes is None:
-                is_enough = self._fits(self.host_bytes(layers, on_disk=chosen))
-            else:
-                is_enough = sum(sizes[group] for group in chosen) >= self._left_bytes
-            if is_enough:
-                break
-        return chosen
-
-    def _state_sizes(self, layers: Sequence[Layer]) -> dict[int, int]:
-        """The bytes of masters and optimizer state, by group, as host memory or the scratch file has them."""
-        splits, found = self.optimizer.updates.splits_masters, dict[int, int]()
-        for unit in self.optimizer.units_of(layers):
-            own = [leaf for group in unit.layers for leaf in layers[group].trained.leaves]
-            found[unit.layers[0]] = sum(master_bytes(leaf, splits) for leaf in own) + _moved_bytes(unit)
-        return found
-
-    @functools.cached_property
-    def disk_seconds_a_byte(self) -> tuple[float, float]:
-        """What a byte takes from the scratch file, and to it, as measured."""
-        assert self._disk.scratch is not None
-        return self._disk.scratch.seconds_a_byte()
-
-    def state_on_disk(self, layers: Sequence[Layer]) -> dict[str, int]:
-        """The bytes of masters and optimizer state of each group that is in the scratch file, by name."""
-        groups = self.disk_groups(layers)
-        return {layers[group].name: size for group, size in self._state_sizes(layers).items() if group in groups}
-
-    def _kept(self, stored: Stored) -> Stored:
-        """An array that a new state is made of; in the scratch file, if there is one."""
-        if (scratch := self._disk.scratch) is None or not self.disk_groups(self.layers):
-            return stored
-        return dataclasses.replace(
-            stored, pieces={where: put_on_disk(array, scratch) for where, array in stored.pieces.items()}
-        )
-
     def masters_from(self, init_fn: Callable[[Any], Any], rng: Any) -> dict[int, Stored]:
         """The parameters that `init_fn(rng)` makes, layer by layer: see `masters_layer_by_layer`."""
-        return masters_layer_by_layer(init_fn, rng, self.layers, self._placement, self._kept)
+        return masters_layer_by_layer(init_fn, rng, self.layers, self._placement, self.disk.keep)
 
     @functools.cached_property
     def update_text(self) -> str:
@@ -250,7 +164,7 @@ class Model:
         widened: Mapping[int, int] | None = None,
         streamed: Collection[int] = (),
         with_buffers: Collection[int] | None = None,
-        on_disk: Collection[int] | None = None,
+        uses_disk: bool = True,
     ) -> dict[str, int]:
         """Bytes of host memory that a training step keeps in this process, by what they are for.
 
@@ -262,7 +176,7 @@ class Model:
             these.
           streamed: the groups whose updates stream through the GPU, with whole masters.
           with_buffers: the groups whose gradients have memory of their own; None if no batch has shown the programs.
-          on_disk: the groups whose masters and optimizer state are in the scratch file; None for `disk_groups`.
+          uses_disk: whether some masters and state are in the scratch file, if there is one.
         """
         own, layers = self._placement.ownership, layers or self.layers
         state: Iterable[Any] = self.optimizer.state_shapes.values()
@@ -276,21 +190,8 @@ class Model:
         if with_buffers is None:
             with_buffers = self._with_buffers(layers, self.gradient_buffers)
         of_training = _host_bytes(layers, state, own, widened or {}, self._placement.is_cpu, splits, with_buffers)
-        on_disk = self.disk_groups(layers) if on_disk is None else on_disk
-        if on_disk:
-            self._leave_out(of_training, layers, on_disk)
+        of_training = self.disk.left(of_training, layers) if uses_disk else of_training
         return of_training | {name: num_bytes for name, num_bytes in more.items() if num_bytes}
-
-    def _leave_out(self, found: dict[str, int], layers: Sequence[Layer], on_disk: Collection[int]) -> None:
-        """Takes masters and state that are in the scratch file from these bytes, and adds the slots for updates."""
-        sizes, slots = self._state_sizes(layers), collections.Counter[int]()
-        for unit in self.optimizer.units_of(layers):
-            if (group := unit.layers[0]) in on_disk:
-                state_bytes = _moved_bytes(unit)
-                found[_STATE] -= state_bytes
-                found[_MASTERS] -= sizes[group] - state_bytes
-                slots[sizes[group]] += 1
-        found[host_memory.SLOTS] = sum(size * min(num, DISK_SLOTS) for size, num in slots.items())
 
     def host_bytes_of(self, prepared: Prepared) -> dict[str, int]:
         """Bytes of host memory that training by a prepared step keeps in this process."""
@@ -334,8 +235,8 @@ class Model:
 
     def holds_whole_masters(self, layers: Sequence[Layer], is_first: bool) -> bool:
         """Whether host memory holds the masters of these groups whole, as updates that stream need them."""
-        known, whole = self._known_bytes(), self.host_bytes(layers, streamed=range(len(layers)))[_MASTERS]
-        needed = {_WHOLE: max(whole - known[_MASTERS], 0)}
+        known, whole = self._known_bytes(), self.host_bytes(layers, streamed=range(len(layers)))[MASTERS]
+        needed = {_WHOLE: max(whole - known[MASTERS], 0)}
         needed |= {name: known[name] for name in _OF_STEPS if is_first and name in known}
         with contextlib.suppress(HostMemoryError):
             held_bytes = sum(known.values()) - sum(known.get(name, 0) for name in needed)
@@ -359,8 +260,8 @@ class Model:
         more_sums = found.get(_SUMS, 0) - known.get(_SUMS, 0)
         if more_sums > 0:
             needed[_SUMS] = more_sums
-        if found[_MASTERS] > known[_MASTERS]:
-            needed[_WHOLE] = found[_MASTERS] - known[_MASTERS]
+        if found[MASTERS] > known[MASTERS]:
+            needed[_WHOLE] = found[MASTERS] - known[MASTERS]
         if self.gradient_buffers is not None and found[_GRADIENTS] > known[_GRADIENTS]:
             needed[_GRADIENTS] = found[_GRADIENTS] - known[_GRADIENTS]
         if not needed:
@@ -379,9 +280,8 @@ class Model:
         """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
         dtypes, own, numbers = _master_dtypes(self.layers), self._placement.ownership, range(len(leaves))
         spans = {leaf.index: own.span(layer, leaf) for layer in self.layers for leaf in layer.leaves}
-        return masters_from_arrays(
-            leaves, [dtypes[leaf] for leaf in numbers], self._placement, [spans[leaf] for leaf in numbers], self._kept
-        )
+        own_dtypes, own_spans = [dtypes[leaf] for leaf in numbers], [spans[leaf] for leaf in numbers]
+        return masters_from_arrays(leaves, own_dtypes, self._placement, own_spans, self.disk.keep)
 
     def optimizer_state(self, leaves: Mapping[str, Any]) -> dict[str, Stored]:
         """Reads the leaves of the optimizer's state from a checkpoint likewise, by path; they keep their dtypes."""
@@ -391,7 +291,7 @@ class Model:
         return {
             name: stored_whole(jax.device_put(leaf.read(), where, may_alias=False))
             if is_key(leaf)
-            else self._kept(host_array(leaf, self._placement, leaf.dtype, spans.get(name)))
+            else self.disk.keep(host_array(leaf, self._placement, leaf.dtype, spans.get(name)))
             for name, leaf in leaves.items()
         }
 
@@ -411,7 +311,7 @@ class Model:
         """
         scale = self.numerics.loss_scale or UNSCALED
         held_bytes = sum(self._known_bytes().values())
-        disk = None if self._disk.scratch is None else Disk(self._disk.scratch, self.disk_groups)
+        disk = None if self.disk.scratch is None else Disk(self.disk.scratch, self.disk.groups)
         own = self.params, self.optimizer, self._placement, layers, masters, owner, held_bytes
         return TrainState(*own, optimizer, step, scale, disk)
 
@@ -433,11 +333,6 @@ def host_bytes(
     splits = [splits_masters(optimizer, state) and group not in streamed for group in range(len(layers))]
     with_buffers = range(len(layers)) if with_buffers is None else with_buffers
     return _host_bytes(layers, jax.tree.leaves(state), Ownership(), widened, False, splits, with_buffers)
-
-
-def _moved_bytes(unit: UpdateGroup) -> int:
-    """The bytes of a unit's optimizer state, without counts, which units share."""
-    return sum(aval_bytes(leaf) for leaf in unit.state if leaf.ndim)
 
 
 def buffered_groups(parts: Partition, num: int | None) -> frozenset[int]:
@@ -472,8 +367,8 @@ def _host_bytes(
     )
     num_arriving = [(1 if is_cpu else widened.get(group, 1)) * (group in with_buffers) for group in range(len(trained))]
     return {
-        _MASTERS: sum(masters),
-        _STATE: sum(map(aval_bytes, state)),
+        MASTERS: sum(masters),
+        STATE: sum(map(aval_bytes, state)),
         "compute copy": sum(map(ownership.num_host_bytes, layers)),
         _GRADIENTS: sum(map(operator.mul, num_arriving, map(ownership.num_host_bytes, trained))),
         **({_SUMS: sums} if sums else {}),

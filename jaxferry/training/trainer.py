@@ -16,13 +16,14 @@ from jaxferry import checkpoint
 from jaxferry.costs import Profile
 from jaxferry.engine import Owner, TrainState
 from jaxferry.errors import InputError, JaxFerryError, StateError
-from jaxferry.optimizer import Scratch, initial_shapes, taken_extra_args
+from jaxferry.optimizer import initial_shapes, taken_extra_args
 from jaxferry.processes import PROGRESS, check_same_values, global_shape, messages_of
 from jaxferry.settings import own_settings
 from jaxferry.step import Run
 from jaxferry.training.compiler import Compiler, Shared
 from jaxferry.training.cuts import split_flags, weighted
-from jaxferry.training.model import DiskOptions, Model, abstract
+from jaxferry.training.disk import DiskOptions
+from jaxferry.training.model import Model, abstract
 from jaxferry.training.options import Options, metrics_of
 from jaxferry.training.saving import BackgroundSaves, content, restored
 from jaxferry.training.step import Prepared
@@ -48,10 +49,7 @@ class TrainStep:
         with own_settings():
             choose_transport(transport, self._placement)
             self._shared = Shared(self._placement, options.record_steps)
-        if options.scratch is not None and placement.num_devices > 1:
-            raise InputError("scratch is for one device: without it, or without mesh")
-        scratch = None if options.scratch is None else Scratch(options.scratch)
-        self._disk = DiskOptions(scratch, options.host_memory_bytes)
+        self._disk = DiskOptions.of(options.scratch, options.host_memory_bytes, placement.num_devices)
         self._compiler: Compiler | None = None
         self._newest: weakref.ref[TrainState] | None = None
         self._saves = BackgroundSaves()
@@ -74,9 +72,8 @@ class TrainStep:
             leaves = jax.tree.leaves(params)
             if self._placement.num_processes > 1:
                 check_same_values("their parameters", leaves)
-            return self._made(
-                compiler.model.new_state(compiler.model.masters(leaves), compiler.layers, owner=self.owner)
-            )
+            masters = compiler.model.masters(leaves)
+            return self._made(compiler.model.new_state(masters, compiler.layers, owner=self.owner))
 
     def declare(self, params: Any) -> None:
         """States the model's parameters without making a state, so that `prepare` can be called for a plan alone.
@@ -306,9 +303,8 @@ class TrainStep:
             return ()
         times = np.zeros((place.num_processes, 2, len(run.starts_s)))
         times[place.process] = run.starts_s, run.ends_s
-        return tuple(
-            dataclasses.replace(run, starts_s=tuple(own[0]), ends_s=tuple(own[1])) for own in place.merged(times)
-        )
+        of_all = place.merged(times)
+        return tuple(dataclasses.replace(run, starts_s=tuple(own[0]), ends_s=tuple(own[1])) for own in of_all)
 
     def save(
         self,

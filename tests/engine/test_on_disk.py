@@ -54,7 +54,7 @@ def test_as_few_layers_as_needed_are_on_disk_spread_evenly(tmp_path, expected):
         limit = every - (num - DISK_SLOTS) * one
         step = made(tmp_path, limit, gradient_buffers="all")
         state, losses = trained(step)
-        groups = sorted(step.compiler.model.disk_groups(state.host.layers))
+        groups = sorted(step.compiler.model.disk.groups(state.host.layers))
         assert len(groups) == num
         gaps = [b - a for a, b in itertools.pairwise(groups)]
         assert max(gaps) - min(gaps) <= 1

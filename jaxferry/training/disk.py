@@ -1,0 +1,135 @@
+"""Which layers' masters and optimizer state are in the scratch file, and what host memory then holds."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
+
+from jaxferry.errors import InputError
+from jaxferry.optimizer import HostOptimizer, Scratch, Stored, host_memory, master_bytes, put_on_disk
+from jaxferry.partition import Layer, aval_bytes
+from jaxferry.step import DISK_SLOTS
+
+MASTERS, STATE = "master parameters", "optimizer state"
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskOptions:
+    """The scratch file for what `host_memory_bytes` do not hold; None for what the process may still take."""
+
+    scratch: Scratch | None = None
+    host_memory_bytes: int | None = None
+
+    @classmethod
+    def of(cls, folder: str | None, host_memory_bytes: int | None, num_devices: int) -> Self:
+        """The file in a folder, or none; raises `InputError` if there can be none."""
+        if folder is not None and num_devices > 1:
+            raise InputError("scratch is for one device: leave out scratch or mesh")
+        return cls(None if folder is None else Scratch(folder), host_memory_bytes)
+
+
+NO_DISK = DiskOptions()
+
+
+class StateOnDisk:
+    """Chooses the groups whose masters and optimizer state are in the scratch file: as few as host memory allows.
+
+    They are spread evenly, so that the disk works beside other groups' updates. The first choice is made before a state
+    exists; later ones, of other groups, leave as many bytes to the disk.
+
+    Args:
+      options: the file.
+      optimizer: what is updated together.
+      needs: the bytes of training if all is in host memory, by what they are for.
+      fits: whether host memory holds such bytes.
+    """
+
+    def __init__(
+        self,
+        options: DiskOptions,
+        optimizer: HostOptimizer,
+        needs: Callable[[Sequence[Layer]], dict[str, int]],
+        fits: Callable[[dict[str, int]], bool],
+    ) -> None:
+        self.scratch, self._optimizer = options.scratch, optimizer
+        self._needs, self._fits = needs, fits
+        self._known: dict[tuple[Layer, ...], frozenset[int]] = {}
+        self._least_bytes: int | None = None
+
+    def groups(self, layers: Sequence[Layer]) -> frozenset[int]:
+        """The chosen groups; raises `InputError` if one update covers several."""
+        if self.scratch is None:
+            return frozenset()
+        key = tuple(layers)
+        if key not in self._known:
+            if not self._optimizer.is_by_layer(layers):
+                raise InputError(
+                    "scratch needs an optimizer that updates each layer alone: this one updates several at once"
+                )
+            sizes = self._sizes(layers)
+            self._known[key] = chosen = frozenset(self._fewest(sizes, self._needs(layers)))
+            if self._least_bytes is None:
+                self._least_bytes = sum(sum(sizes[group]) for group in chosen)
+        return self._known[key]
+
+    def _fewest(self, sizes: Mapping[int, tuple[int, int]], needed: dict[str, int]) -> list[int]:
+        """The fewest groups; much larger ones than usual, whose slots are large too, only if all others do not do."""
+        ordered = sorted(sum(own) for own in sizes.values())
+        usual = [group for group, own in sizes.items() if sum(own) <= 2 * ordered[len(ordered) // 2]]
+        others = [group for group in sizes if group not in usual]
+        chosen: list[int] = []
+        for num in range(len(sizes) + 1):
+            evenly = [usual[len(usual) * (2 * place + 1) // (2 * num)] for place in range(min(num, len(usual)))]
+            chosen = evenly if num <= len(usual) else usual + others[: num - len(usual)]
+            if self._least_bytes is not None:
+                is_enough = sum(sum(sizes[group]) for group in chosen) >= self._least_bytes
+            else:
+                is_enough = self._fits(_without(needed, [sizes[group] for group in chosen]))
+            if is_enough:
+                break
+        return chosen
+
+    def _sizes(self, layers: Sequence[Layer]) -> dict[int, tuple[int, int]]:
+        """The bytes of masters, as they are stored, and of the optimizer's state, by group; without counts."""
+        splits, found = self._optimizer.updates.splits_masters, dict[int, tuple[int, int]]()
+        for unit in self._optimizer.units_of(layers):
+            own = [leaf for group in unit.layers for leaf in layers[group].trained.leaves]
+            state_bytes = sum(aval_bytes(leaf) for leaf in unit.state if leaf.ndim)
+            found[unit.layers[0]] = sum(master_bytes(leaf, splits) for leaf in own), state_bytes
+        return found
+
+    def left(self, needed: dict[str, int], layers: Sequence[Layer]) -> dict[str, int]:
+        """What host memory holds of these bytes, with the slots into which updates read."""
+        groups = self.groups(layers)
+        return _without(needed, [own for group, own in self._sizes(layers).items() if group in groups])
+
+    def bytes_by_name(self, layers: Sequence[Layer]) -> dict[str, int]:
+        """The bytes in the file, by group."""
+        groups = self.groups(layers)
+        return {layers[group].name: sum(own) for group, own in self._sizes(layers).items() if group in groups}
+
+    @functools.cached_property
+    def seconds_a_byte(self) -> tuple[float, float]:
+        """What a byte takes from the scratch file, and to it, as measured."""
+        assert self.scratch is not None
+        return self.scratch.seconds_a_byte()
+
+    def keep(self, stored: Stored) -> Stored:
+        """An array that a new state is made of; in the file, if there is one."""
+        if (scratch := self.scratch) is None or not any(self._known.values()):
+            return stored
+        pieces = {where: put_on_disk(array, scratch) for where, array in stored.pieces.items()}
+        return dataclasses.replace(stored, pieces=pieces)
+
+
+def _without(needed: dict[str, int], on_disk: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """The bytes without masters and state of some groups, and with slots for as many as updates read ahead."""
+    if not on_disk:
+        return needed
+    masters, state = map(sum, zip(*on_disk, strict=True))
+    slots = sum(sum(own) * min(num, DISK_SLOTS) for own, num in collections.Counter(on_disk).items())
+    changed = {MASTERS: needed[MASTERS] - masters, STATE: needed[STATE] - state, host_memory.SLOTS: slots}
+    return needed | changed
