@@ -16,7 +16,7 @@ from jaxferry.cli.common import AsJson, print_result, progress
 from jaxferry.costs import JAX_SHARE, JAX_SHARE_VARIABLE
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native import Build, build_library, cpus, ffi_version, read_lines, run_self_test, shortest_s, status
-from jaxferry.optimizer import PINNED_VARIABLE, host_memory
+from jaxferry.optimizer import PINNED_VARIABLE, Scratch, host_memory
 from jaxferry.training import installed_version
 from jaxferry.units import format_bytes, parse_bytes
 
@@ -31,6 +31,9 @@ def doctor(
     link_size: Annotated[
         str, Option(metavar="SIZE", help="Bytes to transfer when measuring the link and in the self-test.")
     ] = "64MiB",
+    scratch: Annotated[
+        pathlib.Path | None, Option(metavar="DIR", help="A folder for optimizer state, whose disk is measured.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print devices, memories, libraries, the link's speed and a self-test.
@@ -41,7 +44,7 @@ def doctor(
     num_bytes = parse_bytes(link_size, "--link-size")
     if num_bytes == 0:
         raise InputError(f"--link-size must be positive, got {link_size}")
-    found = examine(num_bytes)
+    found = examine(num_bytes) | ({} if scratch is None else {"scratch": _measure_disk(scratch)})
     print_result(as_json, found, *_lines(found))
 
 
@@ -136,6 +139,12 @@ def _measure_link(device: jax.Device, num_bytes: int) -> dict[str, Any]:
     return found
 
 
+def _measure_disk(folder: pathlib.Path) -> dict[str, Any]:
+    """Measures bytes per second from a scratch file in a folder, and to it."""
+    read_s, write_s = Scratch(folder).seconds_a_byte()
+    return {"folder": str(folder), "read_bytes_per_s": 1 / read_s, "write_bytes_per_s": 1 / write_s}
+
+
 def _self_test(device: jax.Device, num_bytes: int) -> dict[str, Any]:
     """Returns each check's result; none, and why, if the device has no library that can be used."""
     found: dict[str, Any] = {"device": device.id, "bytes": num_bytes, "message": None, "checks": []}
@@ -199,6 +208,11 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"ulimit -l {'unlimited' if locked is None else format_bytes(locked)}",
         *(f"cpus       {line}" for line in _cpu_lines(found["cpus"])),
         *(f"host       {format_bytes(each['num_bytes'])} left: {each['source']}" for each in found["host_memory"]),
+        *(
+            f"scratch    read {_speed(disk['read_bytes_per_s'])}, write {_speed(disk['write_bytes_per_s'])}"
+            f" ({disk['folder']})"
+            for disk in ([found["scratch"]] if "scratch" in found else [])
+        ),
     ]
 
 

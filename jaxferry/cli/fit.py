@@ -135,6 +135,7 @@ def fit(
         host_memory_bytes = parse_bytes(host_memory, "--host-memory")
     update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)
     kept, in_tiles = read_remat(remat), check_tiles(read_tiles(tiles))
+    num_buffers = check_gradient_buffers(read_gradient_buffers(gradient_buffers))
     with user_code(workload, _WORKLOAD), progress("fit") as report:
         sizes = _Workload(workload, batch_size, length)
         params = sizes.own.shapes()
@@ -162,7 +163,7 @@ def fit(
                 buffered_groups(own.variants.base, num),
             ),
             host_memory_bytes=host_memory_bytes,
-            gradient_buffers=check_gradient_buffers(read_gradient_buffers(gradient_buffers)),
+            gradient_buffers=num_buffers,
             report=report,
         )
     if output is not None:

@@ -137,6 +137,12 @@ LINES = [
     ("report p.json", 'p.json: format must be "jaxferry.bench/1" or "jaxferry.recording/1", got "?.jaxferry.profile/1'),
     ("doctor --link-size 0", "--link-size must be positive, got 0"),
     ("doctor --link-size far", "--link-size must be"),
+    ("doctor --scratch none", "scratch must be a folder to write to, got '.*none': .*No such file"),
+    (f"train --model {NAME}:arrays --scratch none", "scratch must be a folder to write to, got '.*none'"),
+    (f"train --model {NAME}:arrays --host-memory 1GiB", "host_memory='1GiB' needs scratch="),
+    (f"train --model {NAME}:arrays --gradient-buffers 0", "gradient_buffers must be a whole number, 1 or more"),
+    (f"train --model {NAME}:arrays --gradient-buffers 4 --clip-norm 1", "gradient_buffers=4 needs updates that"),
+    (f"fit {NAME}:arrays --machine a100-pcie4 --gradient-buffers few", "^jaxferry: gradient_buffers must be a whole number"),
     ("build-native --platform rocm", "--platform must be one of cpu, cuda, all, got 'rocm'"),
 ]
 

@@ -27,6 +27,15 @@ def examined(jaxferry):
     return run
 
 
+def test_a_folder_for_optimizer_state_is_measured(jaxferry, tmp_path):
+    command = "doctor", "--link-size", "1KiB", "--scratch", str(tmp_path)
+    found = json.loads(jaxferry(*command, "--json").out)["scratch"]
+    assert found["folder"] == str(tmp_path)
+    assert 1e6 < found["read_bytes_per_s"] < 1e12 and 1e6 < found["write_bytes_per_s"] < 1e12
+    [line] = [line for line in jaxferry(*command).out.splitlines() if line.startswith("scratch")]
+    assert line.endswith(f"({tmp_path})")
+
+
 def self_test_lines(lines):
     return [line.removeprefix("self-test  ") for line in lines if line.startswith("self-test")]
 
