@@ -154,6 +154,15 @@ CHOSEN = {
         ],
         4,
     ),
+    "less host memory": (
+        [
+            "tests/engine/test_gradient_buffers.py",
+            "tests/engine/test_on_disk.py",
+            "-k",
+            "slow_host or norms or few or everything or disk_rolls",
+        ],
+        8,
+    ),
 }
 """By what they show: tests to run, and how many of them at least."""
 

@@ -142,7 +142,10 @@ LINES = [
     (f"train --model {NAME}:arrays --host-memory 1GiB", "host_memory='1GiB' needs scratch="),
     (f"train --model {NAME}:arrays --gradient-buffers 0", "gradient_buffers must be a whole number, 1 or more"),
     (f"train --model {NAME}:arrays --gradient-buffers 4 --clip-norm 1", "gradient_buffers=4 needs updates that"),
-    (f"fit {NAME}:arrays --machine a100-pcie4 --gradient-buffers few", "^jaxferry: gradient_buffers must be a whole number"),
+    (
+        f"fit {NAME}:arrays --machine a100-pcie4 --gradient-buffers few",
+        "^jaxferry: gradient_buffers must be a whole number",
+    ),
     ("build-native --platform rocm", "--platform must be one of cpu, cuda, all, got 'rocm'"),
 ]
 

@@ -127,6 +127,7 @@ def test_a_slow_host_makes_backwards_wait_in_place_of_more_memory(gradient, num,
     assert_same_bits(found[num][2], found["all"][2])
 
 
+@pytest.mark.cpu_device  # where no pool of pinned memory counts
 def test_host_memory_counts_the_buffers_and_decides_their_number_where_nobody_else_does(monkeypatch):
     def bytes_of(buffers):
         step = made(gradient_buffers=buffers)
