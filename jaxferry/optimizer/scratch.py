@@ -6,6 +6,7 @@ Blocks are large and aligned, and pass the kernel's page cache by (O_DIRECT) whe
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import fcntl
@@ -50,6 +51,7 @@ class Scratch:
         self._lock, self._own = threading.Lock(), threading.local()
         self._threads = ThreadPool(_NUM_THREADS, "jaxferry disk")
         self._spare: dict[Any, list[Any]] = {}
+        self._num_lent: collections.Counter[Any] = collections.Counter()
 
     def region(self, num_bytes: int) -> Region:
         """Takes room for so many bytes; raises `HostMemoryError` if the disk has none."""
@@ -112,15 +114,21 @@ class Scratch:
                 raise OSError(f"the scratch file in {self.folder} ends too early")
             done += num
 
-    def keep(self, array: Any) -> None:
-        """Keeps the memory of an array that is in the file now, for another one that is read."""
-        if not (isinstance(array, jax.Array) and array.is_deleted()):
-            self._spare.setdefault((isinstance(array, np.ndarray), tuple(array.shape), array.dtype), []).append(array)
-
     def slot(self, like: OnDiskArray, is_numpy: bool) -> Any:
         """An array of the same shape and dtype whose memory is kept, of NumPy's or JAX's; None if there is none."""
-        spare = self._spare.get((is_numpy, like.shape, like.dtype))
-        return spare.pop() if spare else None
+        key = is_numpy, like.shape, like.dtype
+        self._num_lent[key] += 1
+        return spare.pop() if (spare := self._spare.get(key)) else None
+
+    def keep(self, array: Any) -> None:
+        """Keeps the memory of an array in place of one that `slot` has lent, or that it had not: it is in the file now.
+
+        Others would add up: the masters of a new state are split once, layer by layer.
+        """
+        key = isinstance(array, np.ndarray), tuple(array.shape), array.dtype
+        if self._num_lent[key] and not (isinstance(array, jax.Array) and array.is_deleted()):
+            self._num_lent[key] -= 1
+            self._spare.setdefault(key, []).append(array)
 
     def seconds_a_byte(self) -> tuple[float, float]:
         """Measures what a byte takes from the file, and to it."""

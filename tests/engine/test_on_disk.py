@@ -90,6 +90,8 @@ def test_the_state_is_never_whole_in_memory(tmp_path, monkeypatch):
     assert state.host.units[0].is_on_disk
     # Two moments in each slot, and a master while its compute copy is made.
     assert 2 <= most[0] <= 2 * DISK_SLOTS + 2 < 2 * DEPTH
+    spare = step.compiler.model.disk.scratch._spare
+    assert 3 <= sum(map(len, spare.values())) <= 3 * DISK_SLOTS
 
 
 def test_reads_and_writes_are_tasks_of_their_own_lane(tmp_path):
