@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxferry.native import host_sums
 from jaxferry.optimizer.on_devices import OnDevices, Streamed, subgroups_of
-from jaxferry.optimizer.on_disk import OnDisk
+from jaxferry.optimizer.on_disk import OnDisk, put_on_disk
 from jaxferry.optimizer.optimizer import HostOptimizer
 from jaxferry.optimizer.pieces import Key, Pieces, Stored, Where, WholeCopies, cut, filled, on_host
 from jaxferry.optimizer.scratch import Scratch
@@ -204,10 +204,10 @@ class HostArrays:
 
     @property
     def copy_bytes(self) -> dict[str, int]:
-        """The bytes of a copy of masters and optimizer state, by what they are for; of those that a copy holds."""
+        """The bytes that a copy of masters and optimizer state takes of host memory, by what they are for."""
         own = [leaf for layer in self.layers for leaf in self._placement.ownership.of(layer).leaves]
         frozen = {leaf.source: leaf.size * leaf.master_dtype.itemsize for leaf in own if not leaf.is_trained}
-        trained = sum(unit.num_bytes for unit in self.units)
+        trained = sum(unit.num_bytes for unit in self.units if not unit.is_on_disk)
         return {"master parameters and optimizer state": trained, "frozen parameters": sum(frozen.values())}
 
     @property
@@ -224,13 +224,17 @@ class HostArrays:
                 (found_masters, unit.keys, unit.masters_at_home()),
                 (found_state, unit.state_keys, unit.state_at_home()),
             ):
-                # Those of the others are copies already.
-                is_live = unit.is_on_host or unit.is_on_disk
-                own = (on_host(array, self._placement) if is_live else array for array in arrays)
+                own = map(functools.partial(self._copied, unit), arrays)
                 _add(found, zip(keys, own, strict=True))
         for name, parts in self._frozen_parts().items():
             found_masters[name] = {part: on_host(array, self._placement) for part, array in parts.items()}
         return _stored(found_masters, self._optimizer.avals), _stored(found_state, self._optimizer.state_shapes)
+
+    def _copied(self, unit: UpdateGroup, array: Any) -> Any:
+        """A copy of a unit's array where it is: in host memory, or in the scratch file. Others are copies already."""
+        if self._disk is not None and unit.is_on_disk:
+            return put_on_disk(on_host(array, self._placement), self._disk.scratch)
+        return on_host(array, self._placement) if unit.is_on_host else array
 
     def arrange(self, layers: Sequence[Layer]) -> None:
         """Arranges the arrays in these parameter groups; `vectors` is empty afterwards.

@@ -146,6 +146,21 @@ def test_everything_that_reads_or_replaces_the_state_sees_that_of_memory(tmp_pat
     assert_same()
 
 
+def test_a_copy_and_a_save_beside_training_do_not_change(tmp_path):
+    step = made(tmp_path)
+    state, _ = trained(step)
+    expected, copy = (state.params, state.opt_state), state.copy()
+    assert all(unit.is_on_disk for unit in copy.host.units)
+    assert sum(copy.host.copy_bytes.values()) == 0  # host memory holds nothing of it
+    step.save(state, tmp_path / "saved", wait=False)
+    for _ in range(STEPS):
+        state, _ = step(state, BATCH)
+    step.wait_for_saves()
+    restored = step.restore(tmp_path / "saved")
+    for other in (copy, restored):
+        assert_same_bits((other.params, other.opt_state), expected)
+
+
 def test_a_batch_of_other_layers_rearranges_what_is_on_disk(tmp_path):
     def loss_fn(params, batch):
         x = batch["x"]
