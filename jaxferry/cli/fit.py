@@ -447,6 +447,6 @@ def _problem(smallest: Traced, budget_bytes: int, host_bytes: Mapping[str, int],
         needs, there = format_apart(total, host_memory_bytes)
         problems.append(
             f"training needs {needs} of host memory, and there are {there}: "
-            "add memory, freeze parameters, or take an optimizer with less state"
+            "add memory, freeze parameters, keep optimizer state on a disk (scratch=), or take an optimizer with less"
         )
     return "; ".join(problems)

@@ -31,7 +31,7 @@ PINNED = ("compute copy", "gradients", "sums of gradients", "copies to read in p
 """What of a training step's host memory is pinned, for any plan."""
 
 _ROOT = pathlib.Path("/")
-LESS_STATE = "freeze parameters (trainable=), or take an optimizer with less state"
+LESS_STATE = "freeze parameters (trainable=), keep optimizer state on a disk (scratch=), or take an optimizer with less"
 
 # From mallopt(3): glibc's smallest and largest threshold from which blocks are mapped apart, and returned when freed.
 _MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None

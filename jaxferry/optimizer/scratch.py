@@ -1,7 +1,8 @@
 """A file for what host memory does not hold, and arrays in it.
 
 The file has no name, so it goes with the process, however that ends. Its room is taken before anything is written.
-Blocks are large and aligned, and pass the kernel's page cache by (O_DIRECT) where the file system can do that.
+Blocks are large and aligned, and pass the kernel's page cache by (O_DIRECT) where the file system can do that. Each has
+a checksum in memory, so a flipped bit is an error when the block is read.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import collections
 import contextlib
 import dataclasses
 import fcntl
-import itertools
 import mmap
 import os
 import tempfile
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -74,45 +75,52 @@ class Scratch:
     def _release(self, start: int, size: int) -> None:
         self._free.setdefault(size, []).append(start)  # atomic; a finalizer must not lock
 
-    def move(self, start: int, memory: np.ndarray, is_read: bool) -> None:
-        """Reads bytes at a place of the file into memory, or writes them; a write begins at a region's start."""
+    def move(self, region: Region, start: int, memory: np.ndarray, is_read: bool) -> None:
+        """Reads bytes of a region from `start` on into memory, or writes all of them.
+
+        Raises `OSError` if the disk fails, or a block is not what was written.
+        """
         transfer = self._read if is_read else self._write
-        first = start // _BLOCK_BYTES * _BLOCK_BYTES
-        edges = [start, *range(first + _BLOCK_BYTES, start + memory.size, _BLOCK_BYTES), start + memory.size]
-        parts = [(low, memory[low - start : high - start]) for low, high in itertools.pairwise(edges)]
-        if len(parts) == 1:
-            transfer(*parts[0])
+        blocks = range(start // _BLOCK_BYTES, -(-(start + memory.size) // _BLOCK_BYTES))
+        if len(blocks) == 1:
+            transfer(region, blocks[0], start, memory)
         else:
-            for done in [self._threads.submit(transfer, *part) for part in parts]:
+            for done in [self._threads.submit(transfer, region, block, start, memory) for block in blocks]:
                 done.result()
 
     def _bounce(self) -> mmap.mmap:
-        """This thread's aligned memory, for a block that begins and ends anywhere."""
+        """This thread's aligned memory for a block."""
         if not hasattr(self._own, "bounce"):
-            self._own.bounce = mmap.mmap(-1, _BLOCK_BYTES + 2 * _ALIGNMENT)
+            self._own.bounce = mmap.mmap(-1, _BLOCK_BYTES)
         found: mmap.mmap = self._own.bounce
         return found
 
-    def _read(self, start: int, memory: np.ndarray) -> None:
-        bounce, first = self._bounce(), start // _ALIGNMENT * _ALIGNMENT
-        num_bytes = -(-(start + memory.size - first) // _ALIGNMENT) * _ALIGNMENT
-        with memoryview(bounce) as view:
-            self._all(os.preadv, view[:num_bytes], first)
-        memory[:] = np.frombuffer(bounce, np.uint8, memory.size, start - first)
+    def _read(self, region: Region, block: int, start: int, memory: np.ndarray) -> None:
+        """Reads a whole block, to compare its checksum, and copies what is wanted of it."""
+        low, size = region.block(block)
+        self._all(os.preadv, size, region.start + low)
+        content = np.frombuffer(self._bounce(), np.uint8, size)
+        if zlib.crc32(content.data) != region.checksums[block]:
+            raise OSError(f"the scratch file in {self.folder} is damaged: a block is not what was written")
+        first, stop = max(start, low), min(start + memory.size, low + size)
+        memory[first - start : stop - start] = content[first - low : stop - low]
 
-    def _write(self, start: int, memory: np.ndarray) -> None:
-        bounce, num_bytes = self._bounce(), -(-memory.size // _ALIGNMENT) * _ALIGNMENT
-        np.frombuffer(bounce, np.uint8, memory.size)[:] = memory
-        with memoryview(bounce) as view:
-            self._all(os.pwritev, view[:num_bytes], start)
+    def _write(self, region: Region, block: int, start: int, memory: np.ndarray) -> None:
+        low, size = region.block(block)
+        content = np.frombuffer(self._bounce(), np.uint8, size)
+        content[:] = memory[low : low + size]
+        region.checksums[block] = zlib.crc32(content.data)
+        self._all(os.pwritev, size, region.start + low)
 
-    def _all(self, call: Callable[..., int], view: memoryview, start: int) -> None:
-        done = 0
-        while done < len(view):
-            num = call(self._file.fileno(), [view[done:]], start + done)
-            if num <= 0:
-                raise OSError(f"the scratch file in {self.folder} ends too early")
-            done += num
+    def _all(self, call: Callable[..., int], size: int, start: int) -> None:
+        """Reads or writes so many bytes of this thread's block, up to the next place that is aligned."""
+        done, num_bytes = 0, -(-size // _ALIGNMENT) * _ALIGNMENT
+        with memoryview(self._bounce()) as view:
+            while done < num_bytes:
+                num = call(self._file.fileno(), [view[done:num_bytes]], start + done)
+                if num <= 0:
+                    raise OSError(f"the scratch file in {self.folder} ends too early")
+                done += num
 
     def slot(self, like: OnDiskArray, is_numpy: bool) -> Any:
         """An array of the same shape and dtype whose memory is kept, of NumPy's or JAX's; None if there is none."""
@@ -135,18 +143,24 @@ class Scratch:
         region, memory = self.region(_MEASURED_BYTES), np.ones(_MEASURED_BYTES, np.uint8)
         times = [time.perf_counter()]
         for is_read in (False, True):
-            self.move(region.start, memory, is_read)
+            self.move(region, 0, memory, is_read)
             times.append(time.perf_counter())
         return (times[2] - times[1]) / _MEASURED_BYTES, (times[1] - times[0]) / _MEASURED_BYTES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Region:
-    """Bytes of a scratch file, which are free once nobody holds this."""
+    """Bytes of a scratch file, which are free once nobody holds this; `checksums` are of its blocks."""
 
     scratch: Scratch
     start: int
     num_bytes: int
+    checksums: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def block(self, number: int) -> tuple[int, int]:
+        """Where a block begins, and its bytes."""
+        low = number * _BLOCK_BYTES
+        return low, min(_BLOCK_BYTES, self.num_bytes - low)
 
 
 class OnDiskArray(LazyArray):
@@ -172,4 +186,4 @@ class OnDiskArray(LazyArray):
 
     def _move(self, start: int, memory: np.ndarray, is_read: bool) -> None:
         region = self._region
-        region.scratch.move(region.start + start, memory.reshape(-1).view(np.uint8), is_read)
+        region.scratch.move(region, start, memory.reshape(-1).view(np.uint8), is_read)

@@ -182,12 +182,12 @@ def test_a_batch_of_other_layers_rearranges_what_is_on_disk(tmp_path):
 def test_an_error_of_the_disk_rolls_back_or_damages_and_names_the_layer(tmp_path, monkeypatch, is_read):
     step, move, left = made(tmp_path), scratch.Scratch.move, [0]
 
-    def failing(self, start, memory, reads):
+    def failing(self, region, start, memory, reads):
         if reads == is_read:
             left[0] -= 1
             if left[0] == 0:
                 raise OSError(5, "Input/output error")
-        return move(self, start, memory, reads)
+        return move(self, region, start, memory, reads)
 
     saved, _ = trained(step)
     step.save(saved, tmp_path / "saved")

@@ -83,6 +83,23 @@ def test_a_file_that_ends_too_early_is_an_error(file):
         np.asarray(stored)
 
 
+@pytest.mark.parametrize("at", [0, BLOCK + 1, 5 * BLOCK - 1])
+def test_a_flipped_bit_is_an_error_when_its_block_is_read(file, at):
+    values = np.arange(5 * BLOCK, dtype=np.uint8)
+    stored = array_on(file, values)
+    [byte] = os.pread(os.open(f"/proc/self/fd/{file._file.fileno()}", os.O_RDONLY), 1, at)
+    os.pwrite(os.open(f"/proc/self/fd/{file._file.fileno()}", os.O_WRONLY), bytes([byte ^ 16]), at)
+    with pytest.raises(OSError, match="is damaged: a block is not what was written"):
+        np.asarray(stored)
+    row = at // BLOCK * BLOCK
+    with pytest.raises(OSError, match="is damaged"):
+        stored[row : row + 1]
+    other = (row + 2 * BLOCK) % (5 * BLOCK)
+    np.testing.assert_array_equal(stored[other : other + 3], values[other : other + 3])
+    stored.write(values)
+    np.testing.assert_array_equal(stored, values)
+
+
 def test_reads_and_writes_are_measured(file):
     read_s, write_s = file.seconds_a_byte()
     assert 0 < read_s < 1e-6
