@@ -6,9 +6,10 @@
 
 namespace jaxferry {
 
-enum class Dtype { kFloat32, kBfloat16, kFloat16 };
+// kCode: 8 bits, of moments alone (cpu/host_step.h).
+enum class Dtype { kFloat32, kBfloat16, kFloat16, kCode };
 
-constexpr int64_t ItemSize(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+constexpr int64_t ItemSize(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : dtype == Dtype::kCode ? 1 : 2; }
 
 // Advances a pointer by `size` elements.
 inline const void* Skip(Dtype dtype, const void* data, int64_t size) {

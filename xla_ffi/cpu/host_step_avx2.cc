@@ -1,4 +1,5 @@
 // The step with AVX2, eight numbers at once; F16C converts halves.
+#include "cpu/bits.h"
 #include "cpu/host_step_kernels.h"
 
 #ifdef JAXFERRY_HAS_AVX

@@ -1,4 +1,5 @@
 // The step with AVX-512, sixteen numbers at once, with and without its bfloat16 conversion.
+#include "cpu/bits.h"
 #include "cpu/host_step_kernels.h"
 
 #ifdef JAXFERRY_HAS_AVX
