@@ -10,8 +10,8 @@ The example's smallest model on the text of Python's standard library, 8 x 128 t
 - nearest: both moments in bf16 to nearest, in Optax: why that is not done. A step changes the second moment by less
   than half of what bf16 resolves, unless a gradient is large: it grows and hardly falls.
 
-With `--optimizers`, the others keep their rows in the JSON. Expected: the validation losses of bfloat16 and of int8 differ
-from that of float32 by less than two seeds of float32 differ.
+With `--optimizers`, the others keep their rows in the JSON. Expected: the validation losses of bfloat16 and of int8
+differ from that of float32 by less than two seeds of float32 differ.
 """
 
 import argparse

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -87,6 +86,7 @@ def scale_by_adam_in_int8(
     It computes what the native library does, bit by bit: products are rounded before they are added
     (`with_rounded_products`), and corrections of the bias are multiplied.
     """
+
     def init(params: Any) -> BlockwiseAdamState:
         _check_real(params, "int8")
         codes, scales = (
@@ -138,7 +138,7 @@ def with_rounded_products(plain: Any) -> optax.GradientTransformation:
     def update(gradients: Any, state: Any, params: Any = None) -> Any:
         given = (gradients, state, params)
         graph = trace(lambda own: plain.update(*own), given, (), {})
-        values = graph.constants | dict(zip(graph.parameters, jax.tree.leaves(given), strict=True))
+        values = dict(graph.constants) | dict(zip(graph.parameters, jax.tree.leaves(given), strict=True))
         for equation in graph.equations:
             evaluate([equation], values)
             [made, *_] = equation.outputs

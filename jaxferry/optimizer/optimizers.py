@@ -57,7 +57,7 @@ class HostRule:
     """The arithmetic of an Optax chain of update rule, weight decay and learning rate.
 
     `learning_rate` and `weight_decay` (None without) are numbers, or functions of the number of steps taken. `mask`
-    says which parameters decay, in Optax's format; None for all. `moment_dtype` is that of all moments, uint8 for codes.
+    says which parameters decay, in Optax's format; None for all. `moment_dtype` is that of moments, uint8 for codes.
     """
 
     step: StepRule
@@ -152,7 +152,8 @@ def adam(
 
     Optax runs the step unless `mu_dtype` is fp32 or None. `moments` is the dtype of both moments: "float32",
     "bfloat16", which halves them, or "int8", which keeps 8 bits of each and a scale for 256 of them; both with
-    stochastic rounding (`jaxferry.optimizer.moments`). Raises `InputError` for another one, or if `mu_dtype` is given too.
+    stochastic rounding (`jaxferry.optimizer.moments`). Raises `InputError` for another one, or if `mu_dtype` is given
+    too.
     """
     scale = _scale_by_adam(moments, mu_dtype, b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
     plain = optax.chain(scale, optax.scale_by_learning_rate(learning_rate))
