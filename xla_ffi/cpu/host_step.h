@@ -75,7 +75,7 @@ struct StepPart {
     }
     if (first != nullptr) range.first = Skip(moment_dtype, first, start);
     if (second != nullptr) range.second = Skip(moment_dtype, second, start);
-    if (moment_dtype == Dtype::kCode) {
+    if (moment_dtype == kCode) {
       range.first_scale += start / kMomentBlock;
       range.second_scale += start / kMomentBlock;
     }

@@ -65,7 +65,7 @@ StepPart PartOf(const UpdateRow& row, const UpdateRecord& record) {
 int64_t MovedBytes(const StepPart& part, StepRule rule) {
   const int64_t moments = NumMoments(rule) * ItemSize(part.moment_dtype);
   int64_t arrived = part.size * (ItemSize(part.gradient_dtype) + ItemSize(part.copy_dtype) + 2 * moments);
-  if (part.moment_dtype == Dtype::kCode) arrived += 4 * sizeof(float) * NumMomentBlocks(part.size);
+  if (part.moment_dtype == kCode) arrived += 4 * sizeof(float) * NumMomentBlocks(part.size);
   if (part.master != nullptr) return arrived + 2 * sizeof(float) * part.size;
   return arrived + 3 * sizeof(uint16_t) * part.size + 2 * ((part.size + 7) / 8);
 }
