@@ -17,7 +17,7 @@ compute copy. These run in turn, in one process, on the same number of CPUs and 
   torch (optional).
 
 Expected for at least 1e7 parameters: at least 0.9 of the speed of (a), at least 1.5 times that of (b) and (c). Where
-memory binds, split takes 0.94 and bfloat16 0.65 of the time, their bytes' share. Smaller
+memory binds, split takes 0.94, bfloat16 0.65 and int8 0.51 of the time, their bytes' share. Smaller
 sizes deviate for three reasons. A call from Python takes microseconds, as long as the arithmetic of 1e4 parameters,
 while (a) is called once for all passes. With one thread per CPU, the calling thread needs a share of a
 CPU too. And while all arrays fit into a cache, a root and a quotient per parameter take longer than its bytes. (b) has

@@ -97,20 +97,16 @@ def scale_by_adam_in_int8(
 
     def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, BlockwiseAdamState]:
         count = optax.safe_increment(state.count)
-        # Otherwise XLA divides by the bias.
-        first, second = (_rounded(1 / _bias(decay, count), state.count) for decay in (b1, b2))
+        first, second = (1 / _bias(decay, count) for decay in (b1, b2))
         gradient = jnp.float32(1)
         if nesterov:
             gradient, first = (1 - b1) * first, b1 / _bias(b1, optax.safe_increment(count))
         constants = [jnp.asarray(x, jnp.float32) for x in (b1, 1 - b1, b2, 1 - b2, eps, eps_root)]
         numbers = (state.count, first, gradient, second, *constants)
-
-        def of_leaf(*arrays: Any) -> list[jax.Array]:
-            made: list[jax.Array] = BLOCKWISE_ADAM.bind(*arrays, *numbers, nesterov=nesterov)
-            return made
-
-        made = jax.tree.map(of_leaf, gradients, *state[1:])
-        updates, *new = jax.tree.transpose(jax.tree.structure(gradients), jax.tree.structure([0] * 5), made)
+        leaves, tree = jax.tree.flatten(gradients)
+        of_leaves = zip(leaves, *map(tree.flatten_up_to, state[1:]), strict=True)
+        made = [BLOCKWISE_ADAM.bind(*arrays, *numbers, nesterov=nesterov) for arrays in of_leaves]
+        updates, *new = (tree.unflatten([of_leaf[i] for of_leaf in made]) for i in range(5))
         return updates, BlockwiseAdamState(count, *new)
 
     return optax.GradientTransformation(init, update)
@@ -135,9 +131,9 @@ def with_rounded_products(plain: Any) -> optax.GradientTransformation:
     never does. An exclusive or with a zero that is not known when they compile keeps the two apart.
     """
 
-    def update(gradients: Any, state: Any, params: Any = None) -> Any:
+    def update(gradients: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         given = (gradients, state, params)
-        graph = trace(lambda own: plain.update(*own), given, (), {})
+        graph = trace(lambda own: plain.update(*own, **extra_args), given, (), {})
         values = dict(graph.constants) | dict(zip(graph.parameters, jax.tree.leaves(given), strict=True))
         for equation in graph.equations:
             evaluate([equation], values)
@@ -203,16 +199,18 @@ def _decoded(codes: jax.Array, scales: jax.Array, sign: int) -> jax.Array:
 
 
 def _encoded(numbers: jax.Array, noise: jax.Array, sign: int) -> tuple[jax.Array, jax.Array]:
-    """Codes of numbers in blocks, rounded by random numbers of 16 bits, and the blocks' scales."""
+    """Codes of numbers in blocks, rounded by random numbers of 20 bits, and the blocks' scales."""
     largest = 0x7F if sign else 0xFF
     sizes = jnp.minimum(_bits(numbers) & 0x7FFFFFFF, _NAN)
     top = (sizes.max(1, keepdims=True) + (2**_CUT - 1)) >> _CUT
-    codes = (((sizes + (noise << 4)) >> _CUT) - top + largest).astype(jnp.int32)
+    codes = (((sizes + noise) >> _CUT) - top + largest).astype(jnp.int32)
+    if not sign:
+        return jnp.maximum(codes, (sizes > 0).astype(jnp.int32)).astype(jnp.uint8), _number(top << _CUT)
     least = _number((top - (largest - 1)) << _CUT)
-    is_up = _number(sizes) > noise.astype(jnp.float32) * 2**-16 * least if sign else True
-    codes = jnp.where(sizes == 0, 0, jnp.where(codes < 1, jnp.int32(is_up), codes)).astype(jnp.uint8)
-    signs = (_bits(numbers) >> 24 & sign).astype(jnp.uint8)
-    return jnp.where((codes == 0) | jnp.isnan(numbers), codes, codes | signs), _number(top << _CUT)
+    is_up = _number(sizes) > noise.astype(jnp.float32) * 2**-_CUT * least
+    codes = jnp.where(codes < 1, is_up, codes).astype(jnp.uint8)
+    signs = jnp.where(jnp.isnan(numbers), 0, _bits(numbers) >> 24 & sign)  # of a NaN, either one
+    return codes | signs.astype(jnp.uint8), _number(top << _CUT)
 
 
 def _blockwise_adam(
@@ -245,8 +243,8 @@ def _blockwise_adam(
     update = mean / (jnp.sqrt(times(second, v) + eps_root) + eps)
     seed = count.astype(jnp.uint32) * jnp.uint32(_OF_SEED) ^ jnp.arange(BLOCK, dtype=jnp.uint32)
     noise = _noise(seed, g, *old)
-    new_mu, new_mu_scale = _encoded(m, noise & 0xFFFF, _SIGN)
-    new_nu, new_nu_scale = _encoded(v, noise >> 16, 0)
+    new_mu, new_mu_scale = _encoded(m, noise & (2**_CUT - 1), _SIGN)
+    new_nu, new_nu_scale = _encoded(v, noise >> (32 - _CUT), 0)
     shaped = [x.reshape(-1)[: gradient.size].reshape(gradient.shape) for x in (update, new_mu, new_nu)]
     return [*shaped, new_mu_scale.reshape(mu_scale.shape), new_nu_scale.reshape(nu_scale.shape)]
 

@@ -72,6 +72,8 @@ struct Vector {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
   }
 
+  static bool AnyBelowOne(I x) { return _mm256_movemask_epi8(_mm256_cmpgt_epi32(_mm256_set1_epi32(1), x)) != 0; }
+
   static F ToFloat(I x) { return _mm256_cvtepi32_ps(x); }
 
   static void StoreFloat16(F x, uint16_t* to) { Store16(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), to); }

@@ -58,6 +58,8 @@ struct Vector {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
   }
 
+  static bool AnyBelowOne(I x) { return _mm512_cmplt_epi32_mask(x, _mm512_set1_epi32(1)) != 0; }
+
   static F ToFloat(I x) { return _mm512_cvtepi32_ps(x); }
 
   static F Join(const uint16_t* copy, const SplitRest& rest, int64_t i) {

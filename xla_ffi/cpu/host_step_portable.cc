@@ -59,6 +59,11 @@ struct Vector {
     for (int64_t i = 0; i < kLanes; ++i) to[i] = static_cast<uint8_t>(x[i]);
   }
 
+  static bool AnyBelowOne(I x) {
+    const Mask y = (Mask)x;
+    return y[0] < 1 || y[1] < 1 || y[2] < 1 || y[3] < 1;
+  }
+
   // Of numbers below 2^31.
   static F ToFloat(I x) { return __builtin_convertvector((Mask)x, F); }
 
