@@ -32,7 +32,7 @@ import jaxferry
 from examples.common.batches import Batches
 from examples.common.text import load, train_byte_bpe
 from examples.gpt2 import model
-from jaxferry.optimizer.moments import BlockwiseAdamState, moment_of
+from jaxferry.optimizer import moments_of
 
 BATCH, LENGTH, RATE, WARMUP = 8, 128, 1e-3, 20
 NUM_VALIDATION = 16
@@ -77,11 +77,7 @@ def curve(config, corpus, name, seed, steps, every, report):
             found = [float(step.evaluate(state, held_out(i))) for i in range(NUM_VALIDATION)]
             losses.append(statistics.fmean(found))
             report(f"{name}, seed {seed}, step {number + 1}: {losses[-1]:.4f}")
-    adam = state.opt_state[0]
-    moments = adam.nu
-    if isinstance(adam, BlockwiseAdamState):
-        moments = jax.tree.map(lambda codes, scale: moment_of(codes, scale, is_signed=False), adam.nu, adam.nu_scale)
-    second = float(np.mean([np.mean(np.asarray(leaf, np.float32)) for leaf in jax.tree.leaves(moments)]))
+    second = float(np.mean([np.mean(leaf) for leaf in jax.tree.leaves(moments_of(state.opt_state)[1])]))
     return {"optimizer": name, "seed": seed, "validation_losses": losses, "mean_second_moment": second}
 
 

@@ -103,8 +103,8 @@ def scale_by_adam_in_int8(
             gradient, first = (1 - b1) * first, b1 / _bias(b1, optax.safe_increment(count))
         constants = [jnp.asarray(x, jnp.float32) for x in (b1, 1 - b1, b2, 1 - b2, eps, eps_root)]
         numbers = (state.count, first, gradient, second, *constants)
-        leaves, tree = jax.tree.flatten(gradients)
-        of_leaves = zip(leaves, *map(tree.flatten_up_to, state[1:]), strict=True)
+        tree: Any = jax.tree.structure(gradients)
+        of_leaves = zip(jax.tree.leaves(gradients), *map(tree.flatten_up_to, state[1:]), strict=True)
         made = [BLOCKWISE_ADAM.bind(*arrays, *numbers, nesterov=nesterov) for arrays in of_leaves]
         updates, *new = (tree.unflatten([of_leaf[i] for of_leaf in made]) for i in range(5))
         return updates, BlockwiseAdamState(count, *new)
@@ -112,10 +112,18 @@ def scale_by_adam_in_int8(
     return optax.GradientTransformation(init, update)
 
 
-def moment_of(codes: jax.Array, scale: jax.Array, is_signed: bool) -> jax.Array:
-    """Returns the fp32 numbers of codes and scales of a `BlockwiseAdamState`; those of `mu` are signed."""
-    numbers = _decoded(_in_blocks(codes), scale.reshape(-1, 1), _SIGN if is_signed else 0)
-    return numbers.reshape(-1)[: codes.size].reshape(codes.shape)
+def moments_of(state: Any) -> tuple[Any, Any]:
+    """Returns both moments in fp32 of the Optax state of `jaxferry.adam` or `adamw`, in whatever form it has them."""
+    adam = state[0]
+    if not isinstance(adam, BlockwiseAdamState):
+        return _cast(adam.mu, jnp.float32), _cast(adam.nu, jnp.float32)
+
+    def wide(codes: jax.Array, scale: jax.Array, sign: int) -> jax.Array:
+        return _decoded(codes, scale, sign).reshape(-1)[: codes.size].reshape(codes.shape)
+
+    pairs = ((adam.mu, adam.mu_scale, _SIGN), (adam.nu, adam.nu_scale, 0))
+    mu, nu = (jax.tree.map(functools.partial(wide, sign=sign), *trees) for *trees, sign in pairs)
+    return mu, nu
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -191,10 +199,10 @@ def _in_blocks(array: jax.Array) -> jax.Array:
 
 
 def _decoded(codes: jax.Array, scales: jax.Array, sign: int) -> jax.Array:
-    """Numbers of codes in blocks; `sign` is the bit of a code for it, 0 of those that have none."""
-    largest = 0x7F if sign else 0xFF
+    """Numbers of codes, in blocks; `sign` is the bit of a code for it, 0 of those that have none."""
+    codes, largest = _in_blocks(codes), 0x7F if sign else 0xFF
     size = (codes & largest).astype(jnp.uint32)
-    bits = (size + (_bits(scales) >> _CUT) - largest) << _CUT
+    bits = (size + (_bits(scales).reshape(-1, 1) >> _CUT) - largest) << _CUT
     return _number(jnp.where(size == 0, 0, bits | (codes & sign).astype(jnp.uint32) << 24))
 
 
@@ -233,10 +241,7 @@ def _blockwise_adam(
         return _rounded(x * y, count)
 
     g = _in_blocks(gradient.astype(jnp.float32))
-    old = [
-        _decoded(_in_blocks(codes), scale.reshape(-1, 1), sign)
-        for codes, scale, sign in ((mu, mu_scale, _SIGN), (nu, nu_scale, 0))
-    ]
+    old = [_decoded(mu, mu_scale, _SIGN), _decoded(nu, nu_scale, 0)]
     m = times(one_minus_b1, g) + times(b1, old[0])
     v = times(one_minus_b2, times(g, g)) + times(b2, old[1])
     mean = times(first, m) + times(of_gradient, g) if nesterov else times(first, m)

@@ -22,8 +22,8 @@ import optax
 
 from jaxferry.errors import InputError
 from jaxferry.native import MOMENT_BLOCK
-from jaxferry.optimizer.pieces import Key
-from jaxferry.optimizer.replay import TreeUpdate, part_aval
+from jaxferry.optimizer.pieces import Key, part_aval
+from jaxferry.optimizer.replay import TreeUpdate
 from jaxferry.optimizer.update_group import UpdateGroup, path_names, updated_together
 from jaxferry.optimizer.update_programs import UpdatePrograms
 from jaxferry.partition import BYTES, Layer, Leaf, Span, check_byte_order

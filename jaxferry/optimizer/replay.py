@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ import optax
 from jaxferry.errors import InputError
 from jaxferry.native import MOMENT_BLOCK
 from jaxferry.optimizer.moments import BLOCKWISE_ADAM, scale_shape
-from jaxferry.optimizer.pieces import Key, Where
+from jaxferry.optimizer.pieces import Key, Where, cut_like, part_aval
 from jaxferry.optimizer.transformations import Settled, extra_arguments, masked, traced, update_of, visible_state
 from jaxferry.optimizer.update_group import path_names
 from jaxferry.partition import (
@@ -34,7 +34,6 @@ from jaxferry.partition import (
     Canonical,
     Equation,
     Graph,
-    Span,
     bind,
     bytes_of,
     evaluate,
@@ -204,23 +203,6 @@ def _owner(name: str, names: dict[str, int]) -> int:
     return SHARED
 
 
-def part_aval(aval: Any, part: Where) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of a part of an array, or of some of its elements."""
-    shape = tuple(aval.shape)
-    if isinstance(part, Span):
-        shape = (part.size,)
-    elif part is not None:
-        shape = (*shape[: part.axis], *shape[part.axis + 1 :])
-    return jax.ShapeDtypeStruct(shape, aval.dtype)
-
-
-def cut_like(part: Where, shape: Sequence[int], of_leaf: Sequence[int]) -> Where:
-    """Which elements of a leaf's state belong to some of the leaf's: the same ones, or the scales of their blocks."""
-    if not isinstance(part, Span) or tuple(shape) == tuple(of_leaf):
-        return part
-    return dataclasses.replace(part, start=part.start // MOMENT_BLOCK, stop=-(-part.stop // MOMENT_BLOCK))
-
-
 class _ObstacleError(Exception):
     """Why an output cannot be computed by part."""
 
@@ -347,24 +329,19 @@ class _Replay:
                     for (i, other), array in arguments.items()
                     if self._inputs[i] == leaf and other == self._cut(self._numbers[i], leaf, part)
                 }
-                found = self._follow(recipe, own, values, functools.partial(self._part_shape, leaf=leaf, part=part))
+                found = self._follow(recipe, own, values, leaf, part)
                 made |= {(i, self._cut(graph.outputs[i], leaf, part)): array for i, array in found.items()}
         return made
 
     def _cut(self, atom: Atom, leaf: int, part: Where) -> Where:
         return cut_like(part, self._shape(atom), self._shapes[leaf])
 
-    def _part_shape(self, atom: Atom, leaf: int, part: Where) -> tuple[int, ...]:
-        """The shape of a value of a leaf, or of its blocks, for a part."""
-        return part_aval(self._graph.aval_of(atom), self._cut(atom, leaf, part)).shape
-
     def _follow(
-        self,
-        recipe: _Recipe,
-        own: Mapping[int, Any],
-        values: Mapping[int, Any],
-        shape_of: Callable[[Atom], tuple[int, ...]],
+        self, recipe: _Recipe, own: Mapping[int, Any], values: Mapping[int, Any], leaf: int, part: Where
     ) -> dict[int, Any]:
+        def shape_of(atom: Atom) -> tuple[int, ...]:
+            return tuple(part_aval(self._graph.aval_of(atom), self._cut(atom, leaf, part)).shape)
+
         known = {**values, **{self._numbers[i]: array for i, array in own.items()}}
         for equation in recipe.equations.values():
             operands = [known[atom] if isinstance(atom, int) else atom.val for atom in equation.inputs]

@@ -12,6 +12,7 @@ from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import FACTORS, SIMD, HostStep, StepFactors, StepPart, library
 from jaxferry.optimizer import moments as few_bits
+from jaxferry.optimizer import moments_of
 from jaxferry.step import LayerPlan, Plan
 from models import chain
 from planned import assert_same_bits, taken
@@ -39,15 +40,6 @@ def by_xla(optimizer):
 
 def adam_with(moments, **options):
     return jaxferry.adamw(1e-2, moments=moments, **options)
-
-
-def moments_of(state):
-    """Both moments of an Optax state in fp32."""
-    adam = state[0]
-    if not isinstance(adam, few_bits.BlockwiseAdamState):
-        return [jax.tree.map(lambda x: x.astype(jnp.float32), tree) for tree in (adam.mu, adam.nu)]
-    pairs = (adam.mu, adam.mu_scale, True), (adam.nu, adam.nu_scale, False)
-    return [jax.tree.map(lambda *x, s=signed: few_bits.moment_of(*x, s), *trees) for *trees, signed in pairs]
 
 
 def test_random_rounding_keeps_the_mean_and_takes_neighbours_only():
