@@ -3,9 +3,9 @@
 Arithmetic is that of fp32. Moments change by a part of 1 - b1 and 1 - b2 in a step, often less than half the distance
 of two numbers that few bits hold: to nearest, they would not change at all. They are rounded up or down at random, so
 that the mean is kept (stochastic rounding, Gupta et al. 2015, "Deep learning with limited numerical precision").
-Chance is a hash of an element's gradient, its moments before the step and the number of the step: the same bits in
-every run and under every plan that only moves data. The native library has the same hash and the same codes
-(`xla_ffi/cpu/host_step_kernel.inc`).
+Chance is a hash of an element's gradient, its moments before the step and the number of the step, in int8 also of its
+place in its block: the same bits in every run and under every plan that only moves data. The native library has the
+same hash and the same codes (`xla_ffi/cpu/host_step_kernel.inc`).
 
 bfloat16: the upper 16 bits of each moment.
 
@@ -255,7 +255,7 @@ def _blockwise_adam(
 
 
 BLOCKWISE_ADAM = Primitive("blockwise_adam")
-"""The update of one parameter. As an operation, it is updated by part: parts of whole blocks are updated alone."""
+"""`_blockwise_adam` as one operation, which `replay` runs on parts of whole blocks alone."""
 BLOCKWISE_ADAM.multiple_results = True
 BLOCKWISE_ADAM.def_impl(jax.jit(_blockwise_adam, static_argnames="nesterov"))
 mlir.register_lowering(BLOCKWISE_ADAM, mlir.lower_fun(_blockwise_adam, multiple_results=True))
