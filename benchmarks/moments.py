@@ -1,18 +1,21 @@
-"""Trains GPT-2 on real text with Adam's moments in fp32 and in bf16, and compares the loss curves.
+"""Trains GPT-2 on real text with Adam's moments in fp32, bf16 and 8 bits, and compares the loss curves.
 
-    python benchmarks/moments.py [--steps 2000] [--every 100] [--seeds 0 1]
+    python benchmarks/moments.py [--steps 2000] [--every 100] [--seeds 0 1] [--optimizers float32 int8]
 
 The example's smallest model on the text of Python's standard library, 8 x 128 tokens a step, in turns:
 
 - float32: `jaxferry.adamw`;
 - bfloat16: `jaxferry.adamw(moments="bfloat16")`, whose moments are rounded up or down at random;
+- int8: `jaxferry.adamw(moments="int8")`, codes of 8 bits in blocks of 256, rounded up or down at random too;
 - nearest: both moments in bf16 to nearest, in Optax: why that is not done. A step changes the second moment by less
   than half of what bf16 resolves, unless a gradient is large: it grows and hardly falls.
 
-Expected: the validation loss of bfloat16 differs from that of float32 by less than two seeds of float32 differ.
+With `--optimizers`, the others keep their rows in the JSON. Expected: the validation losses of bfloat16 and of int8
+differ from that of float32 by less than two seeds of float32 differ.
 """
 
 import argparse
+import json
 import statistics
 
 import benchmark_paths  # noqa: F401 - makes the others importable
@@ -29,6 +32,7 @@ import jaxferry
 from examples.common.batches import Batches
 from examples.common.text import load, train_byte_bpe
 from examples.gpt2 import model
+from jaxferry.optimizer import moments_of
 
 BATCH, LENGTH, RATE, WARMUP = 8, 128, 1e-3, 20
 NUM_VALIDATION = 16
@@ -53,8 +57,10 @@ def nearest(rate):
 OPTIMIZERS = {
     "float32": jaxferry.adamw,
     "bfloat16": lambda rate: jaxferry.adamw(rate, moments="bfloat16"),
+    "int8": lambda rate: jaxferry.adamw(rate, moments="int8"),
     "nearest": nearest,
 }
+BYTES = {"float32": "8", "bfloat16": "4", "int8": "2.03", "nearest": "4"}
 
 
 def curve(config, corpus, name, seed, steps, every, report):
@@ -71,14 +77,13 @@ def curve(config, corpus, name, seed, steps, every, report):
             found = [float(step.evaluate(state, held_out(i))) for i in range(NUM_VALIDATION)]
             losses.append(statistics.fmean(found))
             report(f"{name}, seed {seed}, step {number + 1}: {losses[-1]:.4f}")
-    moments = state.opt_state[0].nu
-    second = float(np.mean([np.mean(np.asarray(leaf, np.float32)) for leaf in jax.tree.leaves(moments)]))
+    second = float(np.mean([np.mean(leaf) for leaf in jax.tree.leaves(moments_of(state.opt_state)[1])]))
     return {"optimizer": name, "seed": seed, "validation_losses": losses, "mean_second_moment": second}
 
 
 def draw(rows, every, path):
     figure, axes = plt.subplots(figsize=(6.4, 4))
-    styles = {"float32": "k-", "bfloat16": "C0--", "nearest": "C3:"}
+    styles = {"float32": "k-", "bfloat16": "C0--", "int8": "C2-.", "nearest": "C3:"}
     for row in rows:
         places = every * np.arange(1, 1 + len(row["validation_losses"]))
         label = row["optimizer"] if row["seed"] == rows[0]["seed"] else None
@@ -94,21 +99,24 @@ def main():
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     options = parser.parse_args()
     config, console = model.SIZES["tiny"], Console()
     corpus = load(None, config.vocab_size, train_byte_bpe, "gpt2")
-    rows = []
+    rows, path = [], measure.RESULTS / "moments.json"
+    if len(options.optimizers) < len(OPTIMIZERS):
+        rows = [row for row in json.loads(path.read_text())["rows"] if row["optimizer"] not in options.optimizers]
     for seed in options.seeds:
-        for name in OPTIMIZERS:
+        for name in options.optimizers:
             rows.append(curve(config, corpus, name, seed, options.steps, options.every, console.print))
+            rows.sort(key=lambda row: (row["seed"], list(OPTIMIZERS).index(row["optimizer"])))
             document = {"machine": measure.machine(), "steps": options.steps, "every": options.every, "rows": rows}
             measure.write("moments", document)  # each takes minutes
     final = {name: [row["validation_losses"][-1] for row in rows if row["optimizer"] == name] for name in OPTIMIZERS}
     table = Table("moments", "bytes a parameter", "validation loss at the end, by seed", "mean second moment")
     for name, losses in final.items():
         second = [row["mean_second_moment"] for row in rows if row["optimizer"] == name]
-        size = "8" if name == "float32" else "4"
-        table.add_row(name, size, ", ".join(f"{x:.4f}" for x in losses), ", ".join(f"{x:.2e}" for x in second))
+        table.add_row(name, BYTES[name], ", ".join(f"{x:.4f}" for x in losses), ", ".join(f"{x:.2e}" for x in second))
     console.print(table)
     draw(rows, options.every, measure.RESULTS / "moments.png")
 

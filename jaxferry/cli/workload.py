@@ -39,6 +39,7 @@ FORMS = "module:function, file.py:function, or an example's name and size such a
 OPTIMIZERS: Mapping[str, Callable[[float], optax.GradientTransformation]] = {
     "adamw": adamw,
     "adamw-bf16": functools.partial(adamw, moments="bfloat16"),
+    "adamw-int8": functools.partial(adamw, moments="int8"),
     "adam": adam,
     "lion": lion,
     "adafactor": optax.adafactor,

@@ -7,6 +7,7 @@ from .donation import Donating as Donating
 from .donation import check_donated as check_donated
 from .host_steps import FACTORS as FACTORS
 from .host_steps import KINDS as KINDS
+from .host_steps import MOMENT_BLOCK as MOMENT_BLOCK
 from .host_steps import NUM_MOMENTS as NUM_MOMENTS
 from .host_steps import HostStep as HostStep
 from .host_steps import StepFactors as StepFactors

@@ -23,6 +23,11 @@ FACTORS = ("unscale", "clip", "rate", "decay", "first", "gradient", "second")
 _REST_BITS = 17
 """What a bf16 copy lacks of an fp32 number: 16 bits, and whether it was rounded up."""
 
+MOMENT_BLOCK = 256
+"""Number of elements that share a scale if moments are codes."""
+
+_MOMENT_DTYPES = {np.dtype(jnp.bfloat16): DTYPE_NUMBERS[np.dtype(jnp.bfloat16)], np.dtype(np.uint8): 3}
+
 _NO_MEMORY = 1
 _BRIEF_PARAMETERS = 1 << 15  # a step of so many takes the time of some ten calls from Python, on one thread
 
@@ -68,7 +73,8 @@ class HostStep:
 
     A step of a small layer finds the code of a hundred calls of Python's in memory, not in a cache: each takes some
     ten microseconds then. Masters and moments (for each of the rule's) are writable, contiguous fp32 arrays that stay
-    where they are; all moments may be bf16, rounded by a hash that includes the first count.
+    where they are; all moments may be bf16, rounded by a hash that includes the first count. Two moments may be codes,
+    uint8, followed by the fp32 scales of their blocks of 256 elements, of which the last may be part of one.
     Instead of a master whose compute copy is bf16, there may be a uint16 array of what that copy lacks
     (`NativeLibrary.split`): the step then reads the copy too. `counts` are int32 scalars that each step increments up
     to their maximum. `gradients` and `copies` have the address of each vector of gradients and of the compute copy, in
@@ -89,19 +95,21 @@ class HostStep:
         counts: Sequence[np.ndarray],
         factors: StepFactors,
     ) -> None:
-        rows = np.zeros((len(parts), 11), np.int64)
+        rows = np.zeros((len(parts), 13), np.int64)
         for row, part, *arrays in zip(rows, parts, masters, *moments, strict=True):
             dtypes = (gradient_dtypes[part.vector], copy_dtypes[part.vector])
             numbers = [DTYPE_NUMBERS[np.dtype(dtype)] for dtype in dtypes]
             is_split = arrays[0].dtype == np.uint16 and dtypes[1] == jnp.bfloat16
             size = arrays[0].size * 16 // _REST_BITS if is_split else arrays[0].size
             row[:7] = part.vector, part.offset, size, part.decays, *numbers, is_split
-            dtype = jnp.bfloat16 if len(arrays) > 1 and arrays[1].dtype == jnp.bfloat16 else np.float32
-            for number, array in enumerate(arrays[is_split:], is_split):
-                is_known = array.dtype == (dtype if number else np.float32)
-                if not is_known or array.size != size or not array.flags.carray:
+            dtype = next((array.dtype for array in arrays[1:] if array.dtype in _MOMENT_DTYPES), np.dtype(np.float32))
+            num_moments = 2 if dtype == np.uint8 else len(arrays) - 1
+            wanted = [(np.dtype(np.float32), size), *[(dtype, size)] * num_moments]
+            wanted += [(np.dtype(np.float32), -(-size // MOMENT_BLOCK))] * (num_moments if dtype == np.uint8 else 0)
+            for array, known in zip(arrays[is_split:], wanted[is_split:], strict=True):
+                if (array.dtype, array.size) != known or not array.flags.carray:
                     raise ValueError(f"masters and moments are writable fp32 arrays, got {array.dtype}{array.shape}")
-            row[7] = DTYPE_NUMBERS[np.dtype(dtype)]
+            row[7] = _MOMENT_DTYPES.get(dtype, 0)
             row[8 : 8 + len(arrays)] = [array.ctypes.data for array in arrays]
         if len(counts) != factors.counts.size or any(count.dtype != np.int32 for count in counts):
             raise ValueError(f"the factors are of {factors.counts.size} counts, int32, got {counts}")

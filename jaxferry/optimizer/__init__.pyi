@@ -8,6 +8,7 @@ from .initialise import host_array as host_array
 from .initialise import initial_shapes as initial_shapes
 from .initialise import masters_from_arrays as masters_from_arrays
 from .initialise import masters_layer_by_layer as masters_layer_by_layer
+from .moments import moments_of as moments_of
 from .on_devices import is_shared as is_shared
 from .on_devices import num_bytes_on_each as num_bytes_on_each
 from .on_devices import subgroups_of as subgroups_of

@@ -9,8 +9,8 @@ same shares, so an update moves nothing between the devices; they gather the new
     unit --cut--> subgroups, each some of its parameters --> masters and state in flat vectors in pinned memory
 
 The subgroups of a unit follow each other through the device, so that it never holds the whole unit. They are of equal
-size, as planned: a parameter that is updated element-wise is cut where a subgroup ends. What is too small to move,
-such as Adam's count, stays on the device.
+size, as planned: a parameter that is updated element-wise, or by block, is cut where a subgroup ends. What is too small
+to move, such as Adam's count, stays on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import abc
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxferry.native import MOMENT_BLOCK
 from jaxferry.optimizer.optimizer import HostOptimizer
 from jaxferry.optimizer.pieces import Key, copied, stored_key
 from jaxferry.optimizer.update_group import Subgroup, UpdateGroup
@@ -168,7 +169,9 @@ def subgroups_of(optimizer: HostOptimizer, unit: UpdateGroup, layers: Sequence[L
     Some hold nothing if parameters that cannot be cut are larger than their share.
     """
     trained = layers[unit.layers[0]].trained
-    shares = _shares(trained, count, {leaf.index for leaf in trained.leaves if optimizer.is_elementwise(leaf)})
+    cuts = {leaf.index: MOMENT_BLOCK for leaf in trained.leaves if optimizer.is_blockwise(leaf)}
+    cuts |= {leaf.index: _ALIGNMENT for leaf in trained.leaves if optimizer.is_elementwise(leaf)}
+    shares = _shares(trained, count, cuts)
     if unit.joins_parts_of([trained]) or optimizer.is_joint:
         shares = [[(leaf, None) for leaf in trained.leaves], *([] for _ in shares[1:])]
     units = [optimizer.part_of(unit, share) for share in shares]
@@ -251,11 +254,11 @@ def _start(key: Key) -> int:
     return span.start
 
 
-def _shares(layer: Layer, count: int, can_cut: Collection[int]) -> list[_Share]:
+def _shares(layer: Layer, count: int, cuts: Mapping[int, int]) -> list[_Share]:
     """Spreads a layer's leaves over shares; those of a share lie side by side, as one transfer moves small ones."""
     ordered = sorted(layer.leaves, key=lambda leaf: (leaf.vector, leaf.offset))
     first = dict(zip([leaf.index for leaf in ordered], itertools.accumulate((x.size for x in ordered), initial=0)))
-    ends = [_end(ordered, first, layer.num_parameters * number // count, can_cut) for number in range(1, count)]
+    ends = [_end(ordered, first, layer.num_parameters * number // count, cuts) for number in range(1, count)]
     shares: list[_Share] = []
     for low, high in itertools.pairwise([0, *ends, layer.num_parameters]):
         shares.append([])
@@ -267,19 +270,22 @@ def _shares(layer: Layer, count: int, can_cut: Collection[int]) -> list[_Share]:
     return shares
 
 
-def _end(ordered: Sequence[Leaf], first: Mapping[int, int], wanted: int, can_cut: Collection[int]) -> int:
-    """The element at which a share may end that is to end at this one; `first` holds that of each leaf."""
+def _end(ordered: Sequence[Leaf], first: Mapping[int, int], wanted: int, cuts: Mapping[int, int]) -> int:
+    """The element at which a share may end that is to end at this one; `first` holds that of each leaf.
+
+    `cuts` has the leaves that may be cut, each with the number whose multiples it may be cut at.
+    """
     leaf = next(leaf for leaf in reversed(ordered) if first[leaf.index] <= wanted)
     inner = min(wanted - first[leaf.index], leaf.size)
-    if leaf.index in can_cut:
-        return first[leaf.index] + inner // _ALIGNMENT * _ALIGNMENT
+    if leaf.index in cuts:
+        return first[leaf.index] + inner // cuts[leaf.index] * cuts[leaf.index]
     return first[leaf.index] + (leaf.size if 2 * inner >= leaf.size else 0)
 
 
 def _layout(name: str, unit: UpdateGroup) -> Layer:
     arrays, num = [*unit.masters, *unit.state], len(unit.masters)
-    is_moved = [i < num or (a.ndim > 0 and jnp.issubdtype(a.dtype, jnp.floating)) for i, a in enumerate(arrays)]
-    moved = [i for i, moves in enumerate(is_moved) if moves]
+    of_moments = [a.ndim > 0 and (a.dtype == np.uint8 or jnp.issubdtype(a.dtype, jnp.floating)) for a in arrays]
+    moved = [i for i, is_moment in enumerate(of_moments) if i < num or is_moment]
     paths = [str(i) for i in range(len(arrays))]
     return make_layer(name, moved, paths, arrays, [array.dtype for array in arrays])
 

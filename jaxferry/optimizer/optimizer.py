@@ -21,8 +21,9 @@ import numpy as np
 import optax
 
 from jaxferry.errors import InputError
-from jaxferry.optimizer.pieces import Key
-from jaxferry.optimizer.replay import TreeUpdate, part_aval
+from jaxferry.native import MOMENT_BLOCK
+from jaxferry.optimizer.pieces import Key, part_aval
+from jaxferry.optimizer.replay import TreeUpdate
 from jaxferry.optimizer.update_group import UpdateGroup, path_names, updated_together
 from jaxferry.optimizer.update_programs import UpdatePrograms
 from jaxferry.partition import BYTES, Layer, Leaf, Span, check_byte_order
@@ -221,12 +222,13 @@ class HostOptimizer:
 
     def check_parts(self, layers: Sequence[Layer]) -> None:
         """Finds the stacked parameters whose parts cannot be updated separately, and warns about them."""
-        stacked = {leaf.source for layer in layers for leaf in layer.trained.leaves if leaf.part is not None}
+        stacked = {leaf.source: leaf.part.axis for layer in layers for leaf in layer.trained.leaves if leaf.part}
         if self.is_joint or not stacked:
             return
         reasons: dict[str, list[int]] = {}
-        for leaf in sorted(stacked - self._not_by_part):
-            obstacle = self._tree.obstacle(leaf)
+        for leaf in sorted(stacked.keys() - self._not_by_part):
+            has_blocks = stacked[leaf] == 0 and math.prod(self.avals[leaf].shape[1:]) % MOMENT_BLOCK == 0
+            obstacle = self._tree.obstacle(leaf, by_block=has_blocks)
             if obstacle is not None:
                 reasons.setdefault(obstacle, []).append(leaf)
         for reason, leaves in reasons.items():
@@ -256,10 +258,14 @@ class HostOptimizer:
         """Whether any elements of a parameter are updated alone exactly as within the whole."""
         return self._tree.obstacle(leaf.source) is None
 
+    def is_blockwise(self, leaf: Leaf) -> bool:
+        """Whether any whole blocks of a parameter's elements are."""
+        return self._tree.obstacle(leaf.source, by_block=True) is None
+
     def part_of(self, unit: UpdateGroup, held: Sequence[tuple[Leaf, Span | None]]) -> UpdateGroup:
         """Returns the update of some parameters of a unit alone, with shapes instead of arrays.
 
-        Some parameters may be spans of their elements, where `is_elementwise`.
+        Some parameters may be spans of their elements, where `is_elementwise`, or of blocks, where `is_blockwise`.
         """
         if not held:
             return UpdateGroup(unit.layers, [], [], [], [])

@@ -27,7 +27,12 @@ import optax
 
 from jaxferry.errors import InputError
 from jaxferry.native import DTYPES, FACTORS, HostStep, StepFactors, StepPart, StepRule, is_available
-from jaxferry.optimizer.moments import scale_by_adam_in_bfloat16
+from jaxferry.optimizer.moments import (
+    BlockwiseAdamState,
+    scale_by_adam_in_bfloat16,
+    scale_by_adam_in_int8,
+    with_rounded_products,
+)
 from jaxferry.optimizer.split_masters import SplitMaster, split_bytes
 from jaxferry.optimizer.update_group import OfLayers, UpdateGroup
 from jaxferry.partition import Layer, Leaf
@@ -35,7 +40,7 @@ from jaxferry.transport import Placement, Vectors, as_numpy, updated_vectors
 
 Schedule = Callable[[Any], Any]
 
-_MOMENT_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+_MOMENT_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.uint8}
 
 _MOMENTS = {
     "adam": (optax.ScaleByAdamState, ("mu", "nu")),
@@ -52,7 +57,7 @@ class HostRule:
     """The arithmetic of an Optax chain of update rule, weight decay and learning rate.
 
     `learning_rate` and `weight_decay` (None without) are numbers, or functions of the number of steps taken. `mask`
-    says which parameters decay, in Optax's format; None for all. `moment_dtype` is that of all moments.
+    says which parameters decay, in Optax's format; None for all. `moment_dtype` is that of moments, uint8 for codes.
     """
 
     step: StepRule
@@ -63,17 +68,28 @@ class HostRule:
 
     def fits(self, state: Any) -> bool:
         """Whether a state (arrays or shapes) belongs to this rule, with moments of its dtype."""
-        kind, _ = _MOMENTS[self.step.kind]
+        kind, names = self._form
         if not (isinstance(state, tuple) and len(state) == (2 if self.weight_decay is None else 3)):
             return False
         if not isinstance(state[0], kind):
             return False
-        is_known = all(leaf.dtype == self.moment_dtype for leaf in jax.tree.leaves(self.moments(state)))
+        pairs = zip(names, self.moments(state), strict=True)
+        is_known = all(
+            leaf.dtype == (np.float32 if name.endswith("_scale") else self.moment_dtype)
+            for name, tree in pairs
+            for leaf in jax.tree.leaves(tree)
+        )
         return is_known and all(leaf.shape == () and leaf.dtype == jnp.int32 for leaf in jax.tree.leaves(state[1:]))
 
     def moments(self, state: Any) -> list[Any]:
-        """Returns the trees of the rule's moments in a state."""
-        return [getattr(state[0], name) for name in _MOMENTS[self.step.kind][1]]
+        """Returns the trees of the rule's moments in a state, those of codes followed by those of their scales."""
+        return [getattr(state[0], name) for name in self._form[1]]
+
+    @property
+    def _form(self) -> tuple[type, tuple[str, ...]]:
+        if self.moment_dtype == np.uint8:
+            return BlockwiseAdamState, BlockwiseAdamState._fields[1:]
+        return _MOMENTS[self.step.kind]
 
     def decays(self, params: Any) -> list[bool]:
         """Returns for each parameter of a tree whether weight decay applies."""
@@ -134,9 +150,10 @@ def adam(
 ) -> FusedTransformation:
     """`optax.adam`, which documents the arguments, in one pass over host memory by the native library, if available.
 
-    Optax runs the step unless `mu_dtype` is fp32 or None. `moments` is the dtype of both moments: "float32", or
-    "bfloat16", which halves them, with stochastic rounding (`jaxferry.optimizer.moments`). Raises
-    `InputError` for another one, or if `mu_dtype` is given too.
+    Optax runs the step unless `mu_dtype` is fp32 or None. `moments` is the dtype of both moments: "float32",
+    "bfloat16", which halves them, or "int8", which keeps 8 bits of each and a scale for 256 of them; both with
+    stochastic rounding (`jaxferry.optimizer.moments`). Raises `InputError` for another one, or if `mu_dtype` is given
+    too.
     """
     scale = _scale_by_adam(moments, mu_dtype, b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
     plain = optax.chain(scale, optax.scale_by_learning_rate(learning_rate))
@@ -198,7 +215,7 @@ def _scale_by_adam(moments: str, mu_dtype: Any, **options: Any) -> Any:
         return optax.scale_by_adam(**options, mu_dtype=mu_dtype)
     if mu_dtype is not None:
         raise InputError(f"moments={moments!r} is the dtype of both moments: leave out mu_dtype={mu_dtype!r}")
-    return scale_by_adam_in_bfloat16(**options)
+    return scale_by_adam_in_bfloat16(**options) if moments == "bfloat16" else scale_by_adam_in_int8(**options)
 
 
 def _step_rule(kind: str, *numbers: Any) -> StepRule | None:
@@ -220,6 +237,8 @@ def _fused(
     dtype, rule = np.dtype(_MOMENT_DTYPES[moments]), None
     if is_known and step is not None and rate is not None:
         rule = HostRule(step, rate, decay, mask, dtype)
+    if moments == "int8":
+        plain = with_rounded_products(plain)
     return FusedTransformation(plain.init, plain.update, rule)
 
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxferry.native import host_sums
+from jaxferry.native import MOMENT_BLOCK, host_sums
 from jaxferry.optimizer.scratch import OnDiskArray
 from jaxferry.partition import Layer, Part, Span, bits_of
 from jaxferry.processes import copied_zeros, is_key
@@ -185,6 +185,23 @@ class Pieces:
             else:
                 made[one] = on_host(array, placement)
         return made
+
+
+def part_aval(aval: Any, part: Where) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of a part of an array, or of some of its elements."""
+    shape = tuple(aval.shape)
+    if isinstance(part, Span):
+        shape = (part.size,)
+    elif part is not None:
+        shape = (*shape[: part.axis], *shape[part.axis + 1 :])
+    return jax.ShapeDtypeStruct(shape, aval.dtype)
+
+
+def cut_like(part: Where, shape: Sequence[int], of_leaf: Sequence[int]) -> Where:
+    """Which elements of a leaf's state belong to some of the leaf's: the same ones, or the scales of their blocks."""
+    if not isinstance(part, Span) or tuple(shape) == tuple(of_leaf):
+        return part
+    return dataclasses.replace(part, start=part.start // MOMENT_BLOCK, stop=-(-part.stop // MOMENT_BLOCK))
 
 
 def on_host(array: Any, placement: Placement, dtype: np.dtype | None = None) -> jax.Array:

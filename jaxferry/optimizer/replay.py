@@ -6,6 +6,7 @@ Optax sees the tree, the shapes and the paths that the user knows, so masks, lab
 The update of a group of whole parameters runs the equations that its outputs depend on, so it equals the whole update
 by construction. If an output of one parameter depends on another, as with clipping by global norm, all layers have one
 update. Parts of a parameter are updated alone if the equations are element-wise: the same equations run on the part.
+Moments in codes of 8 bits have a scale for each block of elements: parts of whole blocks are updated alone too.
 Otherwise (factored moments, norms of a parameter) the parts are updated together.
 """
 
@@ -22,10 +23,22 @@ import numpy as np
 import optax
 
 from jaxferry.errors import InputError
-from jaxferry.optimizer.pieces import Key, Where
+from jaxferry.native import MOMENT_BLOCK
+from jaxferry.optimizer.moments import BLOCKWISE_ADAM, scale_shape
+from jaxferry.optimizer.pieces import Key, Where, cut_like, part_aval
 from jaxferry.optimizer.transformations import Settled, extra_arguments, masked, traced, update_of, visible_state
 from jaxferry.optimizer.update_group import path_names
-from jaxferry.partition import ELEMENTWISE, Atom, Canonical, Equation, Graph, Span, bytes_of, evaluate, live_equations
+from jaxferry.partition import (
+    ELEMENTWISE,
+    Atom,
+    Canonical,
+    Equation,
+    Graph,
+    bind,
+    bytes_of,
+    evaluate,
+    live_equations,
+)
 
 SHARED = -1  # the owner of state that belongs to no single parameter
 Keys = Sequence[tuple[int, Where]]
@@ -61,7 +74,7 @@ class TreeUpdate:
         names = dict(zip(path_names(self.params), self.leaves, strict=True))
         self._owners = owners = [_owner(name, names) for name in self._state_names]
         extra = jax.tree.leaves(self._extra_args)
-        of_leaves = {leaf: tuple(avals[leaf].shape) for leaf in self.leaves}
+        self._shapes = of_leaves = {leaf: tuple(avals[leaf].shape) for leaf in self.leaves}
         inputs = [*self.leaves, *self.leaves, *owners, *[SHARED] * len(extra)]
         self._update = _Replay(found.update, inputs, [*self.leaves, *owners], of_leaves)
         first, read = len(inputs) - len(extra), self._update.inputs_read()
@@ -86,9 +99,12 @@ class TreeUpdate:
         zeros = {leaf for place, leaf in enumerate(self.leaves) if self._update.is_zero(place)}
         return frozenset(zeros.difference(self._owners, *self._update.sources, *self._init.sources))
 
-    def obstacle(self, leaf: int) -> str | None:
-        """Returns why the parts of a leaf cannot be updated separately; None if they can."""
-        return self._update.obstacle(leaf) or self._init.obstacle(leaf)
+    def obstacle(self, leaf: int, by_block: bool = False) -> str | None:
+        """Returns why the parts of a leaf, with `by_block` those of whole blocks, cannot be updated alone, or None."""
+        found = self._update.obstacle(leaf) or self._init.obstacle(leaf)
+        if found is None and not by_block and self._update.is_by_block(leaf):
+            return f"{MOMENT_BLOCK} elements of its moments share a scale"
+        return found
 
     def content(self, leaves: Sequence[int]) -> str | None:
         """Returns a digest of the update of these leaves, equal for equal layers; None if it has no digest."""
@@ -170,7 +186,11 @@ class TreeUpdate:
         parts: dict[int, list[Where]] = {SHARED: [None]}
         for leaf, part in keys:
             parts.setdefault(leaf, []).append(part)
-        return [(i, part) for i, owner in enumerate(self._owners) for part in parts.get(owner, ())]
+        return [
+            (i, cut_like(part, aval.shape, self._shapes.get(owner, ())))
+            for i, (owner, aval) in enumerate(zip(self._owners, self._state_avals, strict=True))
+            for part in parts.get(owner, ())
+        ]
 
 
 def _owner(name: str, names: dict[str, int]) -> int:
@@ -183,16 +203,6 @@ def _owner(name: str, names: dict[str, int]) -> int:
     return SHARED
 
 
-def part_aval(aval: Any, part: Where) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of a part of an array, or of some of its elements."""
-    shape = tuple(aval.shape)
-    if isinstance(part, Span):
-        shape = (part.size,)
-    elif part is not None:
-        shape = (*shape[: part.axis], *shape[part.axis + 1 :])
-    return jax.ShapeDtypeStruct(shape, aval.dtype)
-
-
 class _ObstacleError(Exception):
     """Why an output cannot be computed by part."""
 
@@ -201,11 +211,13 @@ class _ObstacleError(Exception):
 class _Recipe:
     """How to compute the outputs of a stacked leaf for one part: element-wise equations and broadcasts, in order.
 
-    `outputs` are numbers and values; `scalars` are read by the equations and the same for all parts.
+    `outputs` are numbers and values; `scalars` are read by the equations and the same for all parts. Equations are by
+    their first result; `is_by_block` if one needs whole blocks.
     """
 
     outputs: list[tuple[int, Atom]]
     is_of_scalar: bool = False
+    is_by_block: bool = False
     equations: dict[int, Equation] = dataclasses.field(default_factory=dict)
     scalars: set[int] = dataclasses.field(default_factory=set)
 
@@ -291,6 +303,10 @@ class _Replay:
         found = self._recipe(leaf)
         return found if isinstance(found, str) else None
 
+    def is_by_block(self, leaf: int) -> bool:
+        found = self._recipe(leaf)
+        return isinstance(found, _Recipe) and found.is_by_block
+
     def __call__(self, keys: Keys, arguments: Mapping[Key, Any]) -> dict[Key, Any]:
         """Computes the outputs that belong to these parts, or are shared; keys are numbers and parts."""
         graph = self._graph if any(part for _, part in keys) else self._calling
@@ -308,27 +324,35 @@ class _Replay:
         for leaf, part in keys:
             recipe = recipes.get(leaf)
             if part is not None and isinstance(recipe, _Recipe):
-                own = {i: array for (i, other), array in arguments.items() if other == part and self._inputs[i] == leaf}
-                shape = part_aval(jax.ShapeDtypeStruct(self._shapes[leaf], jnp.float32), part).shape
-                made |= {(i, part): array for i, array in self._follow(recipe, own, values, shape).items()}
+                own = {
+                    i: array
+                    for (i, other), array in arguments.items()
+                    if self._inputs[i] == leaf and other == self._cut(self._numbers[i], leaf, part)
+                }
+                found = self._follow(recipe, own, values, leaf, part)
+                made |= {(i, self._cut(graph.outputs[i], leaf, part)): array for i, array in found.items()}
         return made
 
+    def _cut(self, atom: Atom, leaf: int, part: Where) -> Where:
+        return cut_like(part, self._shape(atom), self._shapes[leaf])
+
     def _follow(
-        self, recipe: _Recipe, own: Mapping[int, Any], values: Mapping[int, Any], shape: tuple[int, ...]
+        self, recipe: _Recipe, own: Mapping[int, Any], values: Mapping[int, Any], leaf: int, part: Where
     ) -> dict[int, Any]:
+        def shape_of(atom: Atom) -> tuple[int, ...]:
+            return tuple(part_aval(self._graph.aval_of(atom), self._cut(atom, leaf, part)).shape)
+
         known = {**values, **{self._numbers[i]: array for i, array in own.items()}}
         for equation in recipe.equations.values():
             operands = [known[atom] if isinstance(atom, int) else atom.val for atom in equation.inputs]
             if recipe.is_of_scalar:  # of which there are arrays here
-                operands = [jnp.broadcast_to(operand, shape) for operand in operands]
+                operands = [jnp.broadcast_to(operand, shape_of(equation.outputs[0])) for operand in operands]
             if equation.primitive.name == "broadcast_in_dim":
-                known[equation.outputs[0]] = jnp.broadcast_to(operands[0], shape)
+                known[equation.outputs[0]] = jnp.broadcast_to(operands[0], shape_of(equation.outputs[0]))
             else:
-                params = equation.primitive.get_bind_params(equation.params)
-                with equation.context.manager:
-                    known[equation.outputs[0]] = equation.primitive.bind(*operands, **params)
+                known.update(zip(equation.outputs, bind(equation, operands, equation.params), strict=True))
         literals = {
-            i: jnp.full(shape, atom.val, jnp.asarray(atom.val).dtype)
+            i: jnp.full(shape_of(self._graph.outputs[i]), atom.val, jnp.asarray(atom.val).dtype)
             for i, atom in recipe.outputs
             if not isinstance(atom, int)
         }
@@ -348,35 +372,46 @@ class _Replay:
         for i, owner in enumerate(self._outputs):
             if owner == SHARED and self._is_of_leaves(self._graph.outputs[i]):
                 raise _ObstacleError("what all parameters have in common depends on it")
-        for value in (*(v for v, owner in self._owner.items() if owner == leaf), *(a for _, a in recipe.outputs)):
-            if self._shape(value) != self._shapes[leaf]:
-                raise _ObstacleError("its state has another shape")
+        owned, shapes = [value for value, owner in self._owner.items() if owner == leaf], self._shapes_of(leaf)
+        if any(self._shape(value) not in shapes for value in (*owned, *(atom for _, atom in recipe.outputs))):
+            raise _ObstacleError("its state has another shape")
         for _, atom in recipe.outputs:
             self._need(leaf, atom, recipe)
+        has_scales = any(self._shape(value) != shapes[0] for value in owned)
+        if has_scales and (recipe.is_of_scalar or not recipe.is_by_block):
+            raise _ObstacleError("its state has another shape")
         return recipe
+
+    def _shapes_of(self, leaf: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of a leaf, and of the scales of its blocks."""
+        return self._shapes[leaf], scale_shape(self._shapes[leaf])
 
     def _need(self, leaf: int, atom: Atom, recipe: _Recipe) -> None:
         """Adds the equations that compute a value of the leaf's shape, depth first."""
-        if not isinstance(atom, int) or self._owner.get(atom) == leaf or atom in recipe.equations:
+        if not isinstance(atom, int) or self._owner.get(atom) == leaf:
             return
         equation = self._made_by.get(atom)
         if equation is None:
             raise _ObstacleError("it meets an array that has no parts")
+        if equation.outputs[0] in recipe.equations:
+            return
+        is_by_block = equation.primitive is BLOCKWISE_ADAM
         name, shapes = equation.primitive.name, list(map(self._shape, equation.inputs))
         is_fill = name == "broadcast_in_dim" and not shapes[0]
         # To a dtype of another width, it makes other numbers of elements.
         is_same = name == "bitcast_convert_type" and shapes[0] == self._shape(atom)
-        if not (is_fill or is_same) and name not in ELEMENTWISE:
+        if not (is_fill or is_same or is_by_block) and name not in ELEMENTWISE:
             raise _ObstacleError(f"{equation.primitive.name!r} is not element-wise")
         for operand in equation.inputs:
             is_of_leaf = self._shapes[leaf] or self._is_of_leaves(operand)
-            if self._shape(operand) == self._shapes[leaf] and is_of_leaf:
+            if self._shape(operand) in self._shapes_of(leaf)[: 1 + is_by_block] and is_of_leaf:
                 self._need(leaf, operand, recipe)
             elif self._shape(operand) or self._is_of_leaves(operand):
                 raise _ObstacleError(f"{self._reduction(leaf, operand, equation).primitive.name!r} is not element-wise")
             elif isinstance(operand, int):
                 recipe.scalars.add(operand)
-        recipe.equations[atom] = equation
+        recipe.equations[equation.outputs[0]] = equation
+        recipe.is_by_block |= is_by_block
 
     def _reduction(self, leaf: int, atom: Atom, reader: Equation) -> Equation:
         """Returns the equation that reduces an array of the leaf's shape to a value of another shape."""

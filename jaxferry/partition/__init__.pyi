@@ -10,6 +10,7 @@ from .graph import Atom as Atom
 from .graph import Equation as Equation
 from .graph import Graph as Graph
 from .graph import aval_bytes as aval_bytes
+from .graph import bind as bind
 from .graph import bits_of as bits_of
 from .graph import evaluate as evaluate
 from .graph import graph_of as graph_of

@@ -80,15 +80,18 @@ def test_the_report_states_the_answer_memory_speed_and_plan(jaxferry, user_model
     assert Plan.load(path).layers[0].name == "layer_0"
 
 
-def test_a_machine_states_its_host_memory(jaxferry, user_model, tmp_path):
-    machine = {"format": "jaxferry.machine/1", "name": "small box", "host_memory_bytes": 2**16, "memory_bytes": 1e6}
+@pytest.mark.parametrize(
+    ("optimizer", "of_moments"), [("adamw", 8), ("adamw-bf16", 4), ("adamw-int8", 2 + 2 * 4 / 256)]
+)
+def test_a_machine_states_its_host_memory(jaxferry, user_model, tmp_path, optimizer, of_moments):
+    machine = {"format": "jaxferry.machine/1", "name": "small box", "host_memory_bytes": 2**15, "memory_bytes": 1e6}
     speeds = ("flops_per_s", "float32_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s")
     (tmp_path / "box.json").write_text(json.dumps(machine | dict.fromkeys(speeds, 1e10)))
-    result = jaxferry("fit", user_model("shapes"), "--machine", tmp_path / "box.json")
+    result = jaxferry("fit", user_model("shapes"), "--machine", tmp_path / "box.json", "--optimizer", optimizer)
     num_parameters = 6 * 32 * 32
-    # Two moments, compute copy, gradient, and the 17 bits of each master that the copy lacks.
-    needed = format_bytes((8 + 2 + 2 + 17 / 8) * num_parameters + 4)
-    assert f"does not fit: training needs {needed} of host memory, and there are 64.0 KiB: add memory" in result.out
+    # Both moments, compute copy, gradient, and the 17 bits of each master that the copy lacks.
+    needed = format_bytes((of_moments + 2 + 2 + 17 / 8) * num_parameters + 4)
+    assert f"does not fit: training needs {needed} of host memory, and there are 32.0 KiB: add memory" in result.out
 
 
 def test_arrays_of_a_batch_change_their_leading_axis(jaxferry, user_model, tmp_path):

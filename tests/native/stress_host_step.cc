@@ -51,10 +51,13 @@ struct Layer {
     std::vector<StepPart> parts;
     int64_t offset = 0;
     for (size_t i = 0; i < sizes.size(); ++i) {
-      const bool is_split = !rests.empty();
+      const bool is_split = !rests.empty(), has_codes = !codes.empty();
+      void* const moments[] = {has_codes ? static_cast<void*>(codes[2 * i].data()) : first[i].data(),
+                               has_codes ? static_cast<void*>(codes[2 * i + 1].data()) : second[i].data()};
       parts.push_back({dtype, dtype, Skip(dtype, static_cast<const void*>(gradient.data()), offset), CopyAt(offset),
-                       is_split ? nullptr : masters[i].data(), is_split ? RestOf(i) : SplitRest{}, Dtype::kFloat32,
-                       first[i].data(), second[i].data(), sizes[i], i % 2 == 0, 0});
+                       is_split ? nullptr : masters[i].data(), is_split ? RestOf(i) : SplitRest{},
+                       has_codes ? kCode : Dtype::kFloat32, moments[0], moments[1], first[i].data(),
+                       second[i].data(), sizes[i], i % 2 == 0, 0});
       offset += sizes[i];
     }
     RunHostStep({rule,
@@ -63,6 +66,16 @@ struct Layer {
                  0,
                  parts.data(),
                  static_cast<int64_t>(parts.size())});
+  }
+
+  // Makes the moments codes, of zeros; `first` and `second` have their scales then.
+  void UseCodes() {
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      for (std::vector<float>* scales : {&first[i], &second[i]}) {
+        scales->assign(NumMomentBlocks(sizes[i]), 0.0f);
+        codes.emplace_back(sizes[i]);
+      }
+    }
   }
 
   // Splits the masters; returns whether that is exact.
@@ -93,13 +106,15 @@ struct Layer {
   SplitRest RestOf(size_t i) { return RestAt(rests[i].data(), sizes[i]); }
 
   bool operator==(const Layer& other) const {
-    return masters == other.masters && first == other.first && second == other.second && copy == other.copy;
+    return masters == other.masters && first == other.first && second == other.second && codes == other.codes &&
+           copy == other.copy;
   }
 
   Dtype dtype;
   std::vector<int64_t> sizes;
   std::vector<char> gradient, copy;
   std::vector<std::vector<float>> masters, first, second;
+  std::vector<std::vector<uint8_t>> codes;    // of both moments of each parameter, or none
   std::vector<std::vector<uint16_t>> rests;  // of masters that are split; then `masters` are zeros
 };
 
@@ -122,6 +137,26 @@ void TestEveryKernelAndNumberOfThreadsGivesTheSameBits() {
           layer.Step(static_cast<StepRule>(rule));
           EXPECT(layer == expected);
         }
+      }
+    }
+  }
+}
+
+void TestCodesOfMomentsAreTheSameForEveryKernelAndNumberOfThreads() {
+  Layer initial(Dtype::kBfloat16, {1, 0, 17, kLarge, 255, 256, 257, 3 * kLarge, 5}, 2);
+  initial.UseCodes();
+  for (const StepRule rule : {StepRule::kAdam, StepRule::kNadam}) {
+    Layer expected = initial;
+    SetSimd(Simd::kPortable);
+    HostThreads::SetNumThreads(1);
+    for (int step = 0; step < 3; ++step) expected.Step(rule);
+    for (int simd = 0; simd <= static_cast<int>(BestSimd()); ++simd) {
+      for (const int64_t num_threads : {1, 2, 5}) {
+        Layer layer = initial;
+        SetSimd(static_cast<Simd>(simd));
+        HostThreads::SetNumThreads(num_threads);
+        for (int step = 0; step < 3; ++step) layer.Step(rule);
+        EXPECT(layer == expected && layer.codes != initial.codes);
       }
     }
   }
@@ -228,6 +263,7 @@ void TestAForkedChildHasThreadsOfItsOwn() {
 
 void TestHostStep() {
   TestEveryKernelAndNumberOfThreadsGivesTheSameBits();
+  TestCodesOfMomentsAreTheSameForEveryKernelAndNumberOfThreads();
   TestSplitMastersTakeTheSameSteps();
   TestManyCallersAtOnceDoTheirOwnWork();
   TestEveryChunkIsDoneOnce();

@@ -8,7 +8,10 @@ namespace jaxferry {
 
 enum class Dtype { kFloat32, kBfloat16, kFloat16 };
 
-constexpr int64_t ItemSize(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+// 8 bits, of moments of the host step alone: no other operation meets it.
+constexpr Dtype kCode{3};
+
+constexpr int64_t ItemSize(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : dtype == kCode ? 1 : 2; }
 
 // Advances a pointer by `size` elements.
 inline const void* Skip(Dtype dtype, const void* data, int64_t size) {

@@ -6,7 +6,7 @@
 
 #include "xla/ffi/api/c_api.h"
 
-#define JAXFERRY_ABI 7
+#define JAXFERRY_ABI 8
 
 #pragma GCC visibility push(default)
 

@@ -10,28 +10,16 @@ namespace jaxferry {
 
 namespace {
 
-// Large enough that threads rarely contend, small enough that they finish together; whole cache lines of every array.
+// Large enough that threads rarely contend, small enough that they finish together; whole cache lines of every array
+// and blocks of moments.
 constexpr int64_t kStepChunk = 1 << 15;
+
+static_assert(kStepChunk % kMomentBlock == 0);
 
 struct StepJob {
   const HostStep& step;
   StepKernel kernel;
 };
-
-StepPart PartFrom(const StepPart& part, int64_t start, int64_t size) {
-  StepPart piece = part;
-  piece.gradient = Skip(part.gradient_dtype, part.gradient, start);
-  piece.copy = Skip(part.copy_dtype, part.copy, start);
-  if (piece.master != nullptr) {
-    piece.master += start;
-  } else {
-    piece.rest = part.rest.From(start);
-  }
-  if (piece.first != nullptr) piece.first = Skip(part.moment_dtype, part.first, start);
-  if (piece.second != nullptr) piece.second = Skip(part.moment_dtype, part.second, start);
-  piece.size = size;
-  return piece;
-}
 
 void RunChunk(const void* data, int64_t chunk) {
   const StepJob& job = *static_cast<const StepJob*>(data);
@@ -40,7 +28,7 @@ void RunChunk(const void* data, int64_t chunk) {
   const StepPart& part = *(std::upper_bound(begin, end, chunk, starts_later) - 1);
   const int64_t start = (chunk - part.first_chunk) * kStepChunk;
   const DenormalsAreZero denormals_are_zero;
-  job.kernel(job.step, PartFrom(part, start, std::min(kStepChunk, part.size - start)));
+  job.kernel(job.step, part.From(start, std::min(kStepChunk, part.size - start)));
 }
 
 }  // namespace

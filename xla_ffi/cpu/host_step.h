@@ -1,6 +1,7 @@
 // An optimizer step on host memory in one pass: reads a gradient of any dtype, updates fp32 master and moments in
 // place, and writes the compute copy. A master is whole, or split into a bf16 compute copy and the bits that this lacks
-// (split_master.h). Moments are fp32 or bf16. README.md defines the arithmetic. No XLA types.
+// (split_master.h). Moments are fp32, bf16, or two of codes in blocks with scales. README.md defines the arithmetic. No
+// XLA types.
 //
 // All instruction sets compute the same bits, except in NaNs: each operation is rounded separately (the library is
 // compiled without fusing), and subnormal numbers are zero, as on XLA's own threads.
@@ -41,26 +42,53 @@ struct StepConstants {
   float b1, one_minus_b1, b2, one_minus_b2, eps, eps_root;
 };
 
-// A parameter or a range of one, which starts at a multiple of 8 elements. Rules with fewer moments ignore the others.
+// Elements that share a scale if moments are codes.
+constexpr int64_t kMomentBlock = 256;
+
+constexpr int64_t NumMomentBlocks(int64_t size) { return (size + kMomentBlock - 1) / kMomentBlock; }
+
+// A parameter or a range of one, which starts at a multiple of 8 elements, of a block if moments are codes. Rules with
+// fewer moments ignore the others.
 struct StepPart {
   Dtype gradient_dtype, copy_dtype;
   const void* gradient;
   void* copy;
   float* master;
   SplitRest rest;  // if the master is split; `master` is null then
-  Dtype moment_dtype;  // kFloat32 or kBfloat16
+  Dtype moment_dtype;  // not kFloat16
   void* first;
   void* second;
+  float* first_scale;  // of each block
+  float* second_scale;
   int64_t size;
   bool decays;
   int64_t first_chunk;  // set by RunHostStep
+
+  StepPart From(int64_t start, int64_t range_size) const {
+    StepPart range = *this;
+    range.gradient = Skip(gradient_dtype, gradient, start);
+    range.copy = Skip(copy_dtype, copy, start);
+    if (master != nullptr) {
+      range.master += start;
+    } else {
+      range.rest = rest.From(start);
+    }
+    if (first != nullptr) range.first = Skip(moment_dtype, first, start);
+    if (second != nullptr) range.second = Skip(moment_dtype, second, start);
+    if (moment_dtype == kCode) {
+      range.first_scale += start / kMomentBlock;
+      range.second_scale += start / kMomentBlock;
+    }
+    range.size = range_size;
+    return range;
+  }
 };
 
 struct HostStep {
   StepRule rule;
   StepFactors factors;
   StepConstants constants;
-  uint32_t seed;  // of the step, for rounding moments to bf16
+  uint32_t seed;  // of the step, for rounding moments
   StepPart* parts;
   int64_t num_parts;
 };

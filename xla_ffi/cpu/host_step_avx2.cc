@@ -1,4 +1,5 @@
 // The step with AVX2, eight numbers at once; F16C converts halves.
+#include "cpu/bits.h"
 #include "cpu/host_step_kernels.h"
 
 #ifdef JAXFERRY_HAS_AVX
@@ -61,6 +62,19 @@ struct Vector {
   static __m128i Narrow(__m256i x) {
     return _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
   }
+
+  static I LoadCodes(const uint8_t* from) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  }
+
+  static void StoreCodes(I x, uint8_t* to) {
+    const __m128i halves = Narrow(x);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
+  }
+
+  static bool AnyBelowOne(I x) { return _mm256_movemask_epi8(_mm256_cmpgt_epi32(_mm256_set1_epi32(1), x)) != 0; }
+
+  static F ToFloat(I x) { return _mm256_cvtepi32_ps(x); }
 
   static void StoreFloat16(F x, uint16_t* to) { Store16(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), to); }
 

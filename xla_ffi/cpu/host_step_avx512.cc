@@ -1,4 +1,5 @@
 // The step with AVX-512, sixteen numbers at once, with and without its bfloat16 conversion.
+#include "cpu/bits.h"
 #include "cpu/host_step_kernels.h"
 
 #ifdef JAXFERRY_HAS_AVX
@@ -48,6 +49,18 @@ struct Vector {
 
   // Of numbers below 2^16.
   static __m256i Narrow(__m512i x) { return _mm512_cvtepi32_epi16(x); }
+
+  static I LoadCodes(const uint8_t* from) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+
+  static void StoreCodes(I x, uint8_t* to) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
+  }
+
+  static bool AnyBelowOne(I x) { return _mm512_cmplt_epi32_mask(x, _mm512_set1_epi32(1)) != 0; }
+
+  static F ToFloat(I x) { return _mm512_cvtepi32_ps(x); }
 
   static F Join(const uint16_t* copy, const SplitRest& rest, int64_t i) {
     uint16_t up;

@@ -53,6 +53,20 @@ struct Vector {
              static_cast<uint16_t>(x[3])}};
   }
 
+  static I LoadCodes(const uint8_t* from) { return I{from[0], from[1], from[2], from[3]}; }
+
+  static void StoreCodes(I x, uint8_t* to) {
+    for (int64_t i = 0; i < kLanes; ++i) to[i] = static_cast<uint8_t>(x[i]);
+  }
+
+  static bool AnyBelowOne(I x) {
+    const Mask y = (Mask)x;
+    return y[0] < 1 || y[1] < 1 || y[2] < 1 || y[3] < 1;
+  }
+
+  // Of numbers below 2^31.
+  static F ToFloat(I x) { return __builtin_convertvector((Mask)x, F); }
+
   static F Join(const uint16_t* copy, const SplitRest& rest, int64_t i) {
     const int up = rest.up[i / 8] >> i % 8;
     F x;

@@ -18,10 +18,11 @@ std::atomic<int64_t> moved_bytes{0};
 enum Result { kDone = 0, kNoMemory = 1, kOtherCounts = 2 };
 
 // A parameter's place in the vectors of gradients and copies, and where master, or the rest of a split one, and moments
-// are.
+// and their scales are.
 struct UpdateRow {
   int64_t vector, offset, size, decays, gradient_dtype, copy_dtype, is_split, moment_dtype;
   void *master, *first, *second;
+  float *first_scale, *second_scale;
 };
 
 // README.md describes it.
@@ -36,7 +37,7 @@ struct UpdateRecord {
   const int32_t* counts_of_factors;
 };
 
-static_assert(sizeof(UpdateRow) == 11 * sizeof(int64_t) && sizeof(UpdateRecord) == 10 * sizeof(int64_t));
+static_assert(sizeof(UpdateRow) == 13 * sizeof(int64_t) && sizeof(UpdateRecord) == 10 * sizeof(int64_t));
 
 StepPart PartOf(const UpdateRow& row, const UpdateRecord& record) {
   StepPart part{};
@@ -52,6 +53,8 @@ StepPart PartOf(const UpdateRow& row, const UpdateRecord& record) {
   part.moment_dtype = static_cast<Dtype>(row.moment_dtype);
   part.first = row.first;
   part.second = row.second;
+  part.first_scale = row.first_scale;
+  part.second_scale = row.second_scale;
   part.size = row.size;
   part.decays = row.decays != 0;
   return part;
@@ -61,7 +64,8 @@ StepPart PartOf(const UpdateRow& row, const UpdateRecord& record) {
 // which is read too, and its rest.
 int64_t MovedBytes(const StepPart& part, StepRule rule) {
   const int64_t moments = NumMoments(rule) * ItemSize(part.moment_dtype);
-  const int64_t arrived = part.size * (ItemSize(part.gradient_dtype) + ItemSize(part.copy_dtype) + 2 * moments);
+  int64_t arrived = part.size * (ItemSize(part.gradient_dtype) + ItemSize(part.copy_dtype) + 2 * moments);
+  if (part.moment_dtype == kCode) arrived += 4 * sizeof(float) * NumMomentBlocks(part.size);
   if (part.master != nullptr) return arrived + 2 * sizeof(float) * part.size;
   return arrived + 3 * sizeof(uint16_t) * part.size + 2 * ((part.size + 7) / 8);
 }
