@@ -33,6 +33,7 @@ from jaxferry.cli.common import (
     progress,
     read_budget_on,
 )
+from jaxferry.cli.host_layout import HostBytes, HostLayout
 from jaxferry.cli.profile import Traced, trace
 from jaxferry.cli.workload import (
     FORMS,
@@ -76,15 +77,12 @@ from jaxferry.step import (
     needed_bytes,
     predict,
     simulate,
-    streamed_groups,
     streamed_state_bytes,
 )
 from jaxferry.training import (
-    ALL,
     accelerator_dtype,
     buffered_groups,
     check_gradient_buffers,
-    few_buffers,
     host_bytes,
 )
 from jaxferry.units import format_apart, format_bytes, format_seconds, parse_bytes
@@ -119,6 +117,10 @@ def fit(
     tiles: Tiles = OFF,
     offload_activations: OffloadActivations = False,
     gradient_buffers: GradientBuffers = AUTO,
+    scratch: Annotated[
+        str | None,
+        Option(metavar="SPEED", help='A disk of so many bytes a second ("3GB") keeps what host memory does not hold.'),
+    ] = None,
     output: PlanOutput = None,
     as_json: AsJson = False,
 ) -> None:
@@ -136,6 +138,8 @@ def fit(
     update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)
     kept, in_tiles = read_remat(remat), check_tiles(read_tiles(tiles))
     num_buffers = check_gradient_buffers(read_gradient_buffers(gradient_buffers))
+    if (disk_bytes_per_s := None if scratch is None else parse_bytes(scratch, "--scratch")) == 0:
+        raise InputError(f"--scratch must be positive, got {scratch}")
     with user_code(workload, _WORKLOAD), progress("fit") as report:
         sizes = _Workload(workload, batch_size, length)
         params = sizes.own.shapes()
@@ -147,23 +151,21 @@ def fit(
             of_model = user.loss_fn, params, batch, figures, dtype, granularity, offload_activations
             return trace(size, *of_model, remat=kept, tiles=in_tiles)
 
+        def bytes_of(own: Traced, streamed: Collection[int], num: int | None) -> dict[str, int]:
+            parts = own.variants.base
+            buffered = buffered_groups(parts, num)
+            return host_bytes(params, update, dtype, parts.layers, own.widened, streamed, buffered)
+
         found = find_fit(
             traced,
             sizes.batch_size,
             model=workload,
             machine=figures.name,
             budget_bytes=budget.num_bytes,
-            host_bytes=lambda own, streamed, num: host_bytes(
-                params,
-                update,
-                dtype,
-                own.variants.base.layers,
-                own.widened,
-                streamed,
-                buffered_groups(own.variants.base, num),
-            ),
+            host_bytes=bytes_of,
             host_memory_bytes=host_memory_bytes,
             gradient_buffers=num_buffers,
+            disk_bytes_per_s=disk_bytes_per_s,
             report=report,
         )
     if output is not None:
@@ -225,11 +227,12 @@ def _lines(fit: Fit) -> list[str]:
     size = "an unknown size: --host-memory" if fit.host_memory_bytes is None else format_bytes(fit.host_memory_bytes)
     few = fit.gradient_buffers
     buffers = "" if few is None else f"; gradients of {few} programs at a time (--gradient-buffers {few})"
+    on_disk = f"; {format_bytes(fit.disk_bytes)} on disk (--scratch)" if fit.disk_bytes else ""
     least = f"batches of {fit.smallest_batch_size} need at least {format_bytes(fit.smallest_bytes)}"
     pinned = pinned_problem(fit.pinned_bytes) or pinned_advice(fit.pinned_bytes)
     return [
         f"{fit.model} on {fit.machine}: {answer}",
-        f"host memory {format_bytes(sum(fit.host_bytes.values()))} (of {size}): {kinds}{buffers}",
+        f"host memory {format_bytes(sum(fit.host_bytes.values()))} (of {size}): {kinds}{buffers}{on_disk}",
         f"of which pinned {format_bytes(fit.pinned_bytes)}{f': {pinned}' if pinned else ''}",
         f"device memory budget {format_bytes(fit.budget_bytes)}: {least}",
     ]
@@ -288,6 +291,7 @@ class Fit:
       rows: for the workload's own batch size, if it fits, and for the largest one.
       problem: why the model does not fit, with the remedy; empty if it fits.
       gradient_buffers: the most programs whose gradients `host_bytes` hold; None for all.
+      disk_bytes: masters and optimizer state on a disk.
     """
 
     model: str
@@ -302,6 +306,7 @@ class Fit:
     rows: tuple[BatchForecast, ...]
     problem: str = ""
     gradient_buffers: int | None = None
+    disk_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -321,27 +326,20 @@ def find_fit(
     model: str,
     machine: str,
     budget_bytes: int,
-    host_bytes: Callable[[Traced, Collection[int], int | None], dict[str, int]],
+    host_bytes: HostBytes,
     host_memory_bytes: int | None = None,
     gradient_buffers: int | str = AUTO,
+    disk_bytes_per_s: int | None = None,
     report: Callable[[str], None] = lambda part: None,
 ) -> Fit:
     """Answers whether a model trains on a machine, with which batches, and how fast.
 
-    `host_bytes` are without saved activations, for a plan that streams updates of these groups through the GPU, and
-    for so many gradient buffers. Updates stream if host memory could hold all masters whole.
+    For `host_bytes`, `gradient_buffers` and `disk_bytes_per_s` see `HostLayout`.
     """
     sizes = Sizes(trace, budget_bytes)
     own = sizes.of(batch_size)
-
-    def fits_with(num: int | None) -> bool:
-        return host_memory_bytes is None or sum(host_bytes(own, (), num).values()) <= host_memory_bytes
-
-    num = None if gradient_buffers == ALL else gradient_buffers
-    num_buffers = few_buffers(fits_with) if isinstance(num, str) else num
-    of_training = host_bytes(own, (), num_buffers)
-    everything = range(len(own.profile.groups))
-    streams = host_memory_bytes is None or sum(host_bytes(own, everything, num_buffers).values()) <= host_memory_bytes
+    layout = HostLayout(own, host_bytes, host_memory_bytes, gradient_buffers, disk_bytes_per_s)
+    of_training = layout.needed
     if host_memory_bytes is not None:
         sizes.left_bytes = host_memory_bytes - sum(of_training.values())
 
@@ -359,12 +357,11 @@ def find_fit(
     rows = []
     for size, each in wanted.items():
         report(f"planning for batches of {size}")
-        rows.append(forecast(each if streams else each.without_streaming(), budget_bytes, num_buffers))
+        rows.append(forecast(layout.planned(each), budget_bytes, layout.num_buffers))
     host = kept(max([smallest, *wanted.values()], key=lambda each: each.batch_size))
     pairs = [(wanted[row.batch_size], row.plan) for row in rows]
     streamed = [streamed_state_bytes(each.profile, plan) for each, plan in pairs]
-    of_plans = [of_training]
-    of_plans += [host_bytes(each, streamed_groups(each.profile, plan), num_buffers) for each, plan in pairs]
+    of_plans = [of_training, *(layout.of_plan(*pair) for pair in pairs)]
     most = {name: max(found[name] for found in of_plans) for name in of_training}
     return Fit(
         model=model,
@@ -372,7 +369,8 @@ def find_fit(
         budget_bytes=budget_bytes,
         host_bytes=host | most,
         host_memory_bytes=host_memory_bytes,
-        gradient_buffers=num_buffers,
+        gradient_buffers=layout.num_buffers,
+        disk_bytes=sum(map(sum, layout.on_disk.values())),
         pinned_bytes=pinned_bytes(host | most, max(streamed, default=0)),
         smallest_bytes=smallest.smallest_bytes,
         smallest_batch_size=smallest.batch_size,

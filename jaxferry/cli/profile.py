@@ -106,10 +106,10 @@ class Traced:
         """The device memory of the leanest plan, which may read all layers in host memory: DHA."""
         return min(self.loading_bytes, *(each._bytes_of(each._leanest(DHA)) for each in self._first_and_last))
 
-    def without_streaming(self) -> Traced:
-        """The model for plans whose updates do not stream through the GPU."""
-        in_tiles = tuple(each.without_streaming() for each in self.in_tiles)
-        return dataclasses.replace(self, profile=self.profile.without_streaming(), in_tiles=in_tiles)
+    def changed(self, change: Callable[[Profile], Profile]) -> Traced:
+        """The model with a changed profile, in all numbers of tiles."""
+        in_tiles = tuple(each.changed(change) for each in self.in_tiles)
+        return dataclasses.replace(self, profile=change(self.profile), in_tiles=in_tiles)
 
     def leanest(self, budget_bytes: int) -> Plan:
         """Returns the leanest plan in this number of tiles, which loads all layers if that fits into the budget."""

@@ -1,11 +1,17 @@
 from .choice import Conditions as Conditions
 from .choice import choose_plan as choose_plan
 from .choice import planning_profile as planning_profile
+from .choice import with_state_on_disk as with_state_on_disk
 from .contention import LEAST_S as LEAST_S
 from .contention import in_turn as in_turn
 from .contention import measure_contention as measure_contention
 from .contention import speeds_in_pairs as speeds_in_pairs
 from .contention import transfers as transfers
+from .disk import MASTERS as MASTERS
+from .disk import STATE as STATE
+from .disk import Bytes as Bytes
+from .disk import fewest_on_disk as fewest_on_disk
+from .disk import left_in_memory as left_in_memory
 from .entry import train_step as train_step
 from .measured_profile import Work as Work
 from .measured_profile import measure_profile as measure_profile

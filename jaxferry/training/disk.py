@@ -14,6 +14,8 @@ from jaxferry.partition import Layer, aval_bytes
 from jaxferry.step import DISK_SLOTS
 
 MASTERS, STATE = "master parameters", "optimizer state"
+Bytes = tuple[int, int]
+"""Of masters and of optimizer state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,31 +72,21 @@ class StateOnDisk:
                     "scratch needs an optimizer that updates each layer alone: this one updates several at once"
                 )
             sizes = self._sizes(layers)
-            self._known[key] = chosen = frozenset(self._fewest(sizes, self._needs(layers)))
+            needed = self._needs(layers)
+
+            def is_enough(on_disk: Sequence[Bytes]) -> bool:
+                if self._least_bytes is not None:
+                    return sum(map(sum, on_disk)) >= self._least_bytes
+                return self._fits(left_in_memory(needed, on_disk))
+
+            self._known[key] = chosen = frozenset(fewest_on_disk(sizes, is_enough))
             if self._least_bytes is None:
                 self._least_bytes = sum(sum(sizes[group]) for group in chosen)
         return self._known[key]
 
-    def _fewest(self, sizes: Mapping[int, tuple[int, int]], needed: dict[str, int]) -> list[int]:
-        """The fewest groups; much larger ones than usual, whose slots are large too, only if all others do not do."""
-        ordered = sorted(sum(own) for own in sizes.values())
-        usual = [group for group, own in sizes.items() if sum(own) <= 2 * ordered[len(ordered) // 2]]
-        others = [group for group in sizes if group not in usual]
-        chosen: list[int] = []
-        for num in range(len(sizes) + 1):
-            evenly = [usual[len(usual) * (2 * place + 1) // (2 * num)] for place in range(min(num, len(usual)))]
-            chosen = evenly if num <= len(usual) else usual + others[: num - len(usual)]
-            if self._least_bytes is not None:
-                is_enough = sum(sum(sizes[group]) for group in chosen) >= self._least_bytes
-            else:
-                is_enough = self._fits(_without(needed, [sizes[group] for group in chosen]))
-            if is_enough:
-                break
-        return chosen
-
-    def _sizes(self, layers: Sequence[Layer]) -> dict[int, tuple[int, int]]:
+    def _sizes(self, layers: Sequence[Layer]) -> dict[int, Bytes]:
         """The bytes of masters, as they are stored, and of the optimizer's state, by group; without counts."""
-        splits, found = self._optimizer.updates.splits_masters, dict[int, tuple[int, int]]()
+        splits, found = self._optimizer.updates.splits_masters, dict[int, Bytes]()
         for unit in self._optimizer.units_of(layers):
             own = [leaf for group in unit.layers for leaf in layers[group].trained.leaves]
             state_bytes = sum(aval_bytes(leaf) for leaf in unit.state if leaf.ndim)
@@ -104,7 +96,7 @@ class StateOnDisk:
     def left(self, needed: dict[str, int], layers: Sequence[Layer]) -> dict[str, int]:
         """What host memory holds of these bytes, with the slots into which updates read."""
         groups = self.groups(layers)
-        return _without(needed, [own for group, own in self._sizes(layers).items() if group in groups])
+        return left_in_memory(needed, [own for group, own in self._sizes(layers).items() if group in groups])
 
     def bytes_by_name(self, layers: Sequence[Layer]) -> dict[str, int]:
         """The bytes in the file, by group."""
@@ -125,7 +117,24 @@ class StateOnDisk:
         return dataclasses.replace(stored, pieces=pieces)
 
 
-def _without(needed: dict[str, int], on_disk: Sequence[tuple[int, int]]) -> dict[str, int]:
+def fewest_on_disk(sizes: Mapping[int, Bytes], is_enough: Callable[[Sequence[Bytes]], bool]) -> list[int]:
+    """The fewest groups that are enough, spread evenly; all if none are.
+
+    Much larger ones than usual, whose slots are large too, are taken only if all others do not do.
+    """
+    ordered = sorted(map(sum, sizes.values()))
+    usual = [group for group, own in sizes.items() if sum(own) <= 2 * ordered[len(ordered) // 2]]
+    others = [group for group in sizes if group not in usual]
+    chosen: list[int] = []
+    for num in range(len(sizes) + 1):
+        evenly = [usual[len(usual) * (2 * place + 1) // (2 * num)] for place in range(min(num, len(usual)))]
+        chosen = evenly if num <= len(usual) else usual + others[: num - len(usual)]
+        if is_enough([sizes[group] for group in chosen]):
+            break
+    return chosen
+
+
+def left_in_memory(needed: dict[str, int], on_disk: Sequence[Bytes]) -> dict[str, int]:
     """The bytes without masters and state of some groups, and with slots for as many as updates read ahead."""
     if not on_disk:
         return needed

@@ -146,6 +146,7 @@ LINES = [
         f"fit {NAME}:arrays --machine a100-pcie4 --gradient-buffers few",
         "^jaxferry: gradient_buffers must be a whole number",
     ),
+    (f"fit {NAME}:arrays --machine a100-pcie4 --scratch 0", "--scratch must be positive, got 0"),
     ("build-native --platform rocm", "--platform must be one of cpu, cuda, all, got 'rocm'"),
 ]
 

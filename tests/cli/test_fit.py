@@ -83,15 +83,36 @@ def test_the_report_states_the_answer_memory_speed_and_plan(jaxferry, user_model
 @pytest.mark.parametrize(
     ("optimizer", "of_moments"), [("adamw", 8), ("adamw-bf16", 4), ("adamw-int8", 2 + 2 * 4 / 256)]
 )
-def test_a_machine_states_its_host_memory(jaxferry, user_model, tmp_path, optimizer, of_moments):
+@pytest.mark.parametrize(("buffers", "num_gradients"), [("all", 6), ("auto", 2)])
+def test_a_machine_states_its_memory(jaxferry, user_model, tmp_path, optimizer, of_moments, buffers, num_gradients):
     machine = {"format": "jaxferry.machine/1", "name": "small box", "host_memory_bytes": 2**15, "memory_bytes": 1e6}
     speeds = ("flops_per_s", "float32_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s")
     (tmp_path / "box.json").write_text(json.dumps(machine | dict.fromkeys(speeds, 1e10)))
-    result = jaxferry("fit", user_model("shapes"), "--machine", tmp_path / "box.json", "--optimizer", optimizer)
-    num_parameters = 6 * 32 * 32
-    # Both moments, compute copy, gradient, and the 17 bits of each master that the copy lacks.
-    needed = format_bytes((of_moments + 2 + 2 + 17 / 8) * num_parameters + 4)
+    options = "--machine", tmp_path / "box.json", "--optimizer", optimizer, "--gradient-buffers", buffers
+    result = jaxferry("fit", user_model("shapes"), *options)
+    one = 32 * 32
+    # Both moments, compute copy, the 17 bits of each master that the copy lacks, and gradients.
+    needed = format_bytes((of_moments + 2 + 17 / 8) * 6 * one + 2 * num_gradients * one + 4)
     assert f"does not fit: training needs {needed} of host memory, and there are 32.0 KiB: add memory" in result.out
+
+
+def test_a_disk_keeps_what_host_memory_does_not_hold(jaxferry, user_model):
+    """Six layers of 1,024 parameters: 2 bytes of each for the copy; masters, moments and gradients elsewhere."""
+    of_layer = 2**10 * (8 + 17 / 8)
+    options = (*A100, "--gradient-buffers", "all", "--host-memory")
+    every = sum(fit(jaxferry, user_model("shapes"), *options, "1GiB")["host_bytes"].values())
+    for num in (0, 4, 5, 6):
+        limit = every - max(num - 3, 0) * of_layer  # three of them are in slots
+        found = fit(jaxferry, user_model("shapes"), *options, str(int(limit)), "--scratch", "1MB")
+        assert found["fits"]
+        assert found["disk_bytes"] == pytest.approx(num * of_layer, abs=16)
+        assert sum(found["host_bytes"].values()) == pytest.approx(limit, abs=16)
+        busy = found["rows"][0]["busy_share"].get("disk", 0)
+        # Each byte is read and written once in a step.
+        assert busy * found["rows"][0]["step_s"] == pytest.approx(2 * num * of_layer / 1e6, rel=1e-2)
+    shown = jaxferry("fit", user_model("shapes"), *options, str(int(limit)), "--scratch", "1MB").out
+    assert f"; {format_bytes(round(6 * of_layer))} on disk (--scratch)" in shown
+    assert "limited by the disk" in shown
 
 
 def test_arrays_of_a_batch_change_their_leading_axis(jaxferry, user_model, tmp_path):
