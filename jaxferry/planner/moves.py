@@ -56,7 +56,7 @@ class Moves:
         """The layers that a move changes."""
         return self.parts[self.part[move]]
 
-    def kind(self, columns: Columns, move: int) -> tuple[int, int, int]:
+    def kind(self, move: int) -> tuple[int, int, int]:
         """The column of a move, the number of its layers, and their class: moves that are alike have the same."""
         part = self.parts[self.part[move]]
         return int(self.column[move]), len(part), part[0]
@@ -284,7 +284,7 @@ class Ranking:
             for move in chosen:
                 made = None if made is None else moves.taken(self._columns, made, move)
             if made is not None:
-                yield tuple(moves.kind(self._columns, move) for move in chosen), made
+                yield tuple(moves.kind(move) for move in chosen), made
 
     def _to_pair(self, more_s: np.ndarray, more_bytes: np.ndarray, now_bytes: int) -> tuple[np.ndarray, np.ndarray]:
         """Moves that are faster, and others to make their room or to be faster with: the best by byte, and at all."""
