@@ -50,7 +50,7 @@ MOST_ENUMERATED = 729
 """The most plans that are all simulated."""
 
 _LEAST_PLANS = 24
-_MOST_PLANS = 540
+_MOST_PLANS = 400
 _PROVEN = 1 + 1e-4
 _GAIN = 1e-6
 
@@ -68,7 +68,7 @@ _MOST_FAILED = 16
 _FAILED_AFTER_RESTART = 4
 _MOST_SIDEWAYS = 4
 _MOST_ALIKE = 4
-_MOST_RESTARTS = 400
+_RESTARTS_A_LAYER = 20
 _RESTARTED_LAYERS = 8_000
 _MOST_PREFERRED = 32
 _FAILED_PREFERRED = 8
@@ -355,7 +355,8 @@ class _BudgetSearch:
 
     def _restart(self) -> None:
         """Moves on from plans near the best one, changed by a move that is faster but may not fit, or at random."""
-        for _ in range(min(_MOST_RESTARTS, _RESTARTED_LAYERS // len(self.profile.layers) + 1)):
+        size = len(self.profile.layers)
+        for _ in range(min(_RESTARTS_A_LAYER * size, _RESTARTED_LAYERS // size + 1)):
             if self._is_over:
                 return
             near = [each for each in self.known.values() if each.objective_s <= self.best.objective_s * _NEAR]
