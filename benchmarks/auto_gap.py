@@ -13,11 +13,10 @@ of updates, recomputation (`jaxferry/planner/place_bound.py`).
 `gap` is that of the plan that `auto` takes, `fastest_gap` that of the fastest plan that it finds. The plan taken may be
 up to 2 % slower (`jaxferry/planner/preference.py`). Each budget is planned for by a search of its own, which takes
 `planner_processor_s`. `former_gap` and `former_planner_processor_s` are those of the planner before, which had a search
-for every way of updating. They come from earlier rows of the JSON; one search served all four budgets there, and its
-time counts in each of them.
+for every way of updating. The gap is that of its plans for the same profiles and budgets; rows keep it when they are
+written again. Its time is of an earlier run, where one search served all four budgets, and counts in each of them.
 
 Expected: gaps of at most 5 %, 2 s for 128 layers.
-They are of profiles in which recomputation also cost the block's last product, which XLA leaves out.
 """
 
 import argparse

@@ -5,7 +5,8 @@
 The engine knows what programs need once they are compiled, and what a device's allocator takes beyond buffers. Both may
 be more than the planner's model says. A policy then plans again, for a budget that is smaller by the excess
 (`fastest_that_fits`). A plan that no policy chose, or that needs too much even so, is changed layer by layer (`fit`),
-by bytes alone: updates move to the host, gradients get less room, layers RELOAD, and at last recompute.
+by bytes alone: updates move to the host, gradients get less room, layers RELOAD, and at last recompute. That is a
+knapsack by what layers load again, filled with the largest ones first, and the engine's own count decides what fits.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from jaxferry.costs import JAX_SHARE, JAX_SHARE_VARIABLE
+from jaxferry.costs import JAX_SHARE, JAX_SHARE_VARIABLE, Profile
 from jaxferry.errors import BudgetError
-from jaxferry.modes import Mode, Remat, UpdatePlace
-from jaxferry.partition import Layer
+from jaxferry.modes import Mode, Remat
 from jaxferry.planner.baselines import L2L, NativeOverlapped
 from jaxferry.planner.preference import longest_equal_s
-from jaxferry.step import LayerPlan, Loads, Plan
+from jaxferry.step import LayerPlan, Loads, Plan, reads_back
 from jaxferry.units import format_bytes
 
 T = TypeVar("T")
@@ -134,24 +135,25 @@ def fit(
     plan: Plan,
     budget_bytes: int | None,
     peak_of: Callable[[Plan], Peak],
-    may_recompute: Sequence[int],
-    layers: Sequence[Layer],
+    profile: Profile,
+    may_recompute: Sequence[int] = (),
     updates: Sequence[Sequence[int]] = (),
     is_devices: bool = False,
 ) -> Plan:
     """Changes a plan as little as possible, by bytes alone, until it fits; each next change only if all before fail.
 
-    As few updates as possible move from the device to the host, else all. Gradients in flight get less memory. As few
-    segments as possible switch to RELOAD, first to last: the first hold parameters longest, so free the most. If all of
-    that is not enough, as few as possible also recompute.
+    Updates move from the device to the host. Gradients in flight get less memory. Segments switch to RELOAD. If all of
+    that is not enough, as few segments as possible also recompute. Of updates, and of segments that RELOAD, as many
+    bytes as fit stay as they were: the largest are tried first, and of equal ones the last, since the first hold
+    parameters longest.
 
     Args:
       plan: the plan.
       budget_bytes: the budget; None for no limit.
       peak_of: counts what a plan needs.
+      profile: the layers, with the sizes that errors name.
       may_recompute: the segments that may recompute, in the order in which they are chosen.
-      layers: the parameter groups, which errors name.
-      updates: the segments of each update, in the order in which they move to the host.
+      updates: the segments of each update.
       is_devices: whether the budget is JAX's own limit.
 
     Raises:
@@ -163,46 +165,58 @@ def fit(
 
     if budget_bytes is None or fits(plan):
         return plan
-    if any(layer.update is not UpdatePlace.HOST for layer in plan.layers):
-        fewer = _fewer_updates(plan, updates)
-        found = bisect.bisect_left(fewer, True, key=fits)
-        if found < len(fewer):
-            return fewer[found]
-        return fit(plan.updated_on_host(), budget_bytes, peak_of, may_recompute, layers, is_devices=is_devices)
+    if (on_host := plan.updated_on_host()) != plan:
+        if fits(on_host):
+            sizes = [sum(profile.layers[number].param_bytes for number in segments) for segments in updates]
+            return _nearest(plan, on_host, [*zip(sizes, updates, strict=True)], fits)
+        plan = on_host
     if plan.memory_bytes is not None:
         excess_bytes = peak_of(plan).total - budget_bytes
         for left_bytes in (max(plan.memory_bytes - excess_bytes, 0), None):
             plan = dataclasses.replace(plan, memory_bytes=left_bytes)
             if fits(plan):
                 return plan
-    needs = list[tuple[Peak, int]]()
-    for tried in (plan, *_recomputing(plan, may_recompute)):
-        for fallback in _fallbacks(tried):
+    tried, needs = [plan, *_recomputing(plan, may_recompute)], list[tuple[Peak, int]]()
+    # To recompute more may need more, so if all that may recompute is too much, each number is tried.
+    fewest = bisect.bisect_left(tried, True, key=lambda each: any(map(fits, _fallbacks(each))))
+    for each in tried[fewest:] or tried:
+        again = [
+            (layer.param_bytes * (reads_back(layer, recomputes) and not layer.fused_backward), (number,))
+            for number, (layer, recomputes) in enumerate(zip(profile.layers, each.recomputes, strict=True))
+        ]
+        for fallback in _fallbacks(each):
             peak = peak_of(fallback)
             if peak.fits(budget_bytes):
-                for number, layer in enumerate(fallback.layers):
-                    if fits(tried):
-                        break
-                    tried = _with_layers(tried, {number: layer})
-                return tried
-            needs.append((peak, sum(tried.recomputes)))
+                return _nearest(each, fallback, again, fits)
+            needs.append((peak, sum(each.recomputes)))
     smallest, num_recomputing = min(needs, key=lambda need: need[0].counted)
     is_whole = all(layer.tiles == 1 for layer in plan.layers)
-    raise _too_small(layers, budget_bytes, smallest, num_recomputing, is_whole, is_devices)
+    raise _too_small(profile, budget_bytes, smallest, num_recomputing, is_whole, is_devices)
 
 
-def _fewer_updates(plan: Plan, updates: Sequence[Sequence[int]]) -> list[Plan]:
-    """The plan with one update moved to the host, with two, and so on; all but the last one at most."""
-    plans = [plan]
-    for segments in updates:
-        changed = {
-            number: dataclasses.replace(plan.layers[number], update=UpdatePlace.HOST)
-            for number in segments
-            if plan.layers[number].update is not UpdatePlace.HOST
-        }
-        if changed:
-            plans.append(_with_layers(plans[-1], changed))
-    return plans[1:-1]
+def _nearest(
+    plan: Plan, fitting: Plan, parts: Sequence[tuple[int, Sequence[int]]], fits: Callable[[Plan], bool]
+) -> Plan:
+    """A plan that fits, with as many bytes as possible as in another plan: the largest parts first.
+
+    `parts` are bytes and segments. If one is too large, so are those of as many bytes that are before it.
+    """
+    changed = [number for number, layer in enumerate(plan.layers) if layer != fitting.layers[number]]
+    left = sorted((part for part in parts if part[1][0] in changed), key=lambda part: (-part[0], -part[1][0]))
+    while left:
+        with_first = functools.partial(_with_first, fitting, plan, left)
+        number = bisect.bisect_right(range(1, len(left) + 1), False, key=lambda number: not fits(with_first(number)))
+        fitting = with_first(number)
+        left = [part for part in left[number:] if part[0] < left[number][0]]
+    return fitting
+
+
+def _with_first(fitting: Plan, plan: Plan, parts: Sequence[tuple[int, Sequence[int]]], number: int) -> Plan:
+    """A plan that fits, with the segments of the first parts as in another plan."""
+    layers = list(fitting.layers)
+    for segment in itertools.chain.from_iterable(segments for _, segments in parts[:number]):
+        layers[segment] = plan.layers[segment]
+    return dataclasses.replace(fitting, layers=tuple(layers))
 
 
 def _recomputing(plan: Plan, may_recompute: Sequence[int]) -> list[Plan]:
@@ -210,8 +224,9 @@ def _recomputing(plan: Plan, may_recompute: Sequence[int]) -> list[Plan]:
     plans = []
     for number in may_recompute:
         if plan.layers[number].remat is not Remat.FULL:
-            plan = _with_layers(plan, {number: dataclasses.replace(plan.layers[number], remat=Remat.FULL)})
-            plans.append(plan)
+            layers = list(plan.layers)
+            layers[number] = dataclasses.replace(layers[number], remat=Remat.FULL)
+            plans.append(plan := dataclasses.replace(plan, layers=tuple(layers)))
     return plans
 
 
@@ -220,27 +235,26 @@ def _fallbacks(plan: Plan) -> list[Plan]:
     modes = [[mode if mode is Mode.DHA else Mode.RELOAD for mode in plan.modes]]
     if Mode.DHA in modes[0]:
         modes.append([Mode.RELOAD] * len(plan.layers))
-    return [_with_layers(plan, {i: plan.layers[i].with_mode(mode) for i, mode in enumerate(each)}) for each in modes]
-
-
-def _with_layers(plan: Plan, changed: Mapping[int, LayerPlan]) -> Plan:
-    layers = tuple(changed.get(number, layer) for number, layer in enumerate(plan.layers))
     # With bulk loads all forwards wait for all loads, but a RELOAD layer's load waits for a forward.
-    loads = Loads.LAYERWISE if any(layer.mode is Mode.RELOAD for layer in layers) else plan.loads
-    return dataclasses.replace(plan, layers=layers, loads=loads)
+    loads = [Loads.LAYERWISE if Mode.RELOAD in each else plan.loads for each in modes]
+    return [
+        dataclasses.replace(plan, layers=tuple(map(LayerPlan.with_mode, plan.layers, each)), loads=own)
+        for each, own in zip(modes, loads, strict=True)
+    ]
 
 
 def _too_small(
-    layers: Sequence[Layer], budget_bytes: int, smallest: Peak, num_recomputing: int, is_whole: bool, is_devices: bool
+    profile: Profile, budget_bytes: int, smallest: Peak, num_recomputing: int, is_whole: bool, is_devices: bool
 ) -> BudgetError:
-    largest = max(layers, key=lambda layer: layer.num_bytes)
+    largest = max(profile.layers, key=lambda layer: layer.param_bytes)
+    size = format_bytes(largest.param_bytes)
     how = f", with {num_recomputing} segments that recompute their activations" if num_recomputing else ""
     remedies = " or ".join(["a smaller batch", *["tiles='auto'"] * is_whole, *["remat='auto'"] * (not how)])
     share = f"; of a card, JAX takes the share {JAX_SHARE_VARIABLE}, by default {JAX_SHARE}" if is_devices else ""
     return BudgetError(
         f"memory_budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: the smallest possible is "
         f"{format_bytes(smallest.total)} ({smallest.total} bytes){how}, of which parameters take at most "
-        f"{format_bytes(smallest.parameters)} (the largest group, {largest.name!r}, has "
-        f"{format_bytes(largest.num_bytes)}); {remedies} needs less for activations, gradients and temporaries{share}",
+        f"{format_bytes(smallest.parameters)} (the largest group, {largest.parameters!r}, has {size}); "
+        f"{remedies} needs less for activations, gradients and temporaries{share}",
         smallest.total,
     )

@@ -236,6 +236,15 @@ class Columns:
                     yield [layer for layer in members if codes[layer] == number]
             yield from runs
 
+    def neighbours(self, codes: np.ndarray) -> Iterator[list[int]]:
+        """Layers of several classes: runs with the same column, and the first and the last 2, 4, ... layers."""
+        if len(self.classes) > 1:
+            size = len(codes)
+            yield from (list(run) for _, run in itertools.groupby(range(size), key=lambda layer: codes[layer]))
+            for length in (2**power for power in range(1, (size - 1).bit_length())):
+                yield list(range(length))
+                yield list(range(size - length, size))
+
     def parts(self, together: list[int], codes: np.ndarray) -> Iterator[list[int]]:
         """The layers that a move changes: all of these, or 1, 2, 4, ... of them if they have the same column."""
         yield together

@@ -19,7 +19,7 @@ At worst 2 L passes of array operations over L layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -40,48 +40,26 @@ class MemFerry(ModePolicy):
 
 
 class Forward:
-    """The forward of GFGB and DHA layers, layer by layer; any number of plans at once."""
+    """The forward of GFGB and DHA layers, program by program; `held` are the groups whose copy is on the device."""
 
-    def __init__(self, profile: Profile):
-        self.profile = profile
-        self.link = self.gpu = np.zeros(1)
-        self.held: dict[int, np.ndarray] = {}
-
-    def layer(self, index: int, by_dha: np.ndarray) -> np.ndarray:
-        """Runs the layer, by DHA where (plans,) `by_dha` says so; returns the forward's end, (plans,)."""
-        profile, group = self.profile.layers[index], self.profile.group_of[index]
-        loads = ~by_dha & ~self.holds(group)
-        taken_s = np.where(loads, profile.load_s, np.where(by_dha, profile.forward_read_s, 0.0))
-        self.link = self.link + taken_s
-        start = np.where(loads, np.maximum(self.gpu, self.link), self.gpu)
-        end = start + np.where(by_dha, profile.forward_dha_s, profile.forward_s)
-        self.gpu = end + profile.inter_forward_s
-        if len(self.profile.groups[group]) > 1:
-            self.held[group] = self.holds(group) | ~by_dha
-        return end
+    def __init__(self, profile: Profile, link_s: float = 0.0, gpu_s: float = 0.0, held: Iterable[int] = ()):
+        self.profile, self.link_s, self.gpu_s, self.held = profile, link_s, gpu_s, set(held)
 
     def program(self, members: Sequence[int], modes: np.ndarray) -> list[float]:
-        """Runs the layers of a program, of one plan with these (layers,) modes; returns when each forward ends."""
-        if len(members) == 1:
-            return [float(self.layer(members[0], modes[members[0] : members[0] + 1] == DHA)[0])]
-        layers, start = self.profile.layers, self.gpu
+        """Runs the layers of a program, of a plan with these (layers,) modes; returns when each forward ends."""
+        layers, start_s = self.profile.layers, self.gpu_s
         for index in members:
             group = self.profile.group_of[index]
-            if modes[index] != DHA and not self.holds(group)[0]:
-                self.link = self.link + layers[index].load_s
-                start = np.maximum(start, self.link)
-            if len(self.profile.groups[group]) > 1:
-                self.held[group] = self.holds(group) | (modes[index] != DHA)
+            if modes[index] != DHA and group not in self.held:
+                self.held.add(group)
+                self.link_s += layers[index].load_s
+                start_s = max(start_s, self.link_s)
         for index in members:
             layer, by_dha = layers[index], modes[index] == DHA
-            self.link = self.link + (layer.forward_read_s if by_dha else 0.0)
-            end = start + (layer.forward_dha_s if by_dha else layer.forward_s)
-            self.gpu = start = end + layer.inter_forward_s
-        return [float(end[0])] * len(members)
-
-    def holds(self, group: int) -> np.ndarray:
-        """Whether the group's copy is already on the device, (plans,)."""
-        return self.held.get(group, np.zeros(1, dtype=bool))
+            self.link_s += layer.forward_read_s if by_dha else 0.0
+            end_s = start_s + (layer.forward_dha_s if by_dha else layer.forward_s)
+            self.gpu_s = start_s = end_s + layer.inter_forward_s
+        return [end_s] * len(members)
 
 
 def forward_modes(profile: Profile) -> np.ndarray:
@@ -90,14 +68,13 @@ def forward_modes(profile: Profile) -> np.ndarray:
     costs = _ForwardCosts(profile)
     before = Forward(profile)
     for index, layer in enumerate(profile.layers):
-        loaded = bool(before.holds(profile.group_of[index])[0])
+        loaded = profile.group_of[index] in before.held
         load_s = 0.0 if loaded else layer.load_s
-        reserved_s = float(before.gpu[0] - before.link[0])
-        if layer.forward_dha_s <= layer.forward_s + max(load_s - reserved_s, 0.0):
+        if layer.forward_dha_s <= layer.forward_s + max(load_s - (before.gpu_s - before.link_s), 0.0):
             modes[index] = DHA
-        elif not loaded and before.link[0] + layer.load_s > before.gpu[0]:
+        elif not loaded and before.link_s + layer.load_s > before.gpu_s:
             before = _backtrack(costs, modes, index)
-        before.layer(index, modes[index : index + 1] == DHA)
+        before.program([index], modes)
     return modes
 
 
@@ -180,10 +157,7 @@ class _DecidedForward:
 
     def state(self) -> Forward:
         """The forward, which can continue."""
-        forward = Forward(self.costs.profile)
-        forward.link, forward.gpu = np.full(1, self.link_s), np.full(1, self.gpu_s)
-        forward.held = {int(group): np.ones(1, dtype=bool) for group in self.held}
-        return forward
+        return Forward(self.costs.profile, self.link_s, self.gpu_s, self.held.tolist())
 
     def start_s(self) -> float:
         """When the next layer starts if it is loaded next."""
@@ -222,15 +196,15 @@ def with_dfgb(profile: Profile, modes: np.ndarray, grad_on_host: np.ndarray) -> 
     """
     forward = Forward(profile)
     ends = np.array([end for members in profile.programs for end in forward.program(members, modes)])
-    opens, closes = float(forward.link[0]), float(forward.gpu[0])
+    opens_s, closes_s = forward.link_s, forward.gpu_s
     for index in profile.programs[-1]:
         last = profile.layers[index]
-        closes += last.inter_backward_s + last.backward_for(bool(modes[index] == DHA), bool(grad_on_host[index]))
+        closes_s += last.inter_backward_s + last.backward_for(bool(modes[index] == DHA), bool(grad_on_host[index]))
     gains = [layer.backward_dha_s - layer.backward_s for layer in profile.layers]
     candidates = [index for index in range(profile.programs[-1][0]) if modes[index] == DHA and gains[index] > 0]
-    window = _Window(profile, {profile.group_of[index] for index in np.flatnonzero(modes == GFGB)}, opens, ends)
+    window = _Window(profile, {profile.group_of[index] for index in np.flatnonzero(modes == GFGB)}, opens_s, ends)
     for index in sorted(candidates, key=lambda index: (-gains[index], index)):
-        window.keep_if(index, closes)
+        window.keep_if(index, closes_s)
     modes = modes.copy()
     modes[window.kept] = DFGB
     return modes

@@ -1,7 +1,7 @@
 """Moves from one plan to others, ranked before any of them is simulated.
 
-A move gives some layers of one class another column: the class, all of its layers that have one column, or 1, 2, 4, ...
-of these, the first or the last ones, every second one, or evenly spread.
+A move gives some layers another column: a class, all of its layers that have one column, or 1, 2, 4, ... of these, the
+first or the last ones, every second one, or evenly spread. Other moves change neighbours of several classes.
 Moves are ranked by **rows**: linear bounds on the steady step, each a sum over layers of seconds by column. The first
 rows are the work of the lanes, with what they lose to each other. Further rows are the critical cycles of plans that
 have been simulated: a plan's step takes at least as long as any cycle of its tasks, and the same cycle limits its
@@ -42,6 +42,7 @@ class Moves:
       parts: sets of layers, of which each move changes one.
       part: the number of a move's set, (moves,).
       column: the number of its new column, (moves,).
+      is_of_class: whether its layers are of one class, (moves,).
       seconds: what it adds to each row, (rows, moves).
       num_bytes: what it adds to the memory at each place, (places, moves).
     """
@@ -49,6 +50,7 @@ class Moves:
     parts: list[list[int]]
     part: np.ndarray
     column: np.ndarray
+    is_of_class: np.ndarray
     seconds: np.ndarray
     num_bytes: np.ndarray
 
@@ -56,7 +58,7 @@ class Moves:
         """The layers that a move changes."""
         return self.parts[self.part[move]]
 
-    def kind(self, columns: Columns, move: int) -> tuple[int, int, int]:
+    def kind(self, move: int) -> tuple[int, int, int]:
         """The column of a move, the number of its layers, and their class: moves that are alike have the same."""
         part = self.parts[self.part[move]]
         return int(self.column[move]), len(part), part[0]
@@ -164,7 +166,9 @@ class Estimates:
         both = np.concatenate([self.rows, self.bytes]).swapaxes(0, 1)
         more = np.ascontiguousarray(both - both[layers, :, codes][:, :, None])
         parts, added, allowed, known = list[list[int]](), list[np.ndarray](), list[np.ndarray](), set[tuple[int, ...]]()
-        for together in columns.together(codes):
+        of_classes, of_several = [*columns.together(codes)], [*columns.neighbours(codes)]
+        num_of_class = 0
+        for number, together in enumerate([*of_classes, *of_several]):
             may: np.ndarray = np.all(columns.movable[together], axis=0)
             if (codes[together] == codes[together[0]]).all():
                 may[codes[together[0]]] = False
@@ -174,9 +178,10 @@ class Estimates:
                     parts.append(part)
                     added.append(more[part].sum(axis=0) if len(part) > 1 else more[part[0]])
                     allowed.append(may)
+                    num_of_class += number < len(of_classes)
         changed, column = np.nonzero(np.array(allowed))
         found = np.stack(added)[changed, :, column].T
-        return Moves(parts, changed, column, found[: len(self.rows)], found[len(self.rows) :])
+        return Moves(parts, changed, column, changed < num_of_class, found[: len(self.rows)], found[len(self.rows) :])
 
 
 def _most_needed(needs: Demand) -> tuple[bool, int]:
@@ -266,11 +271,14 @@ class Ranking:
         held_s = (now_s[holding, None] + more_s[holding]).max(axis=0, initial=0.0) / scale_s
         single = np.flatnonzero((seconds < below_s * _SINGLE) & (num_bytes <= most_bytes))
         ranks = np.where(seconds < below_s, seconds, _LATER + held_s)[single]
-        faster, others = self._to_pair(seconds * scale_s - now_s.max(), num_bytes - now_bytes.max(), now_bytes.max())
+        pairable = np.flatnonzero(moves.is_of_class)
+        more = (seconds * scale_s - now_s.max())[pairable], (num_bytes - now_bytes.max())[pairable]
+        faster, others = (pairable[each] for each in self._to_pair(*more, now_bytes.max()))
         pairs = np.stack([np.repeat(faster, len(others)), np.tile(others, len(faster))])
         both_s = _smooth(now_s[:, None] + more_s[:, pairs[0]] + more_s[:, pairs[1]], scale_s)
         pairs, both_s = pairs[:, both_s < below_s], both_s[both_s < below_s]
         both_bytes = (now_bytes[:, None] + moves.num_bytes[:, pairs[0]] + moves.num_bytes[:, pairs[1]]).max(axis=0)
+        both_bytes -= self._slots_bytes * self._begins_streams(moves, codes)[pairs].all(axis=0)
         fits = both_bytes <= most_bytes
         every = np.concatenate([[single, np.full_like(single, -1)], pairs[:, fits]], axis=1)
         every_bytes = np.concatenate([num_bytes[single], both_bytes[fits]])
@@ -284,7 +292,7 @@ class Ranking:
             for move in chosen:
                 made = None if made is None else moves.taken(self._columns, made, move)
             if made is not None:
-                yield tuple(moves.kind(self._columns, move) for move in chosen), made
+                yield tuple(moves.kind(move) for move in chosen), made
 
     def _to_pair(self, more_s: np.ndarray, more_bytes: np.ndarray, now_bytes: int) -> tuple[np.ndarray, np.ndarray]:
         """Moves that are faster, and others to make their room or to be faster with: the best by byte, and at all."""
@@ -300,8 +308,7 @@ class Ranking:
 
     def _add_slots(self, moves: Moves, codes: np.ndarray) -> None:
         """Adds the memory of slots that layers share: of updates that stream, and two for the copies of RELOAD."""
-        if not self._streams[codes].any():
-            moves.num_bytes[:, self._streams[moves.column]] += self._slots_bytes
+        moves.num_bytes[:, self._begins_streams(moves, codes)] += self._slots_bytes
         size, reload = len(codes), self._reloads[codes]
         changed: np.ndarray = np.zeros((size, len(moves.parts)), dtype=int)
         for number, part in enumerate(moves.parts):
@@ -315,3 +322,8 @@ class Ranking:
         is_reload: np.ndarray = self._reloads[moves.column]
         slots = added[:, moves.part] * (is_reload & ~was_reload) + freed[:, moves.part] * (was_reload & ~is_reload)
         moves.num_bytes[:] += slots * largest[moves.part]
+
+    def _begins_streams(self, moves: Moves, codes: np.ndarray) -> np.ndarray:
+        """The moves by which the first updates stream, (moves,) flags."""
+        found: np.ndarray = self._streams[moves.column] & ~self._streams[codes].any()
+        return found

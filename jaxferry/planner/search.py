@@ -50,7 +50,7 @@ MOST_ENUMERATED = 729
 """The most plans that are all simulated."""
 
 _LEAST_PLANS = 24
-_PLANS_A_LAYER = 18
+_MOST_PLANS = 400
 _PROVEN = 1 + 1e-4
 _GAIN = 1e-6
 
@@ -62,14 +62,18 @@ _DESCENTS = 4
 _DIFFERENT = 0.2
 _NEAR = 1.02
 _LIKELY = 1.2
-_CHANGES = 2
+_FASTER = 0.3
+_MOST_CHANGES = 3
 _MOST_FAILED = 16
+_FAILED_AFTER_RESTART = 4
 _MOST_SIDEWAYS = 4
 _MOST_ALIKE = 4
-_MOST_RESTARTS = 40
+_RESTARTS_A_LAYER = 20
+_RESTARTED_LAYERS = 8_000
 _MOST_PREFERRED = 32
 _FAILED_PREFERRED = 8
 _SHARES = (1.0, 0.8)
+_EVERY = slice(None)
 _MUCH = 0.1
 """Updates stream in small subgroups where large ones take more of the budget."""
 
@@ -136,7 +140,6 @@ class _BudgetSearch:
         self._tried: set[bytes] = set()
         self._random = np.random.default_rng(0)
         self._first_effort, self._num_plans = self.judge.effort, 0
-        self._most_plans = 24 + _PLANS_A_LAYER * len(search.profile.layers)
         size = len(search.profile.layers)
         effort = MOST_EFFORT // 2 if size > _LONG else MOST_EFFORT - _EFFORT_A_LAYER * size
         self._most_effort, self._least_plans = int(share * effort), int(share * _LEAST_PLANS)
@@ -198,7 +201,7 @@ class _BudgetSearch:
         used = self.judge.effort - self._first_effort
         most = self._most_effort
         is_enough = used > most and (self._num_plans >= self._least_plans or used > 8 * most)
-        return is_enough or self._num_plans >= self._most_plans or self._is_proven
+        return is_enough or self._num_plans >= _MOST_PLANS or self._is_proven
 
     def _fits(self, codes: np.ndarray) -> bool:
         if not self.search.allows(codes):
@@ -283,8 +286,11 @@ class _BudgetSearch:
             if codes.tobytes() not in self._tried and self._fits(codes):
                 self._simulate(codes)
 
-    def _repaired(self, codes: np.ndarray) -> np.ndarray | None:
-        """The plan, changed by moves that save memory until it fits; None if they do not suffice."""
+    def _repaired(self, codes: np.ndarray, holds: np.ndarray | slice = _EVERY) -> np.ndarray | None:
+        """The plan, changed by moves that save memory until it fits; None if they do not suffice.
+
+        `holds` are the rows that count.
+        """
         estimates = self.estimates
         for _ in range(_REPAIRS):
             if self._fits(codes):
@@ -292,7 +298,7 @@ class _BudgetSearch:
             needs = self.judge.needs(codes, self._subgroups)
             now_s, now_bytes, moves = estimates.seconds(codes), estimates.bytes_of(needs), estimates.moves(codes)
             needed = needs.natural
-            seconds = (now_s[:, None] + moves.seconds).max(axis=0)
+            seconds = (now_s[holds, None] + moves.seconds[holds]).max(axis=0)
             saved = now_bytes.max() - (now_bytes[:, None] + moves.num_bytes).max(axis=0)
             enough = saved >= needed - self.limit
             ranks = np.where(enough, seconds, np.inf) if enough.any() else -saved
@@ -312,10 +318,10 @@ class _BudgetSearch:
         for each in chosen[:_DESCENTS]:
             self._descend(each)
 
-    def _descend(self, current: Judged) -> None:
+    def _descend(self, current: Judged, most_failed: int = _MOST_FAILED) -> None:
         """Takes the most promising move, again and again, until too many in turn do not help."""
         failed, num_sideways = list[Kinds](), 0
-        while not self._is_over and len(failed) < _MOST_FAILED:
+        while not self._is_over and len(failed) < most_failed:
             kinds, codes = self._promising(current, failed)
             if codes is None:
                 return
@@ -348,29 +354,29 @@ class _BudgetSearch:
         return (), None
 
     def _restart(self) -> None:
-        """Moves on from plans near the best one, changed at random."""
-        failed = 0
-        while not self._is_over and failed < _MOST_RESTARTS:
-            before_s = self.best.objective_s
-            near = [each for each in self.known.values() if each.objective_s <= self.best.objective_s * _NEAR]
-            codes = near[self._random.integers(len(near))].codes
-            estimates, failed = self.estimates, failed + 1
-            moves = estimates.moves(codes)
-            seconds = (estimates.seconds(codes)[:, None] + moves.seconds).max(axis=0)
-            likely = np.flatnonzero(seconds <= self.best.objective_s * _LIKELY)
-            if not len(likely):
+        """Moves on from plans near the best one, changed by a move that is faster but may not fit, or at random."""
+        size = len(self.profile.layers)
+        for _ in range(min(_RESTARTS_A_LAYER * size, _RESTARTED_LAYERS // size + 1)):
+            if self._is_over:
                 return
-            made: np.ndarray | None = codes
-            for move in self._random.choice(likely, size=_CHANGES):
+            near = [each for each in self.known.values() if each.objective_s <= self.best.objective_s * _NEAR]
+            start = near[self._random.integers(len(near))]
+            moves, now_s = self.estimates.moves(start.codes), self.estimates.seconds(start.codes)
+            holds = now_s <= start.objective_s * (1 + _GAIN)
+            seconds = (now_s[holds, None] + moves.seconds[holds]).max(axis=0)
+            is_faster = self._random.random() < _FASTER
+            number = 1 if is_faster else self._random.integers(1, _MOST_CHANGES + 1)
+            longest_s = now_s[holds].max() * (1 - _GAIN) if is_faster else self.best.objective_s * _LIKELY
+            likely = np.flatnonzero(seconds <= longest_s)
+            made: np.ndarray | None = start.codes
+            for move in self._random.permutation(likely)[:number]:
                 made = None if made is None else moves.taken(self.columns, made, move)
-            made = None if made is None else self._repaired(made)
+            made = None if made is None else self._repaired(made, holds)
             if made is None or made.tobytes() in self._tried:
                 continue
             judged = self._simulate(made)
             if judged is not None:
-                self._descend(judged)
-            if self.best.objective_s < before_s * (1 - _GAIN):
-                failed = 0
+                self._descend(judged, _FAILED_AFTER_RESTART)
 
     def chosen(self) -> Judged:
         """Of the plans that count as equal to the fastest, the preferred one, or one that moves lead to from it."""

@@ -296,8 +296,7 @@ class StepCompiler:
         """The program of the plan that fits into the memory budget."""
         budget, parts = self._planning.memory_budget_bytes, self._variants.base
         summed = self._summed_groups(plan)
-        # The uses of each update's groups, those of the most bytes first.
-        units = sorted(self._resources.optimizer.units_of(parts.layers), key=lambda unit: -unit.num_bytes)
+        units = self._resources.optimizer.units_of(parts.layers)
         updates = [[n for n, use in enumerate(parts.uses) if use.group in unit.layers] for unit in units]
 
         def program_of(plan: Plan) -> StepProgram:
@@ -310,8 +309,8 @@ class StepCompiler:
             plan,
             budget,
             lambda plan: self._peak(program_of(plan)),
+            self._profile,
             self._variants.largest_first,
-            parts.layers,
             updates,
             self._planning.takes_device_budget,
         )

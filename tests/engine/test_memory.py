@@ -12,17 +12,19 @@ import pytest
 import jaxferry
 import models
 from accelerator import emulate
+from jaxferry.costs import Profile
 from jaxferry.modes import GradientPlace, Mode, Remat
-from jaxferry.partition import partition
 from jaxferry.planner import Peak, fit
 from jaxferry.step import LayerPlan, Loads, Plan
 from models import chain
 from planned import plan_of, prepared, taken
+from profiles import unit_layer, with_modes
 from slowly import slow, slow_but, slow_cases
 from steps import after_each_program, link, transport_of, with_sums_in_host_memory
 from watched import becomes, device_arrays, device_bytes, live_arrays, settled, watched_steps
 
 ADAMW = optax.adamw(1e-3)
+LAYERS_OF_10 = Profile({}, tuple(unit_layer(f"l{i}") for i in range(3)))
 KINDS = ("device", "pinned_host", "unpinned_host")
 
 
@@ -57,43 +59,82 @@ def test_live_bytes_stay_under_the_predicted_peak_and_come_near_it(gpt, monkeypa
         (30, [Mode.RELOAD, Mode.RELOAD, Mode.RELOAD]),
     ],
 )
-def test_direct_host_access_is_given_up_where_only_its_temporaries_do_not_fit(gpt, budget, expected):
+def test_direct_host_access_is_given_up_where_only_its_temporaries_do_not_fit(budget, expected):
     """Fake byte counts in which a DHA segment needs more memory than one that is loaded twice."""
     cost = {Mode.DHA: 30, Mode.GFGB: 20, Mode.RELOAD: 10}
 
     def peak_of(plan):
         return Peak(0, 0, sum(cost[mode] for mode in plan.modes))
 
-    layers = partition(gpt.loss_fn, gpt.params, (gpt.batch,)).layers
-    modes = [Mode.DHA, Mode.GFGB, Mode.GFGB]
-    plan = Plan("any", 1.0, tuple(LayerPlan(f"l{i}", mode) for i, mode in enumerate(modes)))
-    assert list(fit(plan, budget, peak_of, [], layers).modes) == expected
+    plan = with_modes(LAYERS_OF_10, [Mode.DHA, Mode.GFGB, Mode.GFGB])
+    assert list(fit(plan, budget, peak_of, LAYERS_OF_10).modes) == expected
     with pytest.raises(jaxferry.BudgetError) as caught:
-        fit(plan, 29, peak_of, [], layers)
+        fit(plan, 29, peak_of, LAYERS_OF_10)
     assert caught.value.smallest_bytes == 30
 
 
-def test_segments_recompute_only_where_reloading_alone_does_not_fit(gpt):
+def test_segments_recompute_only_where_reloading_alone_does_not_fit():
     def peak_of(plan):
         kept = sum(10 * (layer.remat is Remat.NONE) for layer in plan.layers)
         return Peak(0, 0, kept + sum(10 if mode is Mode.GFGB else 4 for mode in plan.modes))
 
-    layers = partition(gpt.loss_fn, gpt.params, (gpt.batch,)).layers
-    plan = Plan("any", 1.0, tuple(LayerPlan(f"l{i}", Mode.GFGB) for i in range(3)))
-    found = {budget: fit(plan, budget, peak_of, [2, 0], layers) for budget in (60, 54, 42, 41, 32)}
+    plan = with_modes(LAYERS_OF_10, [Mode.GFGB] * 3)
+    found = {budget: fit(plan, budget, peak_of, LAYERS_OF_10, [2, 0]) for budget in (60, 54, 42, 41, 32)}
     assert {budget: sum(fitted.recomputes) for budget, fitted in found.items()} == {60: 0, 54: 0, 42: 0, 41: 1, 32: 1}
     assert found[32].recomputes == (False, False, True)
     assert [fitted.modes.count(Mode.RELOAD) for fitted in found.values()] == [0, 1, 3, 2, 3]
     with pytest.raises(jaxferry.BudgetError, match="with 2 segments that recompute") as caught:
-        fit(plan, 21, peak_of, [2, 0], layers)
+        fit(plan, 21, peak_of, LAYERS_OF_10, [2, 0])
     assert caught.value.smallest_bytes == 22
 
 
-def test_bulk_loads_end_where_a_layer_has_to_be_loaded_twice(gpt):
-    layers = partition(gpt.loss_fn, gpt.params, (gpt.batch,)).layers
-    plan = Plan("zero-offload", 1.0, tuple(LayerPlan(f"l{i}", Mode.GFGB) for i in range(3)), loads=Loads.BULK)
-    fitted = fit(plan, 2, lambda plan: Peak(0, 0, plan.modes.count(Mode.GFGB)), [], layers)
+def test_bulk_loads_end_where_a_layer_has_to_be_loaded_twice():
+    plan = with_modes(LAYERS_OF_10, [Mode.GFGB] * 3, loads=Loads.BULK)
+    fitted = fit(plan, 2, lambda plan: Peak(0, 0, plan.modes.count(Mode.GFGB)), LAYERS_OF_10)
     assert (fitted.modes.count(Mode.RELOAD), fitted.loads) == (1, Loads.LAYERWISE)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_fit_loads_again_is_the_least_where_sizes_divide_each_other_and_next_to_it_elsewhere(seed):
+    """Compared with every choice of RELOAD layers. Layers of some sizes free nothing, and some load nothing again."""
+    random = np.random.default_rng(seed)
+    divides = seed % 2 == 0
+    sizes = random.choice([1, 2, 4, 8] if divides else [1, 3, 4, 7, 9], size=7).tolist()
+    (reads, frees) = (dict(zip(set(sizes), random.random(5) < 0.8, strict=False)) for _ in range(2))
+    layers = [unit_layer(f"l{i}", param_bytes=n, backward_reads=bool(reads[n])) for i, n in enumerate(sizes)]
+    profile = Profile({}, tuple(layers))
+
+    def needed(modes):
+        return sum(n for mode, n in zip(modes, sizes, strict=True) if mode is Mode.GFGB or not frees[n])
+
+    def again(modes):
+        return sum(n * bool(reads[n]) for mode, n in zip(modes, sizes, strict=True) if mode is Mode.RELOAD)
+
+    plan, every = with_modes(profile, [Mode.GFGB] * 7), [*itertools.product((Mode.GFGB, Mode.RELOAD), repeat=7)]
+    for budget in range(min(map(needed, every)), sum(sizes) + 1):
+        counted = list[Plan]()
+
+        def peak_of(plan, counted=counted):
+            counted.append(plan)
+            return Peak(0, 0, needed(plan.modes))
+
+        found = again(fit(plan, budget, peak_of, profile).modes)
+        least = min(again(modes) for modes in every if needed(modes) <= budget)
+        assert found == least if divides else found < least + max(sizes)
+        assert len(counted) <= 3 + 4 * len(set(sizes) | {0})
+
+
+def test_the_peaks_that_fit_counts_grow_with_the_logarithm_of_the_layers():
+    profile, counted = Profile({}, tuple(unit_layer(f"l{i}") for i in range(1000))), list[Plan]()
+
+    def peak_of(plan):
+        counted.append(plan)
+        return Peak(0, 0, plan.modes.count(Mode.GFGB) + sum(layer.remat is Remat.NONE for layer in plan.layers))
+
+    plan = with_modes(profile, [Mode.GFGB] * 1000)
+    fitted = fit(plan, 700, peak_of, profile, range(1000))
+    assert (sum(fitted.recomputes), fitted.modes.count(Mode.GFGB)) == (300, 0) and len(counted) < 40
+    assert fit(plan, 1700, peak_of, profile, range(1000)).modes == (Mode.RELOAD,) * 300 + (Mode.GFGB,) * 700
 
 
 LAYERS = {
