@@ -136,6 +136,9 @@ def update(step: StepContext, call: Instruction) -> None:
             if call.group not in unit.layers:  # no task writes what no segment reads
                 step.state.host.to_disk(unit)
         step.num_updates += 1
+    elif not is_finite and step.program.plan.gradient_buffers is not None:
+        for unit in units:  # later programs of the step take this memory
+            step.gradients.recycle(unit)
 
 
 def update_on_device(step: StepContext, call: Instruction) -> Wait | None:

@@ -127,6 +127,19 @@ def test_a_slow_host_makes_backwards_wait_in_place_of_more_memory(gradient, num,
     assert_same_bits(found[num][2], found["all"][2])
 
 
+def test_a_step_whose_loss_is_nan_takes_no_more_memory(monkeypatch):
+    made_vectors, empty = [], base.empty
+    monkeypatch.setattr(base, "empty", lambda *args: made_vectors.append(args) or empty(*args))
+    step = made(gradient_buffers=2, transport="ferry")
+    state, expected = take_steps(step, step.init(parameters()), [BATCH] * STEPS)
+    state = step.init(parameters())
+    for _ in range(2):
+        with pytest.raises(jaxferry.NonFiniteError):
+            step(state, BATCH * np.nan)
+    assert take_steps(step, state, [BATCH] * STEPS)[1] == expected
+    assert len(made_vectors) <= 2
+
+
 @pytest.mark.cpu_device  # where no pool of pinned memory counts
 def test_host_memory_counts_the_buffers_and_decides_their_number_where_nobody_else_does(monkeypatch):
     def bytes_of(buffers):
