@@ -6,6 +6,7 @@ import contextlib
 import functools
 import operator
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ from jaxferry.partition import (
     stored_struct,
 )
 from jaxferry.processes import is_key
+from jaxferry.settings import users_stacklevel
 from jaxferry.step import streamed_state_bytes
 from jaxferry.training.disk import MASTERS, NO_DISK, STATE, DiskOptions, StateOnDisk
 from jaxferry.training.options import ALL, Numerics
@@ -127,7 +129,14 @@ class Model:
         def fits(num: int | None) -> bool:
             return self._fits(self.host_bytes(with_buffers=self._with_buffers(self.layers, num), uses_disk=False))
 
-        return few_buffers(fits)
+        num = few_buffers(fits)
+        if num is not None and fits(num):
+            warnings.warn(
+                f"host memory does not hold all gradients: it holds those of {num} programs at a time "
+                f"(gradient_buffers={num}), so steps may take longer",
+                stacklevel=users_stacklevel(),
+            )
+        return num
 
     def _fits(self, found: dict[str, int]) -> bool:
         """Whether host memory holds these bytes, before a state exists."""
