@@ -25,12 +25,12 @@ class TaskList:
     """The tasks of one step with their dependencies; made once, run often.
 
     No thread takes `trivial` tasks, which have no work of their own: each ends once those that it waits for have
-    ended, and on the GPU's lane the one before it. `late` has, by lane, the tasks that run between those of the next
-    step, each with its place there.
+    ended, and on the GPU's lane the one before it. `groups` has the parameter group of each task. `late` has, by lane,
+    the tasks that run between those of the next step, each with its place there.
     """
 
-    def __init__(self, schedule: Schedule, trivial: Collection[int] = ()) -> None:
-        self.schedule, self.tasks = schedule, schedule.tasks
+    def __init__(self, schedule: Schedule, trivial: Collection[int] = (), groups: Sequence[int] = ()) -> None:
+        self.schedule, self.tasks, self._groups = schedule, schedule.tasks, tuple(groups)
         count = len(self.tasks)
         self.trivial = frozenset(trivial)
         self.lanes = [task.lane for task in self.tasks]
@@ -66,9 +66,9 @@ class TaskList:
         self.needs = [task.need if schedule.updates_by_need else (0, i) for i, task in enumerate(self.tasks)]
 
     def is_like(self, other: TaskList) -> bool:
-        """Whether a run of one may follow a run of the other: the same tasks, and dependencies on the step before.
+        """Whether a run of one may follow a run of the other: the same tasks of the same groups.
 
-        With larger batches, other tasks of the same step may have to end first.
+        They depend on the same ones of the step before. With larger batches, other tasks of the same step may have to end first.
         """
         return self is other or self._structure == other._structure
 
@@ -76,7 +76,7 @@ class TaskList:
     def _structure(self) -> tuple[object, ...]:
         kinds = [(task.kind, task.lane, task.segment, task.subgroup, task.num_subgroups) for task in self.tasks]
         order = [(task.after_previous, task.before) for task in self.tasks]
-        return kinds, order, self.trivial
+        return kinds, order, self.trivial, self._groups
 
 
 class ReadyTasks:

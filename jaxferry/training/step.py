@@ -289,8 +289,7 @@ class StepCompiler:
         most = max(self._peak(runnable.program).total, self._planning.memory_budget_bytes or 0)
         if program.updated_on_device and not self._peak(program).fits(most):
             return runnable
-        tasks = TaskList(program.schedule, program.trivial)
-        return dataclasses.replace(runnable, program=program, tasks=tasks, loads_ahead=(), is_first=True)
+        return dataclasses.replace(runnable, program=program, tasks=_tasks_of(program), loads_ahead=(), is_first=True)
 
     def _fitted(self, plan: Plan) -> StepProgram:
         """The program of the plan that fits into the memory budget."""
@@ -377,7 +376,7 @@ class StepCompiler:
     def _runnable(self, program: StepProgram, ahead: tuple[int, ...]) -> RunnableStep:
         graph, put = program.partition.graph, self._resources.placement.put
         constants = {n: put(graph, n, constant) for n, constant in graph.constants.items()}
-        tasks, rules = TaskList(program.schedule, program.trivial), self._numerics.rules
+        tasks, rules = _tasks_of(program), self._numerics.rules
         norms = Norms(self._resources.placement, on_host=rules.clips)
         used = program.partition.num_uses
         norms.compile([used[group] for group in {use.group for use in program.partition.uses if use.is_trained}])
@@ -385,6 +384,11 @@ class StepCompiler:
         return RunnableStep(
             program, tasks, self._programs, self._resources, rules, norms, updates, constants, loads_ahead=ahead
         )
+
+
+def _tasks_of(program: StepProgram) -> TaskList:
+    groups = [instruction.group for instruction in program.instructions]
+    return TaskList(program.schedule, program.trivial, groups)
 
 
 def _recomputable(profile: Profile) -> Profile:

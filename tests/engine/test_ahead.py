@@ -1,8 +1,10 @@
 """Prefetched loads: when they begin, what they need, and when they are freed."""
 
 import collections
+import warnings
 
-import jax  # noqa: F401 - a condition of skipif reads it
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -167,3 +169,34 @@ def test_loads_ahead_wait_for_no_other_program_where_the_budget_has_room_for_the
     new = collections.Counter(layer for name, layer in called if name == "load")
     assert len(new) == num_short and all(count == 4 for count in new.values())
     assert_same_bits(state.params, state_after(made(modes)[0], params, BATCH, 7).params)
+
+
+@pytest.mark.parametrize("kinds", [("head", "other head"), ("forth", "back")], ids=["heads", "orders"])
+@pytest.mark.parametrize("options", [{}, *slow({"gradient_buffers": 1}, {"transport": "device_put"})])
+def test_batches_of_two_structures_load_their_own_layers(kinds, options):
+    """Two batches whose tasks are alike, but for the layers that they read: loads run ahead for the one before."""
+    names = ("a", "b", "c", "d")
+
+    def loss_fn(params, batch):
+        order = {"head": "abc", "other head": "abd", "forth": "abcd", "back": "dcba"}
+        [kind] = batch.keys() & order.keys()
+        x = batch["x"]
+        for name in order[kind]:
+            x = jnp.tanh(x @ params[name] + x)
+        return jnp.mean(x**2)
+
+    generator = np.random.default_rng(0)
+    params = {name: generator.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 8 for name in names}
+    optimizer, batches = optax.sgd(0.5), [{"x": BATCH, kind: BATCH} for kind in kinds] * 3
+    step = jaxferry.train_step(loss_fn, optimizer, **options)
+    state, plain, plain_state = step.init(params), params, optimizer.init(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a batch does not read the other one's head
+        for batch in batches:
+            state, metrics = step(state, batch)
+            state.block_until_ready()  # and all loads ahead
+            loss, gradients = jax.value_and_grad(loss_fn)(plain, batch)
+            updates, plain_state = optimizer.update(gradients, plain_state, plain)
+            plain = optax.apply_updates(plain, updates)
+            np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4)
+    jax.tree.map(lambda own, other: np.testing.assert_allclose(own, other, rtol=1e-3, atol=1e-5), state.params, plain)
