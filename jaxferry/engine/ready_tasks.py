@@ -68,7 +68,8 @@ class TaskList:
     def is_like(self, other: TaskList) -> bool:
         """Whether a run of one may follow a run of the other: the same tasks of the same groups.
 
-        They depend on the same ones of the step before. With larger batches, other tasks of the same step may have to end first.
+        They depend on the same ones of the step before. With larger batches, other tasks of the same step may have to
+        end first.
         """
         return self is other or self._structure == other._structure
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -146,7 +147,8 @@ class TrainState:
                 self.prefetch.work.stop()  # the next step frees the copies of the old parameters
             self.resident = {}
             self.kept.clear()
-            self.host.replace_masters(masters)
+            with self._damaged_by("state.params"):
+                self.host.replace_masters(masters)
 
     @property
     @by_one_thread
@@ -259,8 +261,22 @@ class TrainState:
         """Replaces leaves of the optimizer's state, which are copied in their own dtypes."""
         own = self._given(leaves, self.optimizer.state_shapes)
         self.settle()
-        with deferred_interrupts():
+        with deferred_interrupts(), self._damaged_by("the optimizer's state"):
             self.host.replace_state(own)
+
+    @contextlib.contextmanager
+    def _damaged_by(self, what: str) -> Iterator[None]:
+        """Marks the state as damaged if an assignment fails: with a scratch file, layers are replaced one by one."""
+        try:
+            yield
+        except BaseException as error:
+            if self._disk is not None:
+                self.damage = f"an assignment to {what} failed halfway: {described(error)} ({self._between()})"
+            raise
+
+    def _between(self) -> str:
+        remedy = "restore a checkpoint" if self.checkpoint is None else f"restore {self.checkpoint}"
+        return f"the state lies between two steps: {remedy}"
 
     def _given(
         self, leaves: Mapping[Any, Any], avals: Mapping[Any, Any], shown: Sequence[Any] | None = None
@@ -319,8 +335,7 @@ class TrainState:
     def end_failed(self, step: EndingStep, work: StepRun, before: Counts, error: BaseException | None = None) -> str:
         """Rolls back a failed step without work in flight, or marks the state as damaged; returns which, in words."""
         if step.is_updating:
-            remedy = "restore a checkpoint" if self.checkpoint is None else f"restore {self.checkpoint}"
-            outcome = f"the state lies between two steps: {remedy}"
+            outcome = self._between()
             cause = "" if error is None else f": {described(error)}"
             failed = f"a program of the step failed{cause}" if work.failure is None else str(task_error(work, outcome))
             self.damage = failed if work.failure is not None else f"{failed} ({outcome})"

@@ -43,7 +43,9 @@ def _written(array: Any, known: Any, scratch: Scratch) -> Any:
     """An array in the file, in the room of `known` if that is as large."""
     own, old = _content(array), _content(known)
     if not (isinstance(old, OnDiskArray) and (old.shape, old.dtype) == (tuple(own.shape), own.dtype)):
-        old = OnDiskArray(scratch.region(own.nbytes), tuple(own.shape), own.dtype)
+        has_room = isinstance(old, OnDiskArray) and old.region.num_bytes >= own.nbytes
+        region = old.region.first(own.nbytes) if has_room else scratch.region(own.nbytes)
+        old = OnDiskArray(region, tuple(own.shape), own.dtype)
     old.write(np.ascontiguousarray(np.asarray(own)))
     return array.with_rest(old) if isinstance(array, SplitMaster) else old
 
@@ -64,10 +66,9 @@ class OnDisk(Elsewhere):
             array if is_small(array) else _written(array, before, scratch)
             for array, before in zip(arrays, known, strict=True)
         ]
-        if old is not None:  # an update has read them into slots
-            for array, there in zip(map(_content, arrays), map(_content, stored), strict=True):
-                if there is not array:
-                    scratch.keep(array)
+        for array, before in zip(map(_content, arrays), map(_content, known), strict=True):
+            if isinstance(before, OnDiskArray):  # an update has read it into a slot
+                scratch.keep(array, before.nbytes)
         home = home_of(unit)
         unit.on_disk = unit.elsewhere = cls(home, placement, arrays=stored, scratch=scratch)
         unit.masters, unit.state = home.masters, home.state

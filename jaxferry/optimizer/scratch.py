@@ -7,7 +7,6 @@ a checksum in memory, so a flipped bit is an error when the block is read.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import fcntl
@@ -32,11 +31,15 @@ from jaxferry.units import format_bytes
 _ALIGNMENT = 4096
 _BLOCK_BYTES = 8 * 2**20
 _NUM_THREADS = 4
-_MEASURED_BYTES = 64 * 2**20
+_MEASURED_BYTES = 16 * 2**20
 
 
 class Scratch:
-    """A file in a folder; raises `InputError` if no file can be made there."""
+    """A file in a folder; raises `InputError` if no file can be made there.
+
+    Attributes:
+      slot_bytes: the most memory that arrays take which are read, and those that are kept for them.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = os.path.abspath(os.fspath(folder))
@@ -51,8 +54,8 @@ class Scratch:
         self._end, self._free = 0, dict[int, list[int]]()
         self._lock, self._own = threading.Lock(), threading.local()
         self._threads = ThreadPool(_NUM_THREADS, "jaxferry disk")
-        self._spare: dict[Any, list[Any]] = {}
-        self._num_lent: collections.Counter[Any] = collections.Counter()
+        self._spare: list[Any] = []
+        self._lent_bytes = self.slot_bytes = 0
 
     def region(self, num_bytes: int) -> Region:
         """Takes room for so many bytes; raises `HostMemoryError` if the disk has none."""
@@ -117,26 +120,34 @@ class Scratch:
         done, num_bytes = 0, -(-size // _ALIGNMENT) * _ALIGNMENT
         with memoryview(self._bounce()) as view:
             while done < num_bytes:
-                num = call(self._file.fileno(), [view[done:num_bytes]], start + done)
+                try:
+                    num = call(self._file.fileno(), [view[done:num_bytes]], start + done)
+                except OSError as error:
+                    what = f"the scratch file in {self.folder} failed: {error.strerror}"
+                    raise OSError(error.errno, what) from error
                 if num <= 0:
                     raise OSError(f"the scratch file in {self.folder} ends too early")
                 done += num
 
     def slot(self, like: OnDiskArray, is_numpy: bool) -> Any:
         """An array of the same shape and dtype whose memory is kept, of NumPy's or JAX's; None if there is none."""
-        key = is_numpy, like.shape, like.dtype
-        self._num_lent[key] += 1
-        return spare.pop() if (spare := self._spare.get(key)) else None
+        self._lent_bytes += like.nbytes
+        wanted = is_numpy, like.shape, like.dtype
+        for number, array in enumerate(self._spare):
+            if (isinstance(array, np.ndarray), tuple(array.shape), array.dtype) == wanted:
+                return self._spare.pop(number)
+        return None
 
-    def keep(self, array: Any) -> None:
-        """Keeps the memory of an array in place of one that `slot` has lent, or that it had not: it is in the file now.
+    def keep(self, array: Any, lent_bytes: int) -> None:
+        """Keeps the memory of an array that is in the file now, in place of `lent_bytes` that `slot` has given.
 
-        Others would add up: the masters of a new state are split once, layer by layer.
+        All that is kept and given takes `slot_bytes` at most.
         """
-        key = isinstance(array, np.ndarray), tuple(array.shape), array.dtype
-        if self._num_lent[key] and not (isinstance(array, jax.Array) and array.is_deleted()):
-            self._num_lent[key] -= 1
-            self._spare.setdefault(key, []).append(array)
+        self._lent_bytes -= lent_bytes
+        if not (isinstance(array, jax.Array) and array.is_deleted()):
+            self._spare.append(array)
+        while self._spare and self._lent_bytes + sum(each.nbytes for each in self._spare) > self.slot_bytes:
+            self._spare.pop(0)
 
     def seconds_a_byte(self) -> tuple[float, float]:
         """Measures what a byte takes from the file, and to it."""
@@ -150,12 +161,20 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Region:
-    """Bytes of a scratch file, which are free once nobody holds this; `checksums` are of its blocks."""
+    """Bytes of a scratch file, which are free once nobody holds this; `checksums` are of its blocks.
+
+    It may be the beginning of a `whole` one, whose bytes it has.
+    """
 
     scratch: Scratch
     start: int
     num_bytes: int
     checksums: dict[int, int] = dataclasses.field(default_factory=dict)
+    whole: Region | None = None
+
+    def first(self, num_bytes: int) -> Region:
+        """A region for fewer bytes in this one's room, of which nothing is read any more."""
+        return Region(self.scratch, self.start, num_bytes, whole=self)
 
     def block(self, number: int) -> tuple[int, int]:
         """Where a block begins, and its bytes."""
@@ -168,7 +187,7 @@ class OnDiskArray(LazyArray):
 
     def __init__(self, region: Region, shape: tuple[int, ...], dtype: Any) -> None:
         super().__init__(shape, np.dtype(dtype))
-        self._region = region
+        self.region = region
 
     def elements(self, start: int, size: int) -> np.ndarray:
         """See `LazyArray`."""
@@ -185,5 +204,5 @@ class OnDiskArray(LazyArray):
         self._move(0, array, is_read=False)
 
     def _move(self, start: int, memory: np.ndarray, is_read: bool) -> None:
-        region = self._region
+        region = self.region
         region.scratch.move(region, start, memory.reshape(-1).view(np.uint8), is_read)

@@ -31,7 +31,7 @@ from jaxferry.optimizer.optimizers import (
 )
 from jaxferry.optimizer.pieces import filled, on_host
 from jaxferry.optimizer.replay import TreeUpdate
-from jaxferry.optimizer.split_masters import SplitMaster, split
+from jaxferry.optimizer.split_masters import LazyArray, SplitMaster, split
 from jaxferry.optimizer.update_group import (
     OfLayers,
     UpdateGroup,
@@ -120,7 +120,10 @@ class _InitialState:
         self._others = jax.jit(others, out_shardings=placement.host) if len(self._zeros) < len(avals) else None
 
     def __call__(self, masters: Sequence[jax.Array]) -> list[jax.Array]:
-        made = [] if self._others is None else self._others(masters)
+        made: list[jax.Array] = []
+        if self._others is not None:
+            in_memory = [on_host(own, self._placement) if isinstance(own, LazyArray) else own for own in masters]
+            made = list(self._others(in_memory))
         for number, aval in sorted(self._zeros.items()):
             made.insert(number, filled(aval.shape, aval.dtype, self._placement, host_sums.clear))
         return list(made)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from jaxferry.errors import InputError
 from jaxferry.optimizer import HostOptimizer, Scratch, Stored, host_memory, master_bytes, put_on_disk
 from jaxferry.partition import Layer, aval_bytes
+from jaxferry.settings import users_stacklevel
 from jaxferry.step import DISK_SLOTS
+from jaxferry.units import format_apart
 
 MASTERS, STATE = "master parameters", "optimizer state"
 Bytes = tuple[int, int]
@@ -56,7 +58,7 @@ class StateOnDisk:
         needs: Callable[[Sequence[Layer]], dict[str, int]],
         fits: Callable[[dict[str, int]], bool],
     ) -> None:
-        self.scratch, self._optimizer = options.scratch, optimizer
+        self.scratch, self._most_bytes, self._optimizer = options.scratch, options.host_memory_bytes, optimizer
         self._needs, self._fits = needs, fits
         self._known: dict[tuple[Layer, ...], frozenset[int]] = {}
         self._least_bytes: int | None = None
@@ -80,9 +82,23 @@ class StateOnDisk:
                 return self._fits(left_in_memory(needed, on_disk))
 
             self._known[key] = chosen = frozenset(fewest_on_disk(sizes, is_enough))
+            on_disk = [sizes[group] for group in chosen]
             if self._least_bytes is None:
-                self._least_bytes = sum(sum(sizes[group]) for group in chosen)
+                self._warn(left_in_memory(needed, on_disk))
+                self._least_bytes = sum(map(sum, on_disk))
+            self.scratch.slot_bytes = max(self.scratch.slot_bytes, slot_bytes(on_disk))
         return self._known[key]
+
+    def _warn(self, needed: dict[str, int]) -> None:
+        """Warns if host memory must hold more than the user wants it to."""
+        most, least = self._most_bytes, sum(needed.values())
+        if most is not None and least > most:
+            needs, wanted = format_apart(least, most)
+            warnings.warn(
+                f"training takes {needs} of host memory, more than host_memory={wanted}, although all masters and "
+                "optimizer state are in scratch=",
+                stacklevel=users_stacklevel(),
+            )
 
     def _sizes(self, layers: Sequence[Layer]) -> dict[int, Bytes]:
         """The bytes of masters, as they are stored, and of the optimizer's state, by group; without counts."""
@@ -117,6 +133,11 @@ class StateOnDisk:
         return dataclasses.replace(stored, pieces=pieces)
 
 
+def slot_bytes(on_disk: Sequence[Bytes]) -> int:
+    """The most memory into which updates read masters and state of some groups: of as many as are read ahead."""
+    return sum(sorted(map(sum, on_disk))[-DISK_SLOTS:])
+
+
 def fewest_on_disk(sizes: Mapping[int, Bytes], is_enough: Callable[[Sequence[Bytes]], bool]) -> list[int]:
     """The fewest groups that are enough, spread evenly; all if none are.
 
@@ -139,6 +160,6 @@ def left_in_memory(needed: dict[str, int], on_disk: Sequence[Bytes]) -> dict[str
     if not on_disk:
         return needed
     masters, state = map(sum, zip(*on_disk, strict=True))
-    slots = sum(sum(own) * min(num, DISK_SLOTS) for own, num in collections.Counter(on_disk).items())
+    slots = slot_bytes(on_disk)
     changed = {MASTERS: needed[MASTERS] - masters, STATE: needed[STATE] - state, host_memory.SLOTS: slots}
     return needed | changed

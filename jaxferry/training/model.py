@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from jaxferry.engine import UNSCALED, Owner, TrainState, groups_backward, groups_with_buffers
-from jaxferry.errors import HostMemoryError
+from jaxferry.errors import HostMemoryError, InputError
 from jaxferry.optimizer import (
     Disk,
     HostOptimizer,
@@ -120,8 +120,15 @@ class Model:
         Unless the user says so, it is None if host memory holds all. Several processes would have to agree.
         """
         given = self._gradient_buffers
-        if given is None or isinstance(given, int) or given == ALL:
-            return given if isinstance(given, int) else None
+        if given is None or given == ALL:
+            return None
+        if isinstance(given, int):
+            if not self.optimizer.is_by_layer(self.layers):
+                raise InputError(
+                    f"gradient_buffers={given} needs an optimizer that updates each layer alone: this one waits for "
+                    "all gradients"
+                )
+            return given
         can_few = not self.numerics.rules.need_all_gradients and self.optimizer.is_by_layer(self.layers)
         if not can_few or self._placement.num_processes > 1:
             return None

@@ -169,7 +169,11 @@ def read_options(given: Mapping[str, Any]) -> Options:
     scratch, host_memory = given["scratch"], given["host_memory"]
     if host_memory is not None and scratch is None:
         raise InputError(f"host_memory={host_memory!r} needs scratch=, the folder for what it does not hold")
+    if scratch is not None and not (isinstance(scratch, str | os.PathLike) and os.fspath(scratch)):
+        raise InputError(f"scratch must be the path of a folder, got {scratch!r}")
     host_memory_bytes = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+    if host_memory_bytes == 0:
+        raise InputError(f"host_memory must be positive, got {host_memory!r}")
     return Options(numerics, planning, *counts, None if scratch is None else os.fspath(scratch), host_memory_bytes)
 
 

@@ -228,6 +228,15 @@ def test_updates_that_wait_for_all_gradients_exclude_a_number_of_buffers(options
         made(plan=plan, **options)
 
 
+def test_an_optimizer_that_looks_at_all_gradients_excludes_a_number_of_buffers():
+    joint = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    with (
+        pytest.raises(InputError, match=r"gradient_buffers=4 needs an optimizer that updates each layer alone"),
+        pytest.warns(UserWarning, match="all parameters at once"),
+    ):
+        made(optimizer=joint, plan=None, gradient_buffers=4).init(parameters())
+
+
 def test_a_plan_says_the_number_and_the_argument_says_another(tmp_path):
     plan = dataclasses.replace(made().options.planning.plan, gradient_buffers=3)
     plan.save(tmp_path / "plan.json")

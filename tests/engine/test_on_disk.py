@@ -1,6 +1,7 @@
 """Masters and optimizer state in a scratch file. Bits beside all other options: tests/test_bits.py."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,13 @@ DEPTH, WIDTH, STEPS = 8, 192, 3  # so that what a master's compute copy lacks is
 BATCH = np.linspace(-1, 1, 4 * WIDTH, dtype=np.float32).reshape(4, WIDTH)
 FP32, HALF = {"compute_dtype": np.float32}, {"compute_dtype": jnp.bfloat16}
 ADAMW = jaxferry.adamw(1e-2)
-OPTIMIZERS = {"own": ADAMW, "optax": optax.adam(1e-2), "momentum": optax.sgd(1e-2, momentum=0.9)}
+OPTIMIZERS = {
+    "own": ADAMW,
+    "optax": optax.adam(1e-2),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
+    "schedule-free": optax.contrib.schedule_free_adamw(1e-2),
+}
 PLAN = Plan("any", 1.0, tuple(LayerPlan(f"l{i}", Mode.GFGB, GradientPlace.DEVICE) for i in range(DEPTH)))
 
 
@@ -90,8 +97,29 @@ def test_the_state_is_never_whole_in_memory(tmp_path, monkeypatch):
     assert state.host.units[0].is_on_disk
     # Two moments in each slot, and a master while its compute copy is made.
     assert 2 <= most[0] <= 2 * DISK_SLOTS + 2 < 2 * DEPTH
-    spare = step.compiler.model.disk.scratch._spare
-    assert 3 <= sum(map(len, spare.values())) <= 3 * DISK_SLOTS
+    file = step.compiler.model.disk.scratch
+    kept_bytes = sum(array.nbytes for array in file._spare)
+    assert 0 < kept_bytes <= file.slot_bytes == made_bytes(step)["slots for the disk"]
+    assert file._lent_bytes == 0 and len(file._spare) == 3 * DISK_SLOTS
+
+
+def test_layers_of_other_shapes_do_not_keep_their_slots(tmp_path):
+    widths = [160, 192, 176, 224, 160, 208, 192, 240, 160]
+    generator = np.random.default_rng(0)
+    sizes = enumerate(itertools.pairwise(widths))
+    params = {f"l{i}": {"w": generator.normal(size=shape).astype(np.float32) / 12} for i, shape in sizes}
+    found = []
+    for disk in ({}, {"scratch": tmp_path, "host_memory": 1}):
+        step = jaxferry.train_step(chain(), ADAMW, **HALF, **disk)
+        state, losses = take_steps(step, step.init(params), [BATCH[:, :160]] * STEPS)
+        found.append((losses, state.params, state.opt_state))
+    file = step.compiler.model.disk.scratch
+    counted = step.compiler.model.host_bytes_of(step.prepare(BATCH[:, :160]))["slots for the disk"]
+    assert sum(array.nbytes for array in file._spare) <= file.slot_bytes == counted
+    largest = sorted(math.prod(leaf["w"].shape) for leaf in params.values())[-DISK_SLOTS:]
+    assert counted == pytest.approx(sum(largest) * (8 + 17 / 8), rel=1e-3)
+    assert found[0][0] == found[1][0]
+    assert_same_bits(found[0][1:], found[1][1:])
 
 
 def test_reads_and_writes_are_tasks_of_their_own_lane(tmp_path):
@@ -114,9 +142,7 @@ def test_reads_and_writes_are_tasks_of_their_own_lane(tmp_path):
         assert end_s > start_s or task.lane is not Lane.DISK
 
 
-@pytest.mark.parametrize(
-    "optimizer", [ADAMW, optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9)], ids=["own", "optax", "sgd"]
-)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [HALF, FP32], ids=["half", "fp32"])
 def test_everything_that_reads_or_replaces_the_state_sees_that_of_memory(tmp_path, optimizer, dtype):
     plain, disk = (made(folder, optimizer=optimizer, **dtype) for folder in (None, tmp_path))
@@ -215,6 +241,30 @@ def test_an_error_of_the_disk_rolls_back_or_damages_and_names_the_layer(tmp_path
     assert fates == ({True, False} if is_read else {False})
 
 
+@pytest.mark.parametrize("what", ["params", "opt_state"])
+def test_an_assignment_that_fails_halfway_damages_the_state(tmp_path, monkeypatch, what):
+    step, move, left = made(tmp_path), scratch.Scratch.move, [2 * DEPTH]
+
+    def failing(self, region, start, memory, reads):
+        left[0] -= not reads
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        return move(self, region, start, memory, reads)
+
+    state, _ = trained(step)
+    new = jax.tree.map(lambda leaf: leaf + leaf, getattr(state, what))
+    monkeypatch.setattr(scratch.Scratch, "move", failing)
+    with pytest.raises(OSError, match="No space left"):
+        setattr(state, what, new)
+    monkeypatch.setattr(scratch.Scratch, "move", move)
+    for use in (lambda: state.params, lambda: step(state, BATCH), lambda: step.save(state, tmp_path / "saved")):
+        with pytest.raises(jaxferry.StateError, match=r"an assignment .* failed halfway: .*restore a checkpoint"):
+            use()
+    with pytest.warns(UserWarning, match=r"more than host_memory=1 B, although all masters"):
+        other = made(tmp_path).init(parameters())
+    other.params = parameters()
+
+
 def test_parameters_that_no_segment_reads_are_updated_on_disk_too(tmp_path):
     def loss_fn(params, batch):
         return jnp.mean(jnp.tanh(batch @ params["l0"]["w"]) ** 2)
@@ -233,6 +283,11 @@ def test_parameters_that_no_segment_reads_are_updated_on_disk_too(tmp_path):
 def test_what_cannot_be_on_disk_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"host_memory='1GiB' needs scratch="):
         jaxferry.train_step(chain(), ADAMW, host_memory="1GiB")
+    for value in ("", 1, True, b"folder"):
+        with pytest.raises(InputError, match=r"scratch must be the path of a folder, got "):
+            made(value)
+    with pytest.raises(InputError, match=r"host_memory must be positive, got '0'"):
+        made(tmp_path, "0")
     with pytest.raises(InputError, match="scratch must be a folder to write to"):
         made(tmp_path / "missing")
     with pytest.raises(InputError, match="scratch needs an optimizer that updates each layer alone"):
