@@ -66,8 +66,8 @@ def test_losses_and_parameters_are_those_of_plain_optax(case, monkeypatch):
         accelerator.check()
     if known is not None:
         assert found.losses == known.losses
-        # Where no update depends on it, a norm is the sum of the program that computes the gradient.
-        np.testing.assert_allclose(found.norms, known.norms, rtol=0 if case["clip"] == "clipped" else 2**-23)
+        # Where no update depends on it, a norm is the sum of the program that computes the gradient, in some order.
+        np.testing.assert_allclose(found.norms, known.norms, rtol=0 if case["clip"] == "clipped" else 1e-6)
         assert_same_bits((found.params, found.opt_state), (known.params, known.opt_state))
     if case["record"] == "recorded" and not (case["update"] == "gpu" and case["mode"] in ("DHA", "DFGB")):
         check_times(found.recorded)
