@@ -45,7 +45,7 @@ def test_a_bench_holds_measured_and_predicted_steps_and_is_reported_again(jaxfer
         assert row["measured_over_predicted"] == pytest.approx(row["measured_s"] / row["predicted_s"])
         assert row["measured_over_bound"] == pytest.approx(row["measured_s"] / document["bound_s"])
         assert row["peak_device_bytes"] > 0
-        assert set(row["measured"]) == {lane.value for lane in Lane}
+        assert set(row["measured"]) == {lane.value for lane in Lane if lane is not Lane.DISK}  # which nothing uses
         for which in ("measured", "predicted"):
             assert all(start <= end for bars in row[which].values() for start, end in bars)
             assert len(row[which]["GPU"]) >= 2 * 11

@@ -56,8 +56,8 @@ def test_any_index_of_numpy_reads_the_same_elements(shape):
 
 def test_rows_are_joined_without_the_others(monkeypatch):
     split, master = split_master((2, 100, 7))
-    joined, read = [], SplitMaster._elements
-    monkeypatch.setattr(SplitMaster, "_elements", lambda own, *cut: (joined.append(cut[1]), read(own, *cut))[1])
+    joined, read = [], SplitMaster.elements
+    monkeypatch.setattr(SplitMaster, "elements", lambda own, *cut: (joined.append(cut[1]), read(own, *cut))[1])
     assert_same_bits(split[1:2, 10:13, 2:4], master[1:2, 10:13, 2:4])
     assert_same_bits(split[:1], master[:1])
     assert joined == [3 * 7, 700]

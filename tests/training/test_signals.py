@@ -52,10 +52,10 @@ def test_a_handler_that_exits_in_the_first_step_loses_nothing(leaving, monkeypat
         state = step.init(PARAMS)
         count = itertools.count()
 
-        def taken(self, key):
+        def taken(self, *key):
             if next(count) == after:  # noqa: B023 - called in this iteration only
                 signal.raise_signal(leaving)
-            return take(self, key)
+            return take(self, *key)
 
         with monkeypatch.context() as patch:
             patch.setattr(pieces.Pieces, "take", taken)
