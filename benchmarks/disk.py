@@ -28,8 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxferry
-from jaxferry.modes import GradientPlace, Mode
-from jaxferry.step import Lane, LayerPlan, Plan
+from jaxferry.step import Lane
 
 BYTES_A_PARAMETER = 14.125
 
@@ -37,8 +36,7 @@ BYTES_A_PARAMETER = 14.125
 def run(options):
     """What this process's training takes, with this share of host memory."""
     layers, width, num = options.layers, options.width, options.layers * options.width**2
-    names = [f"l{i:03d}" for i in range(layers)]
-    plan = Plan("any", 1.0, tuple(LayerPlan(each, Mode.DHA, GradientPlace.HOST) for each in names))
+    plan, init = host_bytes.chain_of(layers, width)
     limit = int(options.run * BYTES_A_PARAMETER * num)
     disk = {} if options.run >= 1 else {"scratch": options.scratch, "host_memory": limit}
     optimizer = jaxferry.adamw(1e-4)
@@ -46,13 +44,6 @@ def run(options):
         host_bytes.loss_fn, optimizer, plan=plan, compute_dtype=jnp.bfloat16, record_steps=options.steps, **disk
     )
     batch = jnp.ones((host_bytes.BATCH, width), jnp.bfloat16)
-
-    def init(rng):
-        keys = jax.random.split(rng, layers)
-        return {
-            each: {"w": 0.01 * jax.random.normal(key, (width, width))} for each, key in zip(names, keys, strict=True)
-        }
-
     before = measure.status_bytes("VmRSS")
     state = step.init_from(init, jax.random.key(0))
     made, losses, times = measure.status_bytes("VmHWM"), [], []

@@ -45,12 +45,10 @@ def loss_fn(params, x):
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
-def run(name, layers, width, steps):
-    """The bytes a parameter of this process."""
+def chain_of(layers, width):
+    """The plan of a chain of square layers, and the function that initialises it."""
     names = [f"l{i:03d}" for i in range(layers)]
     plan = Plan("any", 1.0, tuple(LayerPlan(each, Mode.DHA, GradientPlace.HOST) for each in names))
-    step = jaxferry.train_step(loss_fn, OPTIMIZERS[name][0](), plan=plan, compute_dtype=jnp.bfloat16)
-    batch = jnp.ones((BATCH, width), jnp.bfloat16)
 
     def init(rng):
         keys = jax.random.split(rng, layers)
@@ -58,6 +56,14 @@ def run(name, layers, width, steps):
             each: {"w": 0.01 * jax.random.normal(key, (width, width))} for each, key in zip(names, keys, strict=True)
         }
 
+    return plan, init
+
+
+def run(name, layers, width, steps):
+    """The bytes a parameter of this process."""
+    plan, init = chain_of(layers, width)
+    step = jaxferry.train_step(loss_fn, OPTIMIZERS[name][0](), plan=plan, compute_dtype=jnp.bfloat16)
+    batch = jnp.ones((BATCH, width), jnp.bfloat16)
     before = measure.status_bytes("VmRSS")
     state = step.init_from(init, jax.random.key(0))
     made = measure.status_bytes("VmHWM")

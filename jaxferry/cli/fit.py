@@ -48,7 +48,7 @@ from jaxferry.cli.workload import (
     find_function,
     make_optimizer,
     read_dtype,
-    read_gradient_buffers,
+    read_number_or_word,
     read_remat,
     read_tiles,
     read_workload,
@@ -137,7 +137,7 @@ def fit(
         host_memory_bytes = parse_bytes(host_memory, "--host-memory")
     update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)
     kept, in_tiles = read_remat(remat), check_tiles(read_tiles(tiles))
-    num_buffers = check_gradient_buffers(read_gradient_buffers(gradient_buffers))
+    num_buffers = check_gradient_buffers(read_number_or_word(gradient_buffers))
     if (disk_bytes_per_s := None if scratch is None else parse_bytes(scratch, "--scratch")) == 0:
         raise InputError(f"--scratch must be positive, got {scratch}")
     with user_code(workload, _WORKLOAD), progress("fit") as report:

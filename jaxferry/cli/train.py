@@ -37,7 +37,7 @@ from jaxferry.cli.workload import (
     call_model,
     make_optimizer,
     read_dtype,
-    read_gradient_buffers,
+    read_number_or_word,
     read_tiles,
     user_code,
 )
@@ -196,7 +196,7 @@ def _step_of(user: UserModel, values: Mapping[str, Any], **more: Any) -> TrainSt
     """Makes the training step for values of the options in `_KEPT`, and more arguments of `train_step`."""
     own = {name: value for name, value in values.items() if name not in ("optimizer", "learning_rate", "devices")}
     own["memory_budget"] = read_budget(values["memory_budget"])
-    own["gradient_buffers"] = read_gradient_buffers(values["gradient_buffers"])
+    own["gradient_buffers"] = read_number_or_word(values["gradient_buffers"])
     own["compute_dtype"], own["tiles"] = read_dtype(values["compute_dtype"]), read_tiles(values["tiles"])
     optimizer = make_optimizer(values["optimizer"], values["learning_rate"])
     return train_step(user.loss_fn, optimizer, **own, **more)

@@ -101,19 +101,19 @@ def read_remat(remat: str) -> str:
     return remat
 
 
-def read_gradient_buffers(text: str) -> str | int:
-    """Reads the option `--gradient-buffers`: auto, all, or a number, which `train_step` checks."""
+def read_number_or_word(text: str) -> str | int:
+    """Reads the value of `--gradient-buffers`, or a number of tiles: a number or a word, which `train_step` checks."""
     return int(text) if text.isdecimal() else text
 
 
 def read_tiles(text: str) -> str | int | dict[str, Any]:
     """Reads the option `--tiles`: off, auto, a number, or numbers by segment (`a=2,b=4`), which `train_step` checks."""
     if "=" not in text:
-        return int(text) if text.isdecimal() else text
+        return read_number_or_word(text)
     parts = [part.rpartition("=")[::2] for part in text.split(",")]
     if not all(name for name, _ in parts) or len(dict(parts)) < len(parts):
         raise InputError(f"--tiles must be off, auto, a number, or NAME=N,... with each name once, got {text!r}")
-    return {name: int(number) if number.isdecimal() else number for name, number in parts}
+    return {name: read_number_or_word(number) for name, number in parts}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -316,7 +316,7 @@ class HostArrays:
             layers = [self._placement.ownership.of(self.layers[group].trained) for group in unit.layers]
             was_on_disk = unit.is_on_disk
             if was_on_disk:
-                unit.elsewhere.read(unit)
+                self.to_host(unit)
             split_unit(unit, layers, [made[group] for group in unit.layers])
             if was_on_disk:
                 self.to_disk(unit)
@@ -370,8 +370,8 @@ class HostArrays:
             if unit.is_on_disk:
                 for key, array in zip(unit.keys, unit.masters_at_home(), strict=True):
                     masters.put(key, array)
-                for key, array in zip(unit.state_keys, unit.state_at_home(), strict=True):
-                    if state is not None:
+                if state is not None:
+                    for key, array in zip(unit.state_keys, unit.state_at_home(), strict=True):
                         state.put(key, array)
         return units
 

@@ -58,7 +58,11 @@ def effective(profile: Profile, plan: Plan) -> Plan:
 
 def may_reorder(profile: Profile, plan: Plan) -> bool:
     """Whether updates by need are possible: nothing within the step waits for an update on the host."""
-    return plan.gradient_buffers is None and all(layer.state_read_s is None for layer in profile.layers)
+    return plan.gradient_buffers is None and not profile.once(_has_state_on_disk)
+
+
+def _has_state_on_disk(profile: Profile) -> bool:
+    return any(layer.state_read_s is not None for layer in profile.layers)
 
 
 def updated_on_device(profile: Profile, plan: Plan) -> frozenset[int]:
