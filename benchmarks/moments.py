@@ -1,4 +1,4 @@
-"""Trains GPT-2 on real text with Adam's moments in fp32, bf16 and 8 bits, and compares the loss curves.
+"""Trains GPT-2 on real text with Adam's moments and masters in fewer bits, and compares the loss curves.
 
     python benchmarks/moments.py [--steps 2000] [--every 100] [--seeds 0 1] [--optimizers float32 int8]
 
@@ -7,11 +7,12 @@ The example's smallest model on the text of Python's standard library, 8 x 128 t
 - float32: `jaxferry.adamw`;
 - bfloat16: `jaxferry.adamw(moments="bfloat16")`, whose moments are rounded up or down at random;
 - int8: `jaxferry.adamw(moments="int8")`, codes of 8 bits in blocks of 256, rounded up or down at random too;
+- masters: as int8, with masters in bfloat16, rounded up or down at random;
 - nearest: both moments in bf16 to nearest, in Optax: why that is not done. A step changes the second moment by less
   than half of what bf16 resolves, unless a gradient is large: it grows and hardly falls.
 
-With `--optimizers`, the others keep their rows in the JSON. Expected: the validation losses of bfloat16 and of int8
-differ from that of float32 by less than two seeds of float32 differ.
+With `--optimizers`, the others keep their rows in the JSON. Expected: the validation losses of bfloat16, int8 and
+masters differ from that of float32 by less than two seeds of float32 differ.
 """
 
 import argparse
@@ -58,9 +59,10 @@ OPTIMIZERS = {
     "float32": jaxferry.adamw,
     "bfloat16": lambda rate: jaxferry.adamw(rate, moments="bfloat16"),
     "int8": lambda rate: jaxferry.adamw(rate, moments="int8"),
+    "masters": lambda rate: jaxferry.adamw(rate, moments="int8", masters="bfloat16"),
     "nearest": nearest,
 }
-BYTES = {"float32": "8", "bfloat16": "4", "int8": "2.03", "nearest": "4"}
+BYTES = {"float32": "8", "bfloat16": "4", "int8": "2.03", "masters": "2.03", "nearest": "4"}
 
 
 def curve(config, corpus, name, seed, steps, every, report):
@@ -83,12 +85,12 @@ def curve(config, corpus, name, seed, steps, every, report):
 
 def draw(rows, every, path):
     figure, axes = plt.subplots(figsize=(6.4, 4))
-    styles = {"float32": "k-", "bfloat16": "C0--", "int8": "C2-.", "nearest": "C3:"}
+    styles = {"float32": "k-", "bfloat16": "C0--", "int8": "C2-.", "masters": "C1--", "nearest": "C3:"}
     for row in rows:
         places = every * np.arange(1, 1 + len(row["validation_losses"]))
         label = row["optimizer"] if row["seed"] == rows[0]["seed"] else None
         axes.plot(places, row["validation_losses"], styles[row["optimizer"]], linewidth=1.2, label=label)
-    axes.set(xlabel="step", ylabel="validation loss (nats a token)", title="GPT-2 tiny: dtypes of Adam's moments")
+    axes.set(xlabel="step", ylabel="validation loss (nats a token)", title="GPT-2 tiny: state in fewer bits")
     axes.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
@@ -113,7 +115,7 @@ def main():
             document = {"machine": measure.machine(), "steps": options.steps, "every": options.every, "rows": rows}
             measure.write("moments", document)  # each takes minutes
     final = {name: [row["validation_losses"][-1] for row in rows if row["optimizer"] == name] for name in OPTIMIZERS}
-    table = Table("moments", "bytes a parameter", "validation loss at the end, by seed", "mean second moment")
+    table = Table("optimizer", "bytes for moments", "validation loss at the end, by seed", "mean second moment")
     for name, losses in final.items():
         second = [row["mean_second_moment"] for row in rows if row["optimizer"] == name]
         table.add_row(name, BYTES[name], ", ".join(f"{x:.4f}" for x in losses), ", ".join(f"{x:.2e}" for x in second))

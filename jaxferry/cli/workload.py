@@ -40,6 +40,7 @@ OPTIMIZERS: Mapping[str, Callable[[float], optax.GradientTransformation]] = {
     "adamw": adamw,
     "adamw-bf16": functools.partial(adamw, moments="bfloat16"),
     "adamw-int8": functools.partial(adamw, moments="int8"),
+    "adamw-int8-bf16": functools.partial(adamw, moments="int8", masters="bfloat16"),
     "adam": adam,
     "lion": lion,
     "adafactor": optax.adafactor,

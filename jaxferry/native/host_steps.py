@@ -37,7 +37,8 @@ class StepRule:
     """The arithmetic of a step, one of `KINDS`.
 
     `b1` is the decay of the first moment or the momentum, `b2` of the second moment, for Lion of the stored one. `eps`
-    is added to Adam's denominator, `eps_root` under its root.
+    is added to Adam's denominator, `eps_root` under its root. With `rounds_masters`, masters are rounded to bf16 as
+    moments are.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class StepRule:
     b2: float = 0.0
     eps: float = 0.0
     eps_root: float = 0.0
+    rounds_masters: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +78,9 @@ class HostStep:
     where they are; all moments may be bf16, rounded by a hash that includes the first count. Two moments may be codes,
     uint8, followed by the fp32 scales of their blocks of 256 elements, of which the last may be part of one.
     Instead of a master whose compute copy is bf16, there may be a uint16 array of what that copy lacks
-    (`NativeLibrary.split`): the step then reads the copy too. `counts` are int32 scalars that each step increments up
-    to their maximum. `gradients` and `copies` have the address of each vector of gradients and of the compute copy, in
-    fp32, bf16 or fp16, to be set before a step.
+    (`NativeLibrary.split`), an empty one if the rule rounds masters to bf16: the step then reads the copy too. `counts`
+    are int32 scalars that each step increments up to their maximum. `gradients` and `copies` have the address of each
+    vector of gradients and of the compute copy, in fp32, bf16 or fp16, to be set before a step.
 
     Raises:
       NativeError: if the CPU library cannot be used.
@@ -100,8 +102,10 @@ class HostStep:
             dtypes = (gradient_dtypes[part.vector], copy_dtypes[part.vector])
             numbers = [DTYPE_NUMBERS[np.dtype(dtype)] for dtype in dtypes]
             is_split = arrays[0].dtype == np.uint16 and dtypes[1] == jnp.bfloat16
-            size = arrays[0].size * 16 // _REST_BITS if is_split else arrays[0].size
-            row[:7] = part.vector, part.offset, size, part.decays, *numbers, is_split
+            size = arrays[0].size
+            if is_split:
+                size = arrays[1].size if rule.rounds_masters else arrays[0].size * 16 // _REST_BITS
+            row[:7] = part.vector, part.offset, size, part.decays, *numbers, is_split + 2 * rule.rounds_masters
             dtype = next((array.dtype for array in arrays[1:] if array.dtype in _MOMENT_DTYPES), np.dtype(np.float32))
             num_moments = 2 if dtype == np.uint8 else len(arrays) - 1
             wanted = [(np.dtype(np.float32), size), *[(dtype, size)] * num_moments]

@@ -29,7 +29,7 @@ from jaxferry.native import cpus
 from jaxferry.native.paths import FILE_NAMES, REMEDY, check_is_whole, describe_missing, library_directories
 from jaxferry.native.targets import CPU_FUNCTIONS, DTYPE_NUMBERS, TARGETS
 
-ABI = 8
+ABI = 9
 
 SIMD = ("portable", "avx2", "avx512", "avx512-bf16")  # instruction sets of the host step, in ascending order
 DIRECTIONS = ("load", "store", "host")  # the directions of the link, and the host's own memory traffic

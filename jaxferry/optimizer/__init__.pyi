@@ -28,9 +28,8 @@ from .optimizers import adamw as adamw
 from .optimizers import fused_rule as fused_rule
 from .optimizers import in_order as in_order
 from .optimizers import lion as lion
-from .optimizers import master_bytes as master_bytes
+from .optimizers import master_form as master_form
 from .optimizers import sgd as sgd
-from .optimizers import splits_masters as splits_masters
 from .pieces import Pieces as Pieces
 from .pieces import Stored as Stored
 from .pieces import numpy_bytes as numpy_bytes
@@ -39,7 +38,9 @@ from .pieces import stored_whole as stored_whole
 from .scratch import OnDiskArray as OnDiskArray
 from .scratch import Scratch as Scratch
 from .split_masters import LazyArray as LazyArray
+from .split_masters import MasterForm as MasterForm
 from .split_masters import SplitMaster as SplitMaster
+from .split_masters import master_bytes as master_bytes
 from .transformations import init_of as init_of
 from .update_group import Subgroup as Subgroup
 from .update_group import UpdateGroup as UpdateGroup

@@ -18,7 +18,7 @@ from jaxferry.optimizer.on_disk import OnDisk, put_on_disk
 from jaxferry.optimizer.optimizer import HostOptimizer
 from jaxferry.optimizer.pieces import Key, Pieces, Stored, Where, WholeCopies, cut, filled, on_host
 from jaxferry.optimizer.scratch import Scratch
-from jaxferry.optimizer.split_masters import LazyArray
+from jaxferry.optimizer.split_masters import LazyArray, MasterForm
 from jaxferry.optimizer.update_group import UpdateGroup
 from jaxferry.optimizer.update_programs import split_unit
 from jaxferry.partition import Layer, Leaf
@@ -312,12 +312,15 @@ class HostArrays:
     def _split(self, unit: UpdateGroup) -> None:
         """Stores masters of a unit in host memory by their compute copy, if it exists and updates can work so."""
         made = self._held[0]
-        if max(unit.layers) < len(made) and self._optimizer.updates.splits(unit, self.layers):
+        if max(unit.layers) >= len(made):
+            return
+        form = self._optimizer.updates.form_of(unit, self.layers)
+        if form is not MasterForm.WHOLE:
             layers = [self._placement.ownership.of(self.layers[group].trained) for group in unit.layers]
             was_on_disk = unit.is_on_disk
             if was_on_disk:
                 self.to_host(unit)
-            split_unit(unit, layers, [made[group] for group in unit.layers])
+            split_unit(unit, layers, [made[group] for group in unit.layers], form)
             if was_on_disk:
                 self.to_disk(unit)
 

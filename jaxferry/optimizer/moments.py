@@ -1,4 +1,4 @@
-"""Adam's moments in fewer bits: `optax.scale_by_adam`, whose state has 4 or 2.03 bytes a parameter in place of 8.
+"""Adam's state in fewer bits: `optax.scale_by_adam`, whose state has 4 or 2.03 bytes a parameter in place of 8.
 
 Arithmetic is that of fp32. Moments change by a part of 1 - b1 and 1 - b2 in a step, often less than half the distance
 of two numbers that few bits hold: to nearest, they would not change at all. They are rounded up or down at random, so
@@ -22,6 +22,9 @@ linear codes round small second moments to zero, and the update is divided by ep
 (FP8 moments: Fishman et al. 2024, "Scaling FP8 training to trillion-token LLMs", and torchao's `AdamWFp8`), so that
 every element has the same relative precision, which is what Adam's quotient needs; Dettmers' dynamic map is finer
 near the largest number alone. Codes and scales are parts of fp32 numbers: no rounding takes part in reading them.
+
+Masters in bfloat16 are rounded in the same way (Zamirai et al. 2020, "Revisiting BFloat16 training"): a step changes a
+parameter by less than half the distance of two such numbers. Here chance is a hash of gradient, parameter and step.
 """
 
 from __future__ import annotations
@@ -108,6 +111,37 @@ def scale_by_adam_in_int8(
         made = [BLOCKWISE_ADAM.bind(*arrays, *numbers, nesterov=nesterov) for arrays in of_leaves]
         updates, *new = (tree.unflatten([of_leaf[i] for of_leaf in made]) for i in range(5))
         return updates, BlockwiseAdamState(count, *new)
+
+    return optax.GradientTransformation(init, update)
+
+
+def with_masters_in_bfloat16(plain: Any) -> optax.GradientTransformation:
+    """The same updates, of parameters that are rounded to bf16, up or down, before each step and after it.
+
+    Sums of parameters and updates are numbers that bf16 holds, whatever dtype they have: those of the last step are
+    not rounded again before the next.
+    """
+
+    def init(params: Any) -> Any:
+        dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(params)]
+        if not all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4 for dtype in dtypes):
+            raise InputError(
+                'masters="bfloat16" needs real parameters of at most 32 bits: take masters="float32" for others'
+            )
+        return plain.init(params)
+
+    def update(gradients: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        if params is None:
+            raise InputError('masters="bfloat16" needs the parameters: pass them to update')
+        near = jax.tree.map(lambda p: jax.lax.reduce_precision(p.astype(jnp.float32), 8, 7), params)
+        updates, new = plain.update(gradients, state, near, **extra_args)
+        seed = ~(state[0].count.astype(jnp.uint32)) * jnp.uint32(_OF_SEED)
+
+        def rounded(gradient: jax.Array, param: jax.Array, own: jax.Array, update: jax.Array) -> jax.Array:
+            noise = _noise(seed, gradient, own, jnp.zeros_like(own))
+            return _dithered(own + update, noise & 0xFFFF).astype(jnp.float32) - param
+
+        return jax.tree.map(rounded, gradients, params, near, updates), new
 
     return optax.GradientTransformation(init, update)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -31,9 +31,10 @@ from jaxferry.optimizer.moments import (
     BlockwiseAdamState,
     scale_by_adam_in_bfloat16,
     scale_by_adam_in_int8,
+    with_masters_in_bfloat16,
     with_rounded_products,
 )
-from jaxferry.optimizer.split_masters import SplitMaster, split_bytes
+from jaxferry.optimizer.split_masters import MasterForm, SplitMaster
 from jaxferry.optimizer.update_group import OfLayers, UpdateGroup
 from jaxferry.partition import Layer, Leaf
 from jaxferry.transport import Placement, Vectors, as_numpy, updated_vectors
@@ -147,18 +148,20 @@ def adam(
     *,
     nesterov: bool = False,
     moments: str = "float32",
+    masters: str = "float32",
 ) -> FusedTransformation:
     """`optax.adam`, which documents the arguments, in one pass over host memory by the native library, if available.
 
     Optax runs the step unless `mu_dtype` is fp32 or None. `moments` is the dtype of both moments: "float32",
     "bfloat16", which halves them, or "int8", which keeps 8 bits of each and a scale for 256 of them; both with
-    stochastic rounding (`jaxferry.optimizer.moments`). Raises `InputError` for another one, or if `mu_dtype` is given
-    too.
+    stochastic rounding (`jaxferry.optimizer.moments`). With `masters` "bfloat16" in place of "float32", parameters are
+    rounded to bfloat16 after each step, likewise: where the device computes in it, host memory has no other copy of
+    them. Raises `InputError` for another dtype, or if `mu_dtype` is given with `moments`.
     """
     scale = _scale_by_adam(moments, mu_dtype, b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
     plain = optax.chain(scale, optax.scale_by_learning_rate(learning_rate))
     step = _step_rule("nadam" if nesterov else "adam", b1, b2, eps, eps_root)
-    return _fused(plain, step, learning_rate, moments=moments)
+    return _fused(plain, step, learning_rate, moments=moments, masters=masters)
 
 
 def adamw(
@@ -173,16 +176,17 @@ def adamw(
     *,
     nesterov: bool = False,
     moments: str = "float32",
+    masters: str = "float32",
 ) -> FusedTransformation:
     """`optax.adamw`, which documents the arguments, in one pass over host memory by the native library, if available.
 
-    Optax runs the step unless `mu_dtype` is fp32 or None. `moments` as for `adam`.
+    Optax runs the step unless `mu_dtype` is fp32 or None. `moments` and `masters` as for `adam`.
     """
     scale = _scale_by_adam(moments, mu_dtype, b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
     decay = optax.add_decayed_weights(weight_decay, mask)
     plain = optax.chain(scale, decay, optax.scale_by_learning_rate(learning_rate))
     step = _step_rule("nadam" if nesterov else "adam", b1, b2, eps, eps_root)
-    return _fused(plain, step, learning_rate, weight_decay, mask, moments)
+    return _fused(plain, step, learning_rate, weight_decay, mask, moments, masters)
 
 
 def lion(
@@ -209,8 +213,7 @@ def sgd(
 
 
 def _scale_by_adam(moments: str, mu_dtype: Any, **options: Any) -> Any:
-    if not isinstance(moments, str) or moments not in _MOMENT_DTYPES:
-        raise InputError(f"moments must be a name, one of {', '.join(_MOMENT_DTYPES)}, got {moments!r}")
+    _check_name("moments", moments, _MOMENT_DTYPES)
     if moments == "float32":
         return optax.scale_by_adam(**options, mu_dtype=mu_dtype)
     if mu_dtype is not None:
@@ -219,8 +222,9 @@ def _scale_by_adam(moments: str, mu_dtype: Any, **options: Any) -> Any:
 
 
 def _step_rule(kind: str, *numbers: Any) -> StepRule | None:
-    constants = [_constant(number) for number in numbers]
-    return None if None in constants else StepRule(kind, *(c for c in constants if c is not None))
+    constants = [c for c in map(_constant, numbers) if c is not None]
+    b1, b2, eps, eps_root = (*constants, 0.0, 0.0, 0.0, 0.0)[:4]
+    return StepRule(kind, b1, b2, eps, eps_root) if len(constants) == len(numbers) else None
 
 
 def _fused(
@@ -230,7 +234,9 @@ def _fused(
     weight_decay: Any = None,
     mask: Any = None,
     moments: str = "float32",
+    masters: str = "float32",
 ) -> FusedTransformation:
+    _check_name("masters", masters, ("float32", "bfloat16"))
     rate = learning_rate if callable(learning_rate) else _constant(learning_rate)
     decay = weight_decay if weight_decay is None or callable(weight_decay) else _constant(weight_decay)
     is_known = step is not None and rate is not None and (decay is not None or weight_decay is None)
@@ -239,7 +245,15 @@ def _fused(
         rule = HostRule(step, rate, decay, mask, dtype)
     if moments == "int8":
         plain = with_rounded_products(plain)
+    if masters == "bfloat16":
+        plain = with_masters_in_bfloat16(plain)
+        rule = rule and dataclasses.replace(rule, step=dataclasses.replace(rule.step, rounds_masters=True))
     return FusedTransformation(plain.init, plain.update, rule)
+
+
+def _check_name(name: str, given: Any, names: Collection[str]) -> None:
+    if not isinstance(given, str) or given not in names:
+        raise InputError(f"{name} must be a name, one of {', '.join(names)}, got {given!r}")
 
 
 def _constant(value: Any) -> float | None:
@@ -269,20 +283,12 @@ def in_order(layers: Sequence[Layer]) -> list[tuple[int, Leaf]]:
     return [(number, leaf) for _, number, leaf in found]
 
 
-def is_split(leaf: Leaf) -> bool:
-    """Whether a master can be split (`split_masters`)."""
-    return leaf.is_trained and leaf.master_dtype == np.float32 and leaf.dtype == jnp.bfloat16
-
-
-def splits_masters(optimizer: Any, state: Any) -> bool:
-    """Whether the native library updates masters with this state, split ones if it writes compute copies in place."""
+def master_form(optimizer: Any, state: Any) -> MasterForm:
+    """The form of masters that the native library updates with this state, if it writes compute copies in place."""
     rule = optimizer.rule if isinstance(optimizer, FusedTransformation) else None
-    return rule is not None and rule.fits(state) and is_available("cpu")
-
-
-def master_bytes(leaf: Leaf, splits: bool) -> int:
-    """The bytes of a master in host memory, if these are split where possible or not."""
-    return split_bytes(leaf.size) if splits and is_split(leaf) else leaf.size * leaf.master_dtype.itemsize
+    if rule is None or not rule.fits(state) or not is_available("cpu"):
+        return MasterForm.WHOLE
+    return MasterForm.COPY if rule.step.rounds_masters else MasterForm.SPLIT
 
 
 def factors_program(rule: HostRule, state: Any, clip_norm: float | None) -> tuple[Callable[..., jax.Array], int]:

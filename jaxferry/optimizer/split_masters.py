@@ -4,15 +4,18 @@
 
 A master in fp32 beside its compute copy would take 6 bytes. The host step of the native library reads and writes this
 form (`jaxferry.native.HostStep`); whoever else needs a master reads it as an array, which joins it, bit for bit.
+Of a master that is rounded to bf16 (`moments.with_masters_in_bfloat16`), the copy lacks nothing.
 """
 
 from __future__ import annotations
 
 import abc
+import enum
 import math
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.native import library, rest_size
@@ -22,6 +25,14 @@ from jaxferry.transport import as_numpy
 _IN_A_WORD = 16  # of the bits that say whether a master was rounded up
 _LEAST_SIZE = 1024
 """Smaller masters stay whole: the records of a split one take more than it saves."""
+
+
+class MasterForm(enum.Enum):
+    """What is stored of an fp32 master beside a bf16 compute copy."""
+
+    WHOLE = enum.auto()
+    SPLIT = enum.auto()  # what the copy lacks
+    COPY = enum.auto()  # nothing: bf16 holds it
 
 
 class LazyArray(abc.ABC):
@@ -87,7 +98,7 @@ class LazyArray(abc.ABC):
 class SplitMaster(LazyArray):
     """A master that NumPy reads as an fp32 array; `rest` is a uint16 array of what its compute copy lacks.
 
-    It is written by writing both.
+    It is written by writing both. An empty `rest` is that of a master in bf16.
     """
 
     def __init__(self, rest: Any, vector: jax.Array, offset: int, shape: tuple[int, ...]) -> None:
@@ -95,12 +106,19 @@ class SplitMaster(LazyArray):
         self.rest = rest
         self._vector, self._offset = vector, offset
 
+    @property
+    def form(self) -> MasterForm:
+        """Which form it has."""
+        return MasterForm.SPLIT if self.rest.size else MasterForm.COPY
+
     def with_rest(self, rest: Any) -> SplitMaster:
         """The same master with what its compute copy lacks elsewhere."""
         return SplitMaster(rest, self._vector, self._offset, self.shape)
 
     def elements(self, start: int, size: int) -> np.ndarray:
         """See `LazyArray`."""
+        if self.form is MasterForm.COPY:
+            return self._copy()[start : start + size].view(jnp.bfloat16).astype(np.float32)
         first, stop = start // _IN_A_WORD * _IN_A_WORD, start + size
         low = self.rest[first:stop]
         up = self.rest[self.size + first // _IN_A_WORD : self.size + -(-stop // _IN_A_WORD)].view(np.uint8)
@@ -113,18 +131,28 @@ class SplitMaster(LazyArray):
         return bits[self._offset : self._offset + self.size]
 
 
-def split(master: jax.Array, vector: jax.Array, leaf: Leaf) -> Any:
-    """The master in this form, whose compute copy is `leaf` of a vector; itself if it is small or cannot be split.
+def split(master: jax.Array, vector: jax.Array, leaf: Leaf, form: MasterForm) -> Any:
+    """The master in a form, whose compute copy is `leaf` of a vector; itself if it is small or cannot be split.
 
     Only signalling NaNs cannot.
     """
-    if master.size < _LEAST_SIZE:
+    if master.size < _LEAST_SIZE or form is MasterForm.WHOLE:
         return master
-    made = SplitMaster(np.empty(rest_size(master.size), np.uint16), vector, leaf.offset, tuple(master.shape))
+    num = rest_size(master.size) if form is MasterForm.SPLIT else 0
+    made = SplitMaster(np.empty(num, np.uint16), vector, leaf.offset, tuple(master.shape))
+    if form is MasterForm.COPY:
+        return made
     is_exact = library("cpu").split(np.asarray(master), made._copy(), made.rest)
     return made if is_exact else master
 
 
-def split_bytes(size: int) -> int:
-    """The bytes that split masters of so many elements take beside their compute copy."""
-    return 2 * rest_size(size) if size >= _LEAST_SIZE else 4 * size
+def master_bytes(leaf: Leaf, form: MasterForm) -> int:
+    """The bytes of a master in host memory, in this form if that is possible."""
+    if form is MasterForm.WHOLE or not is_split(leaf) or leaf.size < _LEAST_SIZE:
+        return leaf.size * leaf.master_dtype.itemsize
+    return 2 * rest_size(leaf.size) if form is MasterForm.SPLIT else 0
+
+
+def is_split(leaf: Leaf) -> bool:
+    """Whether a master can have another form than whole."""
+    return leaf.is_trained and leaf.master_dtype == np.float32 and leaf.dtype == jnp.bfloat16

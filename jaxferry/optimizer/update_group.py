@@ -41,7 +41,7 @@ class UpdateGroup:
 
     layers: tuple[int, ...]
     keys: list[Key]
-    masters: list[jax.Array]
+    masters: list[Any]
     state: list[jax.Array]
     state_keys: list[Key]
     programs: dict[tuple[Arrival, ...], Any] = dataclasses.field(default_factory=dict)

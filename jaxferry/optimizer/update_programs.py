@@ -26,12 +26,11 @@ from jaxferry.optimizer.optimizers import (
     factors_program,
     fused_rule,
     in_order,
-    is_split,
-    splits_masters,
+    master_form,
 )
 from jaxferry.optimizer.pieces import filled, on_host
 from jaxferry.optimizer.replay import TreeUpdate
-from jaxferry.optimizer.split_masters import LazyArray, SplitMaster, split
+from jaxferry.optimizer.split_masters import LazyArray, MasterForm, SplitMaster, is_split, split
 from jaxferry.optimizer.update_group import (
     OfLayers,
     UpdateGroup,
@@ -88,15 +87,15 @@ class CompiledUpdate:
         pairs = zip(vectors, self._nums, strict=True)
         old = [of_layer[:num] if self._placement.is_cpu else () for of_layer, num in pairs]
         masters = [on_host(own, self._placement) if isinstance(own, SplitMaster) else own for own in unit.masters]
-        were_split = any(isinstance(own, SplitMaster) for own in unit.masters)
+        forms = {own.form for own in unit.masters if isinstance(own, SplitMaster)}
         made = jax.block_until_ready(self.program(masters, unit.state, old, gradients, norm, scale, [*extra]))
         unit.masters, unit.state, new = made
         if self._placement.is_cpu:
             found = [(*own, *of_layer[num:]) for own, of_layer, num in zip(new, vectors, self._nums, strict=True)]
         else:
             found = updated_vectors(vectors, new, self._placement, self._layers)
-        if were_split:  # a unit that the library updates, but for a batch without gradients of some of its layers
-            split_unit(unit, self._layers, found)
+        for form in forms:  # a unit that the library updates, but for a batch without gradients of some of its layers
+            split_unit(unit, self._layers, found, form)
         return found
 
     def begin_step(self, unit: UpdateGroup, norm: Any, scale: Any) -> None:
@@ -129,11 +128,11 @@ class _InitialState:
         return list(made)
 
 
-def split_unit(unit: UpdateGroup, layers: Sequence[Layer], vectors: OfLayers) -> None:
-    """Splits masters of a unit where a vector has their bf16 copy (`split_masters`); `layers` are its trained parts."""
+def split_unit(unit: UpdateGroup, layers: Sequence[Layer], vectors: OfLayers, form: MasterForm) -> None:
+    """Stores masters of a unit by the bf16 copy that a vector has of them; `layers` are its trained parts."""
     pairs = zip(unit.masters, in_order(layers), strict=True)
     unit.masters = [
-        split(master, vectors[number][leaf.vector], leaf) if is_split(leaf) else master
+        split(master, vectors[number][leaf.vector], leaf, form) if is_split(leaf) else master
         for master, (number, leaf) in pairs
     ]
 
@@ -147,7 +146,7 @@ class UpdatePrograms:
         self._updates: dict[Any, Update] = {}
         self._begun: dict[Any, Compiling] = {}
         self._factors: Factors | None = None
-        self._splits: dict[Any, bool] = {}
+        self._forms: dict[Any, MasterForm] = {}
 
     def init_state(self, unit: UpdateGroup, masters: Sequence[jax.Array]) -> list[jax.Array]:
         """The initial Optax state of a unit, in host memory."""
@@ -163,20 +162,22 @@ class UpdatePrograms:
         return state
 
     @functools.cached_property
-    def splits_masters(self) -> bool:
-        """Whether the library updates compute copies in place, so that masters may be split."""
+    def master_form(self) -> MasterForm:
+        """The form of masters: whole ones unless the library updates compute copies in place."""
         where = self._placement
         in_place = where.num_devices == 1 and (where.is_cpu or writes_in_place(where))
-        return in_place and splits_masters(self._tree.optimizer, self._tree.state_of(self._tree.leaves))
+        state = self._tree.state_of(self._tree.leaves)
+        return master_form(self._tree.optimizer, state) if in_place else MasterForm.WHOLE
 
-    def splits(self, unit: UpdateGroup, layers: Sequence[Layer]) -> bool:
-        """Whether that is so for a unit; equal units share the answer."""
-        if not self.splits_masters:
-            return False
+    def form_of(self, unit: UpdateGroup, layers: Sequence[Layer]) -> MasterForm:
+        """That of a unit's masters; equal units share the answer."""
+        if self.master_form is MasterForm.WHOLE:
+            return MasterForm.WHOLE
         key = self.key(unit, layers, [Arrival.OWN] * len(layers))
-        if key not in self._splits:
-            self._splits[key] = self._rule(unit, [Arrival.OWN] * len(unit.layers), layers) is not None
-        return self._splits[key]
+        if key not in self._forms:
+            has_rule = self._rule(unit, [Arrival.OWN] * len(unit.layers), layers) is not None
+            self._forms[key] = self.master_form if has_rule else MasterForm.WHOLE
+        return self._forms[key]
 
     def compile(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> None:
         """Stores every unit's `Update` in `unit.programs` for how its gradients arrive; equal units share it."""

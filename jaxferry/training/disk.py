@@ -102,11 +102,11 @@ class StateOnDisk:
 
     def _sizes(self, layers: Sequence[Layer]) -> dict[int, Bytes]:
         """The bytes of masters, as they are stored, and of the optimizer's state, by group; without counts."""
-        splits, found = self._optimizer.updates.splits_masters, dict[int, Bytes]()
+        form, found = self._optimizer.updates.master_form, dict[int, Bytes]()
         for unit in self._optimizer.units_of(layers):
             own = [leaf for group in unit.layers for leaf in layers[group].trained.leaves]
             state_bytes = sum(aval_bytes(leaf) for leaf in unit.state if leaf.ndim)
-            found[unit.layers[0]] = sum(master_bytes(leaf, splits) for leaf in own), state_bytes
+            found[unit.layers[0]] = sum(master_bytes(leaf, form) for leaf in own), state_bytes
         return found
 
     def left(self, needed: dict[str, int], layers: Sequence[Layer]) -> dict[str, int]:

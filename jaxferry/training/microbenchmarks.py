@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxferry.engine import DeviceUpdateCompiler, Programs, joined, widened_groups
-from jaxferry.optimizer import HostOptimizer, UpdateGroup, in_order, split_unit, vectors_arriving
+from jaxferry.optimizer import HostOptimizer, MasterForm, UpdateGroup, in_order, split_unit, vectors_arriving
 from jaxferry.partition import Derivative, Layer, Partition, RowGradient
 from jaxferry.step import Arrival, ProgramKey, ProgramKind, Source, Target
 from jaxferry.training.samples import ProgramArguments, sample, sample_gradient, sample_vectors
@@ -201,12 +201,13 @@ class HostUpdate:
         own = dataclasses.replace(self._unit, masters=masters, state=state, programs={})
         self._optimizer.updates.compile([own], self._layers, self._arrivals)
         vectors = [sample_vectors(part, self._placement.pinned) for part in self._parts]
-        if self._optimizer.updates.splits(own, self._layers):
+        form = self._optimizer.updates.form_of(own, self._layers)
+        if form is not MasterForm.WHOLE:
             # As training has them: masters that are the compute copy, and what it lacks.
             for master, (number, leaf) in zip(masters, in_order(self._parts), strict=True):
                 copy = as_numpy(vectors[number][leaf.vector])[leaf.offset : leaf.offset + leaf.size]
                 copy[:] = np.asarray(master).reshape(-1)
-            split_unit(own, self._parts, vectors)
+            split_unit(own, self._parts, vectors, form)
         where = self._placement.update_output
         gradients = [
             tuple(sample(vector, where) for vector in vectors_arriving(part, self._arrivals[i]))

@@ -20,14 +20,15 @@ from jaxferry.errors import HostMemoryError, InputError
 from jaxferry.optimizer import (
     Disk,
     HostOptimizer,
+    MasterForm,
     Stored,
     host_array,
     host_memory,
     init_of,
     master_bytes,
+    master_form,
     masters_from_arrays,
     masters_layer_by_layer,
-    splits_masters,
     stored_whole,
 )
 from jaxferry.partition import (
@@ -202,10 +203,10 @@ class Model:
         more = {_COPIES: copies, _SAVED: saved_bytes}
         if self.numerics.accumulate > 1:
             widened = dict.fromkeys(range(len(layers)), 1) | dict(widened or {})
-        splits = [self.optimizer.updates.splits_masters and group not in streamed for group in range(len(layers))]
+        forms = _forms(self.optimizer.updates.master_form, layers, streamed)
         if with_buffers is None:
             with_buffers = self._with_buffers(layers, self.gradient_buffers)
-        of_training = _host_bytes(layers, state, own, widened or {}, self._placement.is_cpu, splits, with_buffers)
+        of_training = _host_bytes(layers, state, own, widened or {}, self._placement.is_cpu, forms, with_buffers)
         of_training = self.disk.left(of_training, layers) if uses_disk else of_training
         return of_training | {name: num_bytes for name, num_bytes in more.items() if num_bytes}
 
@@ -346,9 +347,9 @@ def host_bytes(
     leaves, tree = jax.tree.flatten(params)
     masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
     state = result_shapes(init_of(optimizer), jax.tree.unflatten(tree, masters))
-    splits = [splits_masters(optimizer, state) and group not in streamed for group in range(len(layers))]
+    forms = _forms(master_form(optimizer, state), layers, streamed)
     with_buffers = range(len(layers)) if with_buffers is None else with_buffers
-    return _host_bytes(layers, jax.tree.leaves(state), Ownership(), widened, False, splits, with_buffers)
+    return _host_bytes(layers, jax.tree.leaves(state), Ownership(), widened, False, forms, with_buffers)
 
 
 def buffered_groups(parts: Partition, num: int | None) -> frozenset[int]:
@@ -361,16 +362,20 @@ def few_buffers(fits: Callable[[int | None], bool]) -> int | None:
     return next(filter(fits, (None, *_FEW_BUFFERS)), _FEW_BUFFERS[-1])
 
 
+def _forms(form: MasterForm, layers: Sequence[Layer], streamed: Collection[int]) -> list[MasterForm]:
+    return [MasterForm.WHOLE if group in streamed else form for group in range(len(layers))]
+
+
 def _host_bytes(
     layers: Sequence[Layer],
     state: Iterable[Any],
     ownership: Ownership,
     widened: Mapping[int, int],
     is_cpu: bool,
-    splits: Sequence[bool],
+    forms: Sequence[MasterForm],
     with_buffers: Collection[int],
 ) -> dict[str, int]:
-    pairs = [(leaf, is_so) for layer, is_so in zip(layers, splits, strict=True) for leaf in ownership.of(layer).leaves]
+    pairs = [(leaf, form) for layer, form in zip(layers, forms, strict=True) for leaf in ownership.of(layer).leaves]
     # The compute copy of a frozen parameter is its only copy if the dtypes agree.
     masters = [master_bytes(*pair) for pair in pairs if pair[0].is_trained or pair[0].master_dtype != pair[0].dtype]
     trained = [layer.trained for layer in layers]

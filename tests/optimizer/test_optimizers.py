@@ -67,7 +67,8 @@ def test_arguments_and_their_defaults_are_those_of_optax(name):
         parameters = inspect.signature(function).parameters.values()
         return [(p.name, p.kind, p.default) for p in parameters]
 
-    more = [("moments", inspect.Parameter.KEYWORD_ONLY, "float32")] if name.startswith("adam") else []
+    own = ("moments", "masters") if name.startswith("adam") else ()
+    more = [(keyword, inspect.Parameter.KEYWORD_ONLY, "float32") for keyword in own]
     assert described(getattr(jaxferry, name)) == described(getattr(optax, name)) + more
 
 

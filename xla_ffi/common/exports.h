@@ -6,7 +6,7 @@
 
 #include "xla/ffi/api/c_api.h"
 
-#define JAXFERRY_ABI 8
+#define JAXFERRY_ABI 9
 
 #pragma GCC visibility push(default)
 

@@ -1,6 +1,6 @@
 // An optimizer step on host memory in one pass: reads a gradient of any dtype, updates fp32 master and moments in
-// place, and writes the compute copy. A master is whole, or split into a bf16 compute copy and the bits that this lacks
-// (split_master.h). Moments are fp32, bf16, or two of codes in blocks with scales. README.md defines the arithmetic. No
+// place, and writes the compute copy. A master is whole, split into a bf16 compute copy and the bits that this lacks
+// (split_master.h), or in bf16, where the copy can be the master. Moments are fp32, bf16, or two of codes in blocks with scales. README.md defines the arithmetic. No
 // XLA types.
 //
 // All instruction sets compute the same bits, except in NaNs: each operation is rounded separately (the library is
@@ -54,7 +54,8 @@ struct StepPart {
   const void* gradient;
   void* copy;
   float* master;
-  SplitRest rest;  // if the master is split; `master` is null then
+  SplitRest rest;  // if `master` is null: what the copy lacks of it, nothing of one in bf16
+  bool rounds_master;  // to bf16, up or down at random
   Dtype moment_dtype;  // not kFloat16
   void* first;
   void* second;
@@ -68,11 +69,8 @@ struct StepPart {
     StepPart range = *this;
     range.gradient = Skip(gradient_dtype, gradient, start);
     range.copy = Skip(copy_dtype, copy, start);
-    if (master != nullptr) {
-      range.master += start;
-    } else {
-      range.rest = rest.From(start);
-    }
+    if (master != nullptr) range.master += start;
+    if (rest.low != nullptr) range.rest = rest.From(start);
     if (first != nullptr) range.first = Skip(moment_dtype, first, start);
     if (second != nullptr) range.second = Skip(moment_dtype, second, start);
     if (moment_dtype == kCode) {

@@ -17,10 +17,13 @@ std::atomic<int64_t> moved_bytes{0};
 
 enum Result { kDone = 0, kNoMemory = 1, kOtherCounts = 2 };
 
+// How a master is stored: in fp32, split, or in bf16: as fp32 numbers that bf16 holds, or as the copy alone.
+enum MasterForm { kWhole = 0, kSplit = 1, kRounded = 2, kCopy = 3 };
+
 // A parameter's place in the vectors of gradients and copies, and where master, or the rest of a split one, and moments
 // and their scales are.
 struct UpdateRow {
-  int64_t vector, offset, size, decays, gradient_dtype, copy_dtype, is_split, moment_dtype;
+  int64_t vector, offset, size, decays, gradient_dtype, copy_dtype, form, moment_dtype;
   void *master, *first, *second;
   float *first_scale, *second_scale;
 };
@@ -45,11 +48,9 @@ StepPart PartOf(const UpdateRow& row, const UpdateRecord& record) {
   part.copy_dtype = static_cast<Dtype>(row.copy_dtype);
   part.gradient = Skip(part.gradient_dtype, record.gradients[row.vector], row.offset);
   part.copy = Skip(part.copy_dtype, record.copies[row.vector], row.offset);
-  if (row.is_split) {
-    part.rest = RestAt(static_cast<uint16_t*>(row.master), row.size);
-  } else {
-    part.master = static_cast<float*>(row.master);
-  }
+  part.rounds_master = row.form == kRounded || row.form == kCopy;
+  if (row.form == kSplit) part.rest = RestAt(static_cast<uint16_t*>(row.master), row.size);
+  if (row.form == kWhole || row.form == kRounded) part.master = static_cast<float*>(row.master);
   part.moment_dtype = static_cast<Dtype>(row.moment_dtype);
   part.first = row.first;
   part.second = row.second;
@@ -61,13 +62,14 @@ StepPart PartOf(const UpdateRow& row, const UpdateRecord& record) {
 }
 
 // The bytes that a step reads and writes: gradient and copy once, master and moments twice. A split master is the copy,
-// which is read too, and its rest.
+// which is read too, and its rest, if it has one.
 int64_t MovedBytes(const StepPart& part, StepRule rule) {
   const int64_t moments = NumMoments(rule) * ItemSize(part.moment_dtype);
   int64_t arrived = part.size * (ItemSize(part.gradient_dtype) + ItemSize(part.copy_dtype) + 2 * moments);
   if (part.moment_dtype == kCode) arrived += 4 * sizeof(float) * NumMomentBlocks(part.size);
   if (part.master != nullptr) return arrived + 2 * sizeof(float) * part.size;
-  return arrived + 3 * sizeof(uint16_t) * part.size + 2 * ((part.size + 7) / 8);
+  arrived += sizeof(uint16_t) * part.size;
+  return part.rest.low == nullptr ? arrived : arrived + 2 * (sizeof(uint16_t) * part.size + (part.size + 7) / 8);
 }
 
 StepConstants ConstantsFrom(const double* c) {
