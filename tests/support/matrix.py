@@ -26,7 +26,7 @@ import scanned
 import updated
 from jaxferry.engine import lowering
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode, UpdatePlace
-from jaxferry.optimizer import on_disk
+from jaxferry.optimizer import on_disk, split_masters
 from jaxferry.partition import partition
 from jaxferry.step import LayerPlan, Plan, streaming
 
@@ -47,7 +47,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "buffers": ("all", "few"),
     "state": ("in memory", "on disk"),
     "frozen": ("all", "frozen"),
-    "optimizer": ("optax", "fused", "of the loss"),
+    "optimizer": ("optax", "fused", "rounded", "of the loss"),
     "granularity": (BLOCK, MODULE),
     "scale": ("1", "64"),
     "between": ("nothing", "questions", "resumed from another", "resumed by another"),
@@ -116,6 +116,7 @@ def _times_the_loss(updates: Any, state: Any, params: Any = None, *, value: Any,
 
 OF_THE_LOSS = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), _times_the_loss)
 OPTIMIZERS = {"optax": optax.adamw(1e-2, eps=1e-3), "fused": jaxferry.adamw(1e-2, eps=1e-3)}
+OPTIMIZERS["rounded"] = jaxferry.adamw(1e-2, eps=1e-3, moments="bfloat16", masters="bfloat16")
 OPTIMIZERS["of the loss"] = optax.chain(OPTIMIZERS["optax"], OF_THE_LOSS)
 REMAT = {"dots": lambda name: jax.checkpoint_policies.dots_saveable}
 CLIP_NORM, NUM_BATCHES = 0.05, 4
@@ -331,8 +332,9 @@ def all_options_of(case: dict[str, str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def small_sizes() -> Iterator[None]:
-    """Small models have one subgroup, and keep all values and all state where they are, unless these are smaller."""
+    """Small models have one subgroup, and keep values, state and masters where and as they are, unless these are less."""
     sizes = (streaming, "SUBGROUP_BYTES", 400), (lowering, "MIN_OFFLOADED_BYTES", 64), (on_disk, "_LEAST_BYTES", 32)
+    sizes = (*sizes, (split_masters, "_LEAST_SIZE", 8))
     with contextlib.ExitStack() as stack:
         for each in sizes:
             stack.enter_context(mock.patch.object(*each))
