@@ -45,7 +45,7 @@ def execute(step: StepContext, index: int) -> Wait | None:
 def await_gradients(step: StepContext, index: int) -> None:
     """Waits until the gradients that an update reads are in host memory; see `lanes.Arrival`."""
     if step.is_last:
-        step.gradients.wait_for(step.state.host.unit_of(step.instructions[index].group))
+        step.gradients.wait_for(step.host.unit_of(step.instructions[index].group))
 
 
 def load(step: StepContext, call: Instruction) -> None:
@@ -56,11 +56,11 @@ def load(step: StepContext, call: Instruction) -> None:
 def refresh(step: StepContext, call: Instruction) -> None:
     """Replaces the RESIDENT copy of a group after its update."""
     if step.is_last:
-        group, state, resources = call.group, step.state, step.runnable.resources
-        resources.transport.drop(state.resident[group])
+        group, resident, resources = call.group, step.resident, step.runnable.resources
+        resources.transport.drop(resident[group])
         mark = step.mark(call.index)
-        state.resident[group] = resources.transport.load(group, state.host.vectors[group], mark)
-        wait_for_copy(state.resident[group], resources.placement)
+        resident[group] = resources.transport.load(group, step.host.vectors[group], mark)
+        wait_for_copy(resident[group], resources.placement)
 
 
 def forward(step: StepContext, call: Instruction) -> None:
@@ -115,7 +115,7 @@ def update(step: StepContext, call: Instruction) -> None:
     Before the last micro-batch it adds up what has arrived.
     """
     if not step.is_last:
-        step.gradients.add_up(step.state.host.unit_of(call.group))
+        step.gradients.add_up(step.host.unit_of(call.group))
         return
     norm: jax.Array | None = step.runnable.norms.none
     if step.runnable.rules.need_all_gradients:
@@ -134,7 +134,7 @@ def update(step: StepContext, call: Instruction) -> None:
         for unit, vectors in zip(units, gradients, strict=True):
             _update_unit(step, unit, vectors, norm)
             if call.group not in unit.layers:  # no task writes what no segment reads
-                step.state.host.to_disk(unit)
+                step.host.to_disk(unit)
         step.num_updates += 1
     elif not is_finite and step.program.plan.gradient_buffers is not None:
         for unit in units:  # later programs of the step take this memory
@@ -183,14 +183,14 @@ def store_state(step: StepContext, call: Instruction) -> Wait | None:
 def read_state(step: StepContext, call: Instruction) -> None:
     """Reads the masters and the optimizer state of a group from the scratch file."""
     if step.is_last:
-        host = step.state.host
+        host = step.host
         host.to_host(host.unit_of(call.group))
 
 
 def write_state(step: StepContext, call: Instruction) -> None:
     """Writes them back."""
     if step.is_last:
-        host = step.state.host
+        host = step.host
         host.to_disk(host.unit_of(call.group))
 
 
@@ -265,8 +265,8 @@ def _parameters(step: StepContext, use: ProgramUse) -> Sequence[jax.Array]:
     if not use.is_read:
         return []
     if use.reads_vectors:
-        return step.state.host.readable(use.group)
-    return step.state.resident[use.group].parameters() if use.copy is None else step.copies.parameters(use.copy)
+        return step.host.readable(use.group)
+    return step.resident[use.group].parameters() if use.copy is None else step.copies.parameters(use.copy)
 
 
 def _values_read(step: StepContext, call: Instruction) -> list[list[jax.Array]]:
@@ -296,7 +296,7 @@ def _end_program(step: StepContext, call: Instruction, ended: Any) -> None:
     for drop in call.drops:
         step.copies.drop(drop.load, drop.is_reused)
     for group in call.vacates if step.is_last else ():
-        step.runnable.resources.transport.vacate(step.state.resident[group])
+        step.runnable.resources.transport.vacate(step.resident[group])
     _end_offloads(step)
     for value in call.frees:
         step.values.pop(value).delete()
@@ -328,7 +328,7 @@ def _move(
 
 def _units_to_update(step: StepContext, call: Instruction) -> list[UpdateGroup]:
     """The units of an update task of the host that still need an update."""
-    host = step.state.host
+    host = step.host
     units = host.units if step.is_last_update else [host.unit_of(call.group)]
     return _taken(step, units)
 
@@ -339,13 +339,13 @@ def _taken(step: StepContext, units: Sequence[UpdateGroup]) -> list[UpdateGroup]
     step.updated |= {id(unit) for unit in units}
     for unit in units:
         if unit.is_on_disk:
-            step.state.host.to_host(unit)
+            step.host.to_host(unit)
     return units
 
 
 def _update_on_device(step: StepContext, call: Instruction, norm: np.floating) -> None:
     """Issues the update of the group's unit, or of a subgroup, unless another group of the unit has done so."""
-    unit = step.state.host.unit_of(call.group)
+    unit = step.host.unit_of(call.group)
     if (id(unit) in step.updated and not unit.subgroups) or not step.work.commit():
         return
     step.updated.add(id(unit))
@@ -356,7 +356,7 @@ def _update_on_device(step: StepContext, call: Instruction, norm: np.floating) -
         made = step.ran(step.streaming.update(_subgroup(call), lambda: step.gradients.take_kept(unit)[0], *numbers))
         _mark_end(step, call, loss if made is None else made)
         return
-    host, resident = step.state.host, [step.state.resident[group] for group in unit.layers]
+    host, resident = step.host, [step.resident[group] for group in unit.layers]
     trained = [[i for i, leaf in enumerate(host.layers[group].leaves) if leaf.is_trained] for group in unit.layers]
     arrays = [copy.parameters() for copy in resident]
     copies = [[own[i] for i in chosen] for own, chosen in zip(arrays, trained, strict=True)]
@@ -382,7 +382,7 @@ def _update_unread(step: StepContext) -> Wait | None:
         return None
     is_last = step.is_last_update
     step.num_updates += 1
-    host = step.state.host
+    host = step.host
     if not is_last or all(id(unit) in step.updated for unit in host.units):
         return None
 
@@ -397,7 +397,7 @@ def _update_unread(step: StepContext) -> Wait | None:
 
 
 def _update_unit(step: StepContext, unit: UpdateGroup, gradients: Sequence[Vectors], norm: jax.Array | None) -> None:
-    vectors, arrivals = step.state.host.vectors, step.program.arrivals
+    vectors, arrivals = step.host.vectors, step.program.arrivals
     update = unit.programs[tuple([arrivals[group] for group in unit.layers])]
     # The gradients have arrived, so no program of this step reads the compute copy any more.
     made = update(unit, [vectors[group] for group in unit.layers], gradients, norm, step.scale, step.extra(False))

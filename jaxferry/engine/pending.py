@@ -344,6 +344,11 @@ class PrefetchSlot:
     def __init__(self) -> None:
         self._known: Prefetch | None = None
         self._keeper: tuple[weakref.ref[Keeper], Transport] | None = None
+        self._last: StepRun | None = None
+
+    def note(self, work: StepRun) -> None:
+        """Remembers the run of the keeper's last step, whose updates may be in flight when the keeper is dropped."""
+        self._last = work
 
     def keep(self, keeper: Keeper, transport: Transport) -> None:
         """Lets only this state keep copies between micro-batches, and leave updates to its next step."""
@@ -357,10 +362,13 @@ class PrefetchSlot:
         self._drop_kept()
 
     def _drop_kept(self) -> None:
-        known, self._keeper = self._keeper, None
+        known, last = self._keeper, self._last
+        self._keeper = self._last = None
         if known is not None and (keeper := known[0]()) is not None:
             keeper.finish()
             keeper.drop_kept(known[1])
+        elif last is not None:
+            last.stop()
 
     def put(self, prefetch: Prefetch) -> None:
         """Remembers a prefetch until it is taken."""

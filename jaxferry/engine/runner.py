@@ -53,13 +53,13 @@ class StepRunner:
         with deferred_interrupts() as interrupts:
             step, before = self._begin(state, batch, extra_args), state.counts
             try:
-                self._prefetch_next(step)
+                self._prefetch_next(state, step)
                 step.work.wait(DEVICE_LANES, interrupts.are_raised)
-                result = self._finished(step)
+                result = self._finished(state, step)
             except JaxFerryError:
                 raise
             except Exception as error:
-                outcome = self._fail(step, before, error)
+                outcome = self._fail(state, step, before, error)
                 raise TaskError(f"the step failed: {described(error)} ({outcome})", "") from error
             if result is not None:
                 self._has_run = True
@@ -67,7 +67,7 @@ class StepRunner:
                     self._resources.transport.make_ahead({})  # what this step has not taken, no other one will
                 host_memory.reuse_freed_blocks()  # all that training keeps exists now
                 return result
-            self._fail(step, before)
+            self._fail(state, step, before)
         raise AssertionError("a step ends with its results, an error, or an interrupt handler's exception")
 
     def compile_updates(self, state: TrainState) -> None:
@@ -178,9 +178,9 @@ class StepRunner:
         self._discard_prefetch(state)
         return None, None
 
-    def _prefetch_next(self, step: StepContext) -> None:
+    def _prefetch_next(self, state: TrainState, step: StepContext) -> None:
         """Starts the next step's first loads, each after its update in this step."""
-        loads, state = self.runnable.loads_ahead, step.state
+        loads = self.runnable.loads_ahead
         if not loads or step.runnable is not self.runnable:
             return
         copies = self._new_copies(state, self.runnable)
@@ -215,32 +215,35 @@ class StepRunner:
             self._marks[runnable.is_first] = marks
         return self._marks[runnable.is_first]
 
-    def _finished(self, step: StepContext) -> StepResult | None:
+    def _finished(self, state: TrainState, step: StepContext) -> StepResult | None:
         """Commits a step whose gradients are on the host; None if it has failed or stopped."""
         work, recorder = step.work, self._resources.recorder
         if not work.is_over(DEVICE_LANES) or work.is_stopped or work.failure is not None:
             return None
-        before = step.state.counts
+        before = state.counts
         try:
-            result = collect_results(step)
+            result = collect_results(state, step)
         except Exception as error:
             # A device reports errors late; the task that waits for its result fails too.
             work.wait()
             if work.failure is None:
-                outcome = self._fail(step, before, error)
+                outcome = self._fail(state, step, before, error)
                 raise TaskError(f"a program of the step failed: {described(error)} ({outcome})", "") from error
             return None
-        step.state.pending = PendingStep(work, step, before)
+        state.pending = PendingStep(work, step, before)
+        self._resources.prefetch.note(work)
         if recorder is not None:
             recorder.add(work, step.copies.marks)
         return result
 
-    def _fail(self, step: StepContext, before: Counts, error: BaseException | None = None) -> str:
+    def _fail(
+        self, state: TrainState, step: StepContext, before: Counts, error: BaseException | None = None
+    ) -> str:
         """Ends a step that has not returned: rolls it back, or marks the state as damaged; returns which, in words.
 
         Raises the error of a failed task of this step or of the previous one, or `StateError` if the state is damaged.
         """
-        state, work = step.state, step.work
+        work = step.work
         self._discard_prefetch(state)
         work.stop()
         if work.failure is not None:
@@ -257,10 +260,10 @@ class StepRunner:
         return outcome
 
 
-def collect_results(step: StepContext) -> StepResult:
+def collect_results(state: TrainState, step: StepContext) -> StepResult:
     """Counts the step and collects its results."""
     is_finite, norm = step.judged()
-    state, rules, partition, values = step.state, step.runnable.rules, step.program.partition, step.values
+    rules, partition, values = step.runnable.rules, step.program.partition, step.values
     scale = state.loss_scale
     if step.is_last:
         state.loss_scale = scale.after(is_finite)

@@ -149,7 +149,9 @@ class StepContext:
         copies: DeviceCopies,
         extra_args: Mapping[str, Any] | None = None,
     ) -> None:
-        self.runnable, self.program, self.state, self.copies = runnable, runnable.program, state, copies
+        self.runnable, self.program, self.copies = runnable, runnable.program, copies
+        # Not the state, which refers to this step: dropped, it is free once the updates in flight have ended.
+        self.host, self.resident = state.host, state.resident
         placement, rules, accumulated = runnable.resources.placement, runnable.rules, state.accumulated
         self.instructions, self.compiled = runnable.program.instructions, runnable.compiled
         self.values = self._given(batch)

@@ -332,9 +332,11 @@ def all_options_of(case: dict[str, str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def small_sizes() -> Iterator[None]:
-    """Small models have one subgroup, and keep values, state and masters where and as they are, unless these are less."""
-    sizes = (streaming, "SUBGROUP_BYTES", 400), (lowering, "MIN_OFFLOADED_BYTES", 64), (on_disk, "_LEAST_BYTES", 32)
-    sizes = (*sizes, (split_masters, "_LEAST_SIZE", 8))
+    """Small models have one subgroup, and keep values, state and masters as they are, unless these are smaller."""
+    sizes = (
+        *((streaming, "SUBGROUP_BYTES", 400), (lowering, "MIN_OFFLOADED_BYTES", 64)),
+        *((on_disk, "_LEAST_BYTES", 32), (split_masters, "_LEAST_SIZE", 8)),
+    )
     with contextlib.ExitStack() as stack:
         for each in sizes:
             stack.enter_context(mock.patch.object(*each))

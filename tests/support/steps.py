@@ -118,4 +118,4 @@ class Serial:
         for index in (index for index in range(len(runnable.program.instructions)) if index not in trivial):
             if (wait := executor.execute(context, index)) is not None:
                 wait()
-        return float(collect_results(context).loss)
+        return float(collect_results(self._state, context).loss)

@@ -2,7 +2,10 @@
 
 import ctypes
 import gc
+import operator
+import threading
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,9 @@ import pytest
 
 import dropped_steps
 import jaxferry
+import jaxferry.optimizer
 from models import chain
+from planned import taken
 from python_runs import run_python
 from watched import live_arrays
 
@@ -68,6 +73,37 @@ def test_dropped_steps_leave_nothing(num_steps, optimizer, options):
     arrays, programs, objects = left(known, before[2] + MAX_OBJECTS)
     assert arrays == 0 and programs <= before[1]
     assert objects - before[2] < MAX_OBJECTS
+
+
+UPDATES = {"optimizers.FusedUpdate": jaxferry.adamw, "update_programs.CompiledUpdate": optax.adamw}
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["once", "sums"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_state_dropped_while_its_updates_run_is_free_without_the_cyclic_collector(monkeypatch, update, options):
+    """Its arrays are most of a model's memory, and Python's collector runs when it likes."""
+    step = jaxferry.train_step(loss_fn, UPDATES[update](1e-2), **options)
+    state, may_update = step.init(PARAMS), threading.Event()
+    state = taken(step, state, jnp.ones((2, 4)), 3)
+    run = operator.attrgetter(update)(jaxferry.optimizer).__call__
+    monkeypatch.setattr(f"jaxferry.optimizer.{update}.__call__", lambda *args: (may_update.wait(60), run(*args))[1])
+    gc.collect()
+    gc.disable()
+    try:
+        state, _ = step(state, jnp.ones((2, 4)))
+        assert not state.pending.work.is_over()
+        known = [weakref.ref(state), weakref.ref(state.host), *map(weakref.ref, state.host.units)]
+        del state
+        assert known[0]() is None and known[1]() is not None
+        may_update.set()
+        end_s = time.monotonic() + 60
+        while any(each() is not None for each in known) and time.monotonic() < end_s:
+            time.sleep(0.01)
+        assert not any(each() is not None for each in known)
+    finally:
+        gc.enable()
+    other, metrics = step(step.init(PARAMS), jnp.ones((2, 4)))
+    assert np.isfinite(metrics["loss"]) and other.step == 1
 
 
 @pytest.mark.slow
