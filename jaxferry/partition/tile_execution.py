@@ -20,6 +20,7 @@ from jaxferry.partition.tile_analysis import Analysis
 from jaxferry.partition.tile_body import Body, Part, in_order, write_rows
 from jaxferry.partition.tile_products import without_transposes
 from jaxferry.partition.tile_rules import COMBINE, CannotTile, Rows, is_short
+from jaxferry.partition.tile_stores import Schedule, analysed
 
 __all__ = ["InTiles", "tile_loops"]
 
@@ -33,6 +34,7 @@ class InTiles:
       rows: where each leaf of them has its rows; None for what all tiles see whole.
       num_rows: B.
       num_devices: how many devices share the arrays.
+      stores: whether loops may store rows that later ones read, whole where rows meet rows.
 
     Attributes:
       num_loops: the number of loops, one after the other.
@@ -49,25 +51,21 @@ class InTiles:
         rows: Sequence[Rows | None],
         num_rows: int,
         num_devices: int = 1,
+        stores: bool = False,
     ) -> None:
         # A constrained layout would keep XLA from sharing the tiles among devices.
         self._laid_out = in_order if num_devices == 1 else lambda tile: tile
         traced = trace(lambda given: function(*given), list(arguments), (), {}, is_derived=True)
         self._graph = graph = without_transposes(traced)
-        self._analysis = Analysis(graph, dict(zip(graph.parameters, rows, strict=True)), num_rows)
-        self._given = {*graph.parameters, *graph.constants}
+        of_inputs = dict(zip(graph.parameters, rows, strict=True))
+        self._analysis = (analysed if stores else Analysis)(graph, of_inputs, num_rows)
         if not any(rows):
             raise CannotTile("none of its inputs has the rows of the batch")
         self.results = [self._analysis.rows_of(atom) for atom in graph.outputs]
-        if any(jax.dtypes.issubdtype(graph.avals[value].dtype, jax.dtypes.extended) for value in self._written()):
+        self._loops = Schedule(self._analysis, stores).loops
+        if any(jax.dtypes.issubdtype(graph.avals[value].dtype, jax.dtypes.extended) for value in self._loops):
             raise CannotTile("its results are random keys, one a row")
-        has_loops = self._written() or self._analysis.sums
-        self.num_loops = self._analysis.num_loops if has_loops else 0
-
-    def _written(self) -> list[int]:
-        """The values whose rows are results."""
-        outputs = dict.fromkeys(atom for atom in self._graph.outputs if isinstance(atom, int))
-        return [value for value in outputs if self._analysis.rows[value] is not None and value not in self._given]
+        self.num_loops = self._analysis.num_loops if self._loops else 0
 
     def run(self, num_tiles: int, donated: Collection[int] = ()) -> Callable[..., Any]:
         """The function.
@@ -98,12 +96,15 @@ class InTiles:
     def _loop(self, number: int, known: dict[int, Any], size: int, donated: Collection[int]) -> None:
         """Runs one loop over the tiles, and adds its results to the known values."""
         analysis, graph, num_rows = self._analysis, self._graph, self._analysis.num_rows
-        written = self._written() if number == self.num_loops - 1 else []
+        made_here = [value for value, loop in self._loops.items() if loop == number]
+        sums = [value for value in made_here if value in analysis.sums]
+        written = [value for value in made_here if value not in analysis.sums]
         places = [at for value in written if (at := analysis.rows[value]) is not None]
-        sums = [value for value, loop in analysis.loop.items() if loop == number]
         wanted: list[Part] = [*zip(written, places, strict=True)]
         wanted += [(value, analysis.sums[value]) for value in sums]
         body = Body(analysis, wanted, known)
+        if not wanted:
+            return
         self._complete(known, body.whole)
         in_place = self._in_place(written, body, donated)
         combine = [COMBINE[analysis.sums[value]] for value in sums]

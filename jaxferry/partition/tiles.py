@@ -228,7 +228,8 @@ class _Tiled:
         return self._loss(seeds, given[3:]).run(self._tiling.num_tiles)(*given)
 
     def _in_tiles(self, function: Callable[..., Any], arguments: Sequence[Any], rows: Sequence[Rows | None]) -> InTiles:
-        return InTiles(function, arguments, rows, self._tiling.num_rows, self._graph.num_devices)
+        stores = self._tiling.along == TOKENS
+        return InTiles(function, arguments, rows, self._tiling.num_rows, self._graph.num_devices, stores)
 
     @property
     def _arguments(self) -> list[Any]:
