@@ -95,7 +95,7 @@ class Analysis:
         stage = max((self.stage[value] for value in equation.reads), default=0)
         self.rows |= dict.fromkeys(equation.outputs)
         self.stage |= dict.fromkeys(equation.outputs, stage)
-        if is_cheap(equation) and all(self.rows[v] is None or v in self._at_hand for v in equation.reads):
+        if is_repeated(equation) and all(self.rows[v] is None or v in self._at_hand for v in equation.reads):
             self._at_hand.update(equation.outputs)
         if not any(rows) and not equation.has_effects:
             return
@@ -176,7 +176,7 @@ class Analysis:
                 if isinstance(atom, int) and rows[place] is not None and any(others):
                     with contextlib.suppress(CannotTile):
                         found.append((atom, self.tile(equation, others)))
-            if not found and not is_cheap(equation) and equation.primitive.name not in KERNELS:
+            if not found and not is_repeated(equation) and equation.primitive.name not in KERNELS:
                 raise
         if not found:
             return None, [value for value in equation.reads if self.rows[value] is not None]
@@ -192,6 +192,11 @@ class Analysis:
     def _whole_stage(self, value: int) -> int:
         """The first loop that can read a value with rows whole; what only moves inputs is at hand without a loop."""
         return self.stage[value] + (value not in self._at_hand)
+
+
+def is_repeated(equation: Equation) -> bool:
+    """Whether a loop computes an equation again rather than have its result stored."""
+    return is_cheap(equation) or equation.primitive.name == "optimization_barrier"
 
 
 def states_sharding(equation: Equation) -> bool:

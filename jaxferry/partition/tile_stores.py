@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 
-from jaxferry.partition.derivatives import is_cheap, values_to_keep
+from jaxferry.partition.derivatives import values_to_keep
 from jaxferry.partition.graph import Equation, Graph
-from jaxferry.partition.tile_analysis import Analysis
+from jaxferry.partition.tile_analysis import Analysis, is_repeated
 from jaxferry.partition.tile_rules import CannotTile, Rows
 
 _MOST_LOOPS = 8
@@ -76,7 +76,7 @@ class Schedule:
             self.loops = latest | dict.fromkeys(results, last)
             return
         free = {value for value, at in analysis.rows.items() if at is None or value not in analysis.made_by}
-        whole = values_to_keep(graph, analysis.read_whole, free)
+        whole = values_to_keep(graph, analysis.read_whole, free, is_repeated)
         self.loops |= {value: analysis.stage[value] for value in whole}
         fixed = self.loops | {v: n for v, n in latest.items() if n == analysis.stage[v] - 1}
         fixed |= {value: last for value in results if analysis.stage[value] == last}
@@ -94,7 +94,7 @@ class Schedule:
         equations, early = self._missing(values, number, lambda value: analysis.stage[value] == number)
         done = set[Equation]().union(*self._computed[:number])
         self._computed[number] |= equations
-        can_repeat: Callable[[Equation], bool] = lambda equation: is_cheap(equation) or equation not in done  # noqa: E731
+        can_repeat: Callable[[Equation], bool] = lambda equation: is_repeated(equation) or equation not in done  # noqa: E731
         for value in values_to_keep(analysis.graph, early, free.union(self.loops), can_repeat):
             self.loops[value] = own = analysis.stage[value]
             self._computed[own] |= self._again([value], own)
@@ -127,7 +127,7 @@ class Schedule:
     def _best_loop(self, value: int, first: int, last: int) -> int:
         """The loop that computes the least in addition to make a value; of equal ones the last."""
         added = {number: self._again([value], number) for number in range(last, first - 1, -1)}
-        best = min(added, key=lambda number: sum(not is_cheap(equation) for equation in added[number]))
+        best = min(added, key=lambda number: sum(not is_repeated(equation) for equation in added[number]))
         self._computed[best] |= added[best]
         return best
 

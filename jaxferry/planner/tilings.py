@@ -19,11 +19,24 @@ from jaxferry.planner.place_bound import any_plan_lower_bound_s
 from jaxferry.planner.preference import longest_equal_s
 from jaxferry.step import LayerPlan, Plan
 
-NUMBERS = (1, 2, 4, 8, 16, 32, 64)
-"""The numbers of tiles among which a level chooses for each program."""
+_LEAST_TOKENS = 64
+"""Of a tile: products with fewer rows take longer than all of its other work saves."""
 
 _NEAR = 1.01
 """A level with a bound this near to the least one may do as well with fewer tiles."""
+
+
+def numbers_to_try(parts: Partition) -> tuple[int, ...]:
+    """The numbers of tiles among which a level chooses for each program.
+
+    Args:
+      parts: the segments. A tile has a row of their batch at least, or, along the tokens, 64 of these.
+    """
+    graph = parts.graph
+    shapes = [graph.avals[value].shape for segment in parts.segments for value in segment.inputs]
+    num_tokens = [math.prod(shape[:2]) for shape in shapes if shape[:1] == (graph.num_rows,) and len(shape) > 2]
+    most = max(1, graph.num_rows // graph.num_devices, max(num_tokens, default=0) // _LEAST_TOKENS)
+    return tuple(2**power for power in range(most.bit_length()))
 
 
 def levels_of_tiles(profiles: Mapping[int, Profile]) -> list[Profile]:
