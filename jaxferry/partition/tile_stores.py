@@ -88,6 +88,13 @@ class Schedule:
             if value not in self.loops:
                 self.loops[value] = self._best_loop(value, analysis.stage[value], last)
 
+    @property
+    def last_read(self) -> dict[int, int]:
+        """The last loop that reads each input, as far as is known."""
+        inputs = self._analysis.graph.parameters
+        read = [{value for equation in each for value in equation.reads} for each in self._computed]
+        return {value: n for n, values in enumerate(read) for value in inputs if value in values}
+
     def _store(self, values: Iterable[int], number: int, free: set[int]) -> None:
         """Chooses what earlier loops store for the one that makes these values."""
         analysis = self._analysis
