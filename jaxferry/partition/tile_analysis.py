@@ -160,7 +160,7 @@ class Analysis:
     def _tile_reading(self, equation: Equation, rows: Sequence[Rows | None]) -> tuple[Tile | None, Sequence[int]]:
         """What the rule of an equation says, and which of its operands with rows it reads whole.
 
-        An equation that only moves data, and a kernel of attention, may read all of them whole: it is in no tile (None).
+        One that only moves data, and a kernel of attention, may read all of them whole: it is in no tile (None).
 
         Raises:
           CannotTile: as for `tile`.

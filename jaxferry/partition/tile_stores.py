@@ -25,10 +25,12 @@ def analysed(graph: Graph, rows: Mapping[int, Rows | None], num_rows: int) -> An
     Of equal ones it is the one that reads the fewest bytes whole. The choices are tried one by one.
 
     Args:
-      graph, rows, num_rows: as for `Analysis`.
+      graph: the program.
+      rows: those of its inputs.
+      num_rows: B.
 
     Raises:
-      CannotTile: with an equation in the way.
+      CannotTile: with the first equation in the way of the first attempt.
     """
     stops: list[CannotTile] = []
     found: Analysis | None = None
@@ -69,8 +71,8 @@ class Schedule:
         self._analysis, graph, last = analysis, analysis.graph, analysis.num_loops - 1
         self._computed: list[set[Equation]] = [set() for _ in range(last + 1)]
         self.loops: dict[int, int] = {}
-        results = dict.fromkeys(v for v in graph.outputs if isinstance(v, int) and v in analysis.made_by)
-        results = [value for value in results if analysis.rows[value] is not None]
+        outputs = dict.fromkeys(value for value in graph.outputs if isinstance(value, int))
+        results = [v for v in outputs if v in analysis.made_by and analysis.rows[v] is not None]
         latest = self._loops_of_sums(lambda value, first, last: last)
         if not stores:
             self.loops = latest | dict.fromkeys(results, last)
@@ -115,7 +117,7 @@ class Schedule:
     def _missing(
         self, values: Iterable[int], number: int, is_open: Callable[[int], bool]
     ) -> tuple[set[Equation], list[int]]:
-        """The equations that a loop computes in addition for some values, and the values in between that are not open."""
+        """The equations that a loop computes in addition for some values, and the closed values that they read."""
         analysis, stack = self._analysis, list(values)
         equations, closed = set[Equation](), dict[int, None]()
         while stack:

@@ -13,6 +13,7 @@ import pytest
 import jaxferry
 import models
 from examples.llama import model as llama
+from jaxferry.costs import backward_variant, forward_variant, partition_costs
 from jaxferry.engine import Programs, RematVariants, lower_traced, trace_program
 from jaxferry.errors import BudgetError
 from jaxferry.modes import GradientPlace, Mode
@@ -227,6 +228,20 @@ def test_temporaries_of_a_gpu_are_those_of_a_tile_and_the_sums_of_gradients(wide
     assert other <= sums_bytes + CUBLAS_BYTES + one / 8
     loops = re.findall(r" while\(", text(tiled))
     assert len(loops) == 1
+
+
+@pytest.mark.parametrize("kind", [ProgramKind.FORWARD, ProgramKind.BACKWARD])
+def test_a_block_of_llama_8b_needs_on_a_gpu_what_is_estimated_for_one_row_of_131072_tokens(kind):
+    """Without flash attention: the scores of all queries are 2 TiB."""
+    config = dataclasses.replace(llama.SIZES["3-8b"], num_layers=1, attention="xla")
+    params = jax.eval_shape(llama.make_init(config), jax.random.key(0))
+    batch = {"tokens": jax.ShapeDtypeStruct((1, 2**17 + 1), jnp.int32)}
+    parts = partition(llama.make_loss(config), params, (batch,), compute_dtype=jnp.bfloat16)
+    costs = partition_costs(RematVariants(parts, "full", 2048).base, "full", temporaries=True)
+    name = forward_variant(False) if kind is ProgramKind.FORWARD else backward_variant(False, False)
+    stats = compiled_for_gpu(parts, 1, kind, "full", 2048).get_compiled_memory_stats()
+    assert stats.temp_size_in_bytes < 6 * 2**30
+    assert 0.95 < costs[1].temporary_bytes[name] / stats.temp_size_in_bytes < 1.05
 
 
 @pytest.mark.parametrize("target", [Target.HOST, Target.HOST_SUM])
