@@ -216,13 +216,19 @@ class _Tiled:
         elif self._segment.runs_back:
             self._backward  # noqa: B018
 
-    def forward(self, num_tiles: int, *given: Any) -> Any:
-        return self._forward.run(num_tiles)(*given)
+    def forward_in(self, num_tiles: int) -> Callable[..., Any]:
+        def forward(*given: Any) -> Any:
+            return self._forward.run(num_tiles)(*given)
 
-    def backward(self, num_tiles: int, *given: Any) -> Any:
-        sizes = [len(jax.tree.leaves(part)) for part in given]
-        donated = range(sum(sizes[:4]), sum(sizes))
-        return self._backward.run(num_tiles, donated)(*given)
+        return forward
+
+    def backward_in(self, num_tiles: int) -> Callable[..., Any]:
+        def backward(*given: Any) -> Any:
+            sizes = [len(jax.tree.leaves(part)) for part in given]
+            donated = range(sum(sizes[:4]), sum(sizes))
+            return self._backward.run(num_tiles, donated)(*given)
+
+        return backward
 
     def both(self, num_tiles: int, seeds: Callable[..., Any], *given: Any) -> Any:
         return self._loss(seeds, given[3:]).run(num_tiles)(*given)
@@ -287,9 +293,9 @@ def differentiate(graph: Graph, segment: Segment, remat: Any = None) -> Derivati
         return whole
     tiled, number = _programs(graph, segment, remat), segment.tiling.num_tiles
     known = {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)}
-    known |= {"segment": segment, "forward": functools.partial(tiled.forward, number)}
+    known |= {"segment": segment, "forward": tiled.forward_in(number)}
     if segment.runs_back:
-        known["backward"] = functools.partial(tiled.backward, number)
+        known["backward"] = tiled.backward_in(number)
     return TiledDerivative(**known, tiled=tiled)
 
 
@@ -314,4 +320,4 @@ def forward_of(graph: Graph, segment: Segment) -> Callable[..., Any]:
     """The forward of a segment without derivatives, in tiles if it has a tiling."""
     if segment.tiling is None:
         return segment.forward
-    return functools.partial(_programs(graph, segment).forward, segment.tiling.num_tiles)
+    return _programs(graph, segment).forward_in(segment.tiling.num_tiles)
