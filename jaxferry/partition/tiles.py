@@ -1,4 +1,4 @@
-"""Applies the argument `tiles`: which segments run in how many tiles along the rows of the batch.
+"""Applies the argument `tiles`: which segments run in how many tiles along the rows of the batch, or along its tokens.
 
     tiles = "off" | "auto" | number | {name: number}
 
