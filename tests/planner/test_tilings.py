@@ -43,8 +43,10 @@ def peaks(level):
     return kept[:-1] + sizes
 
 
-@pytest.mark.parametrize(("rows", "length", "most"), [(8, 4, 8), (1, 16, 1), (1, 1024, 16), (4, 512, 32), (48, 64, 32)])
-def test_a_tile_to_try_has_a_row_or_64_tokens_at_least(rows, length, most):
+@pytest.mark.parametrize(
+    ("rows", "length", "most"), [(8, 4, 8), (1, 16, 1), (1, 1024, 16), (4, 512, 32), (48, 64, 32), (500, 1, 64)]
+)
+def test_tiles_to_try_have_64_tokens_at_least_or_are_64_rows_at_most(rows, length, most):
     def loss_fn(params, batch):
         x = jnp.tanh(batch @ params["in"]["w"])
         return (x @ params["out"]["w"]).mean()
