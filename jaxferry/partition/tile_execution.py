@@ -1,7 +1,8 @@
 """Runs a program as loops over tiles.
 
-function --trace, analyse--> loops: rows of results are written into arrays that the loop carries, sums are added to
-                             accumulators that it carries, in fp32 at least; what depends on no row is computed once
+function --trace, analyse--> loops: rows of results, and those that later loops read, are written into arrays that the
+                             loop carries, sums are added to accumulators that it carries, in fp32 at least; what
+                             depends on no row is computed once
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class InTiles:
 
         Args:
           num_tiles: at most so many tiles, of at least a row; the last one is smaller where they do not divide B.
-          donated: the leaves of the arguments whose memory results may take.
+          donated: the leaves of the arguments whose memory results may take, and before them what is stored.
         """
         graph, size = self._graph, -(-self._analysis.num_rows // num_tiles)
 
