@@ -66,7 +66,9 @@ def long_row():
     return models.Task(llama.make_loss(config), llama.make_init(config)(jax.random.key(0)), batch)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    "remat", ["none", "full", jax.checkpoint_policies.dots_with_no_batch_dims_saveable], ids=["none", "full", "dots"]
+)
 def test_one_long_row_trains_to_the_losses_of_plain_optax(long_row, remat):
     step = jaxferry.train_step(long_row.loss_fn, ADAMW, tiles=4, remat=remat)
     _, losses = train(step, long_row, 5)
