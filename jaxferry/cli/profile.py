@@ -49,7 +49,7 @@ from jaxferry.engine import (
 from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK, Remat
 from jaxferry.partition import AUTO, OFF, REMAT, check_tiles, partition, refused_by_jax
-from jaxferry.planner import NUMBERS, coded_plan, levels_of_tiles, merges_of_small, tiles_of
+from jaxferry.planner import coded_plan, levels_of_tiles, merges_of_small, numbers_to_try, tiles_of
 from jaxferry.processes import mesh_of
 from jaxferry.settings import for_planned_gpu
 from jaxferry.step import (
@@ -219,7 +219,7 @@ def trace(
 
         if tiles != AUTO:
             return traced(tiles)
-        profiles = {number: traced(number).profile for number in NUMBERS}
+        profiles = {number: traced(number).profile for number in numbers_to_try(parts)}
         levels = [tiles_of(parts, level.layers) for level in levels_of_tiles(profiles)]
         return dataclasses.replace(traced(1), in_tiles=tuple(map(traced, levels[1:])))
 

@@ -40,7 +40,7 @@ from jaxferry.costs.counts import (
 )
 from jaxferry.costs.estimate import LayerCosts, Recomputation
 from jaxferry.costs.layer_records import backward_variant, forward_variant
-from jaxferry.partition import AUTO, Graph, Partition, Segment, differentiate, once_for_graph
+from jaxferry.partition import AUTO, Graph, Partition, Segment, differentiate, numbers_of_operands, once_for_graph
 
 _READ_FROM_MEMORY = ATTENTION | {
     "conv_general_dilated",
@@ -58,9 +58,9 @@ _CONVERT = "convert_element_type"
 _LOOPS = frozenset({"scan", "while", "cond"})
 
 
-def temporary_bytes(closed_jaxpr: core.ClosedJaxpr) -> int:
-    """Estimates the bytes of a program's temporaries."""
-    return _peak_bytes(closed_jaxpr.jaxpr, is_body=False)
+def temporary_bytes(closed_jaxpr: core.ClosedJaxpr, num_donated: int = 0) -> int:
+    """Estimates the bytes of a program's temporaries; its last `num_donated` arguments are donated."""
+    return _peak_bytes(closed_jaxpr.jaxpr, is_body=False, num_donated=num_donated)
 
 
 @dataclasses.dataclass
@@ -87,12 +87,15 @@ class _Operand:
 
 
 _ARGUMENT = _Operand(frozenset(), True)
+_DONATED = _Operand(frozenset(), True)
+"""An argument whose memory a loop may take for what it carries."""
 
 
-def _peak_bytes(jaxpr: core.Jaxpr, is_body: bool = True, num_stored: int = 0) -> int:
+def _peak_bytes(jaxpr: core.Jaxpr, is_body: bool = True, num_stored: int = 0, num_donated: int = 0) -> int:
     """The temporaries; the first `num_stored` results are among them, since they leave for the host at the end."""
     memory = _Memory(is_body)
-    results = memory.run(jaxpr, [_ARGUMENT] * len(jaxpr.invars), is_whole=True)
+    arguments = [_ARGUMENT] * (len(jaxpr.invars) - num_donated) + [_DONATED] * num_donated
+    results = memory.run(jaxpr, arguments, is_whole=True)
     for result in results:
         memory.read(result)
     stay = results[num_stored:]
@@ -125,7 +128,12 @@ class _Memory:
             elif inner or is_heavy(eqn):
                 if eqn.primitive.name in _READ_FROM_MEMORY:
                     self._store_all(eqn.invars, operands)
-                made = self._write([widened.get(each, atom_bytes(each)) for each in eqn.outvars], operands)
+                sizes = [widened.get(each, atom_bytes(each)) for each in eqn.outvars]
+                if eqn.primitive.name == "scan":
+                    first, num_carry = numbers_of_operands(eqn.params)
+                    carried = operands[first : first + num_carry]
+                    sizes[: len(carried)] = [0 if a is _DONATED else n for a, n in zip(carried, sizes, strict=False)]
+                made = self._write(sizes, operands)
                 self._inner_bytes[self._time] = max(map(_peak_bytes, inner), default=0)
             elif eqn.primitive.name in VIEWS:
                 made = operands[: len(eqn.outvars)]  # a barrier has several
@@ -299,9 +307,12 @@ class _ProgramCosts:
                 ones = functools.partial(jax.tree.map, jnp.ones_like)
                 both = functools.partial(self.derivative.both, ones)
                 forward = backward = _live(jax.make_jaxpr(both)(*self._arguments))
-            sizes, by_go = (temporary_bytes(forward), temporary_bytes(backward)), 0
-            if self.derivative.segment.tiling is not None:
-                by_go = _storing_bytes(backward, len(self.derivative.segment.trained), self._num_devices)
+            segment, num_donated = self.derivative.segment, 0
+            if segment.tiling is not None and not is_last:
+                num_donated = len(self.derivative.saved) + len(segment.outputs)
+            sizes, by_go = (temporary_bytes(forward), temporary_bytes(backward, num_donated)), 0
+            if segment.tiling is not None:
+                by_go = _storing_bytes(backward, len(segment.trained), self._num_devices, num_donated)
             self._temporary_bytes = *sizes, max(sizes[1], by_go)
         return self._temporary_bytes
 
@@ -368,7 +379,7 @@ def _reads_before_loops(closed_jaxpr: core.ClosedJaxpr, arguments: Sequence[int]
     return (HostRead(sum(sizes)),) if sizes else ()
 
 
-def _storing_bytes(closed_jaxpr: core.ClosedJaxpr, num_gradients: int, num_devices: int) -> int:
+def _storing_bytes(closed_jaxpr: core.ClosedJaxpr, num_gradients: int, num_devices: int, num_donated: int) -> int:
     """The temporaries of a program in tiles that writes its gradients to the host, which exist whole on the device.
 
     They leave as the fp32 sums that they are, but from several devices: those exchange them in their own dtype.
@@ -379,7 +390,7 @@ def _storing_bytes(closed_jaxpr: core.ClosedJaxpr, num_gradients: int, num_devic
     if num_devices == 1:
         gradients = [casts.get(atom, atom) if _is_variable(atom) else atom for atom in gradients]
     stored = jaxpr.replace(outvars=[*gradients, *jaxpr.outvars[num_gradients:]])
-    return _peak_bytes(stored, is_body=False, num_stored=num_gradients)
+    return _peak_bytes(stored, is_body=False, num_stored=num_gradients, num_donated=num_donated)
 
 
 def _by_variant(num_bytes: tuple[int, int, int], whole_bytes: int, recomputes: bool = False) -> dict[str, int]:

@@ -53,6 +53,7 @@ from .rows import ELEMENTWISE as ELEMENTWISE
 from .rows import Gradient as Gradient
 from .rows import RowGradient as RowGradient
 from .rows import keep_rows as keep_rows
+from .scans import numbers_of_operands as numbers_of_operands
 from .segments import ForwardPartition as ForwardPartition
 from .segments import Partition as Partition
 from .segments import Segment as Segment

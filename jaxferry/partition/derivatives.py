@@ -50,8 +50,18 @@ _UNITS = 2**28
 _INFINITE = 2**30
 
 
-def values_to_keep(graph: Graph, residuals: Iterable[int], free: Collection[int]) -> set[int]:
-    """Returns the values to save so that cheap equations can recompute every residual."""
+def is_cheap(equation: Equation) -> bool:
+    """Whether recomputing an equation costs less than saving its result."""
+    return equation.primitive.name in _CHEAP and not equation.has_effects
+
+
+def values_to_keep(
+    graph: Graph,
+    residuals: Iterable[int],
+    free: Collection[int],
+    can_repeat: Callable[[Equation], bool] = is_cheap,
+) -> set[int]:
+    """Returns the values to save so that cheap equations, or others that can repeat, recompute every residual."""
     wanted = [value for value in dict.fromkeys(residuals) if value not in free]
     if not wanted:
         return set()
@@ -61,13 +71,13 @@ def values_to_keep(graph: Graph, residuals: Iterable[int], free: Collection[int]
     while stack:
         value = stack.pop()
         equation = made_by.get(value)
-        for operand in equation.reads if equation is not None and is_cheap(equation) else ():
+        for operand in equation.reads if equation is not None and can_repeat(equation) else ():
             if operand not in free:
                 edges.append((operand, value))
                 if operand not in nodes:
                     nodes[operand] = None
                     stack.append(operand)
-    fixed = [v for v in nodes if v not in made_by or not is_cheap(made_by[v])]
+    fixed = [v for v in nodes if v not in made_by or not can_repeat(made_by[v])]
     return _minimum_cut(graph, list(nodes), edges, fixed, wanted)
 
 
@@ -104,11 +114,6 @@ def _may_keep(policy: Callable[..., Any], graph: Graph, equation: Equation) -> b
             f"{answer!r} for {equation.primitive.name}"
         )
     return bool(answer)
-
-
-def is_cheap(equation: Equation) -> bool:
-    """Whether recomputing an equation costs less than saving its result."""
-    return equation.primitive.name in _CHEAP and not equation.has_effects
 
 
 def _minimum_cut(

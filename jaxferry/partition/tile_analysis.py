@@ -4,19 +4,22 @@ Each value is one of:
     whole       every tile sees all of it; of stage 0 it depends on no row, of stage s on sums that s loops have made
     rows        those of row b depend on row b of the inputs alone, and on whole values
     combined    over tiles, by a sum say: whole one stage later
+Rows may also be stored, and be read whole by others one stage later, such as keys by queries.
 Whatever inputs are said to have rows, the program in tiles computes the same: a wrong choice is only not tiled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from jaxferry.partition.derivatives import is_cheap
 from jaxferry.partition.graph import Atom, Equation, Graph, are_zeros
-from jaxferry.partition.tile_rules import PARTIAL, RULES, CannotTile, Rows, Site, Tile, linear
+from jaxferry.partition.tile_rules import KERNELS, PARTIAL, RULES, CannotTile, Rows, Site, Tile, linear
 
 MOST_LOOPS = 3
-"""Each loop after the first computes again what it needs of the loops before."""
+"""Each loop after the first computes again what it needs of the loops before, unless that is stored."""
 
 
 class Analysis:
@@ -29,14 +32,18 @@ class Analysis:
       is_inner: whether the program is the body of a loop or a branch of another one, in which sums are `PARTIAL`.
       is_trial: as for `linear`.
       stops: collects what cannot be tiled, which is then taken as whole, instead of raising; None raises.
+      choices: where rows meet rows, which operand is read whole: its place among those that may be, the cheapest first.
+        Choices that are missing are 0, and are added to the list. None refuses such equations.
+      most_loops: how many loops may follow each other.
 
     Attributes:
       graph, num_rows: as given.
       rows: by value.
+      stage: of rows, the first loop that can make them; of others, the first loop that can read them.
       sums: how tiles of a value combine; of combined values only.
-      tiles: what the rule of an equation says; of equations with rows only.
+      tiles: what the rule of an equation says; of equations in tiles only.
+      read_whole: the values with rows that are read whole.
       num_loops: the number of loops, one after the other.
-      loop: the loop that makes a combined value, the last one possible.
 
     Raises:
       CannotTile: with the first equation in the way.
@@ -51,20 +58,24 @@ class Analysis:
         is_inner: bool = False,
         is_trial: bool = False,
         stops: list[CannotTile] | None = None,
+        choices: list[int] | None = None,
+        most_loops: int = MOST_LOOPS,
     ) -> None:
         self.graph, self.num_rows = graph, num_rows
         self._is_inner, self._is_trial, self._stops = is_inner, is_trial, stops
+        self._choices, self._num_chosen, self._most_loops = choices, 0, most_loops
         self.made_by = {value: equation for equation in graph.equations for value in equation.outputs}
         inputs = (*graph.parameters, *graph.batch, *graph.constants)
         self.rows: dict[int, Rows | None] = {value: rows.get(value) for value in inputs}
-        self._stage = dict.fromkeys(inputs, 0)
+        self.stage = dict.fromkeys(inputs, 0)
+        self._at_hand = set(inputs)
+        self.read_whole: dict[int, None] = {}
         self.tiles: dict[Equation, Tile] = {}
         self.sums: dict[int, str] = {}
         for equation in graph.equations:
             self._visit(equation)
-        of_rows = [self._stage[value] for value, at in self.rows.items() if at is not None]
-        self.num_loops = 1 + max([*of_rows, *(self._stage[value] - 1 for value in self.sums)], default=0)
-        self.loop = self._latest_loops()
+        of_rows = [self.stage[value] for value, at in self.rows.items() if at is not None]
+        self.num_loops = 1 + max([*of_rows, *(self.stage[value] - 1 for value in self.sums)], default=0)
 
     def rows_of(self, atom: Atom) -> Rows | None:
         """The rows of a value; None of whole and combined ones."""
@@ -81,14 +92,17 @@ class Analysis:
 
     def _visit(self, equation: Equation) -> None:
         rows = [self.rows_of(atom) for atom in equation.inputs]
-        stage = max((self._stage[value] for value in equation.reads), default=0)
+        stage = max((self.stage[value] for value in equation.reads), default=0)
         self.rows |= dict.fromkeys(equation.outputs)
-        self._stage |= dict.fromkeys(equation.outputs, stage)
+        self.stage |= dict.fromkeys(equation.outputs, stage)
+        if is_repeated(equation) and all(self.rows[v] is None or v in self._at_hand for v in equation.reads):
+            self._at_hand.update(equation.outputs)
         if not any(rows) and not equation.has_effects:
             return
         try:
-            tile = self.tile(equation, rows)
-            if stage >= MOST_LOOPS:
+            tile, whole = self._tile_reading(equation, rows)
+            stage = max(stage, *map(self._whole_stage, whole), 0)
+            if tile is not None and stage >= self._most_loops:
                 raise CannotTile(f"it needs {stage} sums over all rows, one after the other")
         except CannotTile as stop:
             operands = ", ".join(self.graph.aval_of(atom).str_short() for atom in equation.inputs)
@@ -97,11 +111,15 @@ class Analysis:
                 raise stop from None
             self._stops.append(stop)
             return
+        self.read_whole |= dict.fromkeys(whole)
+        self.stage |= dict.fromkeys(equation.outputs, stage)
+        if tile is None:
+            return
         self.tiles[equation] = tile
         for value, result in zip(equation.outputs, tile.results, strict=True):
             if isinstance(result, str):
                 self.sums[value] = result
-                self._stage[value] = stage + 1
+                self.stage[value] = stage + 1
             else:
                 self.rows[value] = result
 
@@ -139,21 +157,46 @@ class Analysis:
         params = (lambda size: site.params) if is_product else tile.params
         return dataclasses.replace(tile, results=results, params=params)
 
-    def _latest_loops(self) -> dict[int, int]:
-        """The last loop in which each combined value may be made: earlier loops compute only what later ones need."""
-        last = self.num_loops - 1
-        needed: dict[int, int] = {}
-        loop: dict[int, int] = {}
-        for equation in reversed(self.graph.equations):
-            needs = [needed.get(value, last + 1) for value in equation.outputs]
-            if equation in self.tiles:
-                made = {v: min(n - 1, last) for v, n in zip(equation.outputs, needs, strict=True) if v in self.sums}
-                loop |= made
-                needs = [made.get(value, self._stage[value]) for value in equation.outputs]
-            for value in equation.reads:
-                if self.rows[value] is None:
-                    needed[value] = min(needed.get(value, last + 1), *needs)
-        return loop
+    def _tile_reading(self, equation: Equation, rows: Sequence[Rows | None]) -> tuple[Tile | None, Sequence[int]]:
+        """What the rule of an equation says, and which of its operands with rows it reads whole.
+
+        One that only moves data, and a kernel of attention, may read all of them whole: it is in no tile (None).
+
+        Raises:
+          CannotTile: as for `tile`.
+        """
+        try:
+            return self.tile(equation, rows), ()
+        except CannotTile:
+            if self._choices is None or equation.has_effects or states_sharding(equation):
+                raise
+            found = list[tuple[int, Tile]]()
+            for place, atom in enumerate(equation.inputs):
+                others = [None if other == place else at for other, at in enumerate(rows)]
+                if isinstance(atom, int) and rows[place] is not None and any(others):
+                    with contextlib.suppress(CannotTile):
+                        found.append((atom, self.tile(equation, others)))
+            if not found and not is_repeated(equation) and equation.primitive.name not in KERNELS:
+                raise
+        if not found:
+            return None, [value for value in equation.reads if self.rows[value] is not None]
+        found.sort(key=lambda each: (self._whole_stage(each[0]), self.graph.num_bytes(each[0])))
+        if len(found) > 1:
+            if self._num_chosen == len(self._choices):
+                self._choices.append(0)
+            found = found[self._choices[self._num_chosen] :]
+            self._num_chosen += 1
+        atom, tile = found[0]
+        return tile, [atom]
+
+    def _whole_stage(self, value: int) -> int:
+        """The first loop that can read a value with rows whole; what only moves inputs is at hand without a loop."""
+        return self.stage[value] + (value not in self._at_hand)
+
+
+def is_repeated(equation: Equation) -> bool:
+    """Whether a loop computes an equation again rather than have its result stored."""
+    return is_cheap(equation) or equation.primitive.name == "optimization_barrier"
 
 
 def states_sharding(equation: Equation) -> bool:

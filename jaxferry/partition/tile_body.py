@@ -114,6 +114,8 @@ class Body:
     def _steps_of(self, equation: Equation) -> list[_Step]:
         """The steps that compute what is wanted of an equation, last first."""
         analysis, found = self._analysis, list[_Step]()
+        if self._known.issuperset(equation.outputs):
+            return found
         tile = analysis.tiles.get(equation)
         wants = [self._wants.get(value, {}) for value in equation.outputs]
         if tile is not None and any(at in own for at, own in zip(tile.results, wants, strict=True)):

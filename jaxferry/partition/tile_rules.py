@@ -402,7 +402,11 @@ def _matrices(site: Site, rows: Sequence[Rows | None]) -> Tile:
     return _alike(site, at)
 
 
-@rule("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+KERNELS = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+"""Attention by cuDNN, which keeps no scores in memory."""
+
+
+@rule(*KERNELS)
 def _attention(site: Site, rows: Sequence[Rows | None]) -> Tile:
     """Attention by cuDNN along the batch, unless it draws a mask of its own, which depends on the tile."""
     at = same_rows(rows)

@@ -1,4 +1,4 @@
-"""Applies the argument `tiles`: which segments run in how many tiles along the rows of the batch.
+"""Applies the argument `tiles`: which segments run in how many tiles along the rows of the batch, or along its tokens.
 
     tiles = "off" | "auto" | number | {name: number}
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxferry.errors import InputError
 from jaxferry.partition import derivatives
-from jaxferry.partition.derivatives import AUTO, REMAT, Derivative, shapes_of
+from jaxferry.partition.derivatives import AUTO, REMAT, Derivative, once_for_graph, shapes_of
 from jaxferry.partition.graph import Graph, evaluate, trace
 from jaxferry.partition.segments import BATCH, TOKENS, ForwardPartition, Segment, Tiling
 from jaxferry.partition.tile_analysis import Analysis
@@ -33,6 +33,7 @@ OFF = "off"
 """Every segment runs whole."""
 
 _NOTHING = "there is one row"
+_FORWARD = "forward"
 
 Parts = TypeVar("Parts", bound=ForwardPartition)
 
@@ -133,10 +134,9 @@ def _stop(graph: Graph, segment: Segment, remat: Any, is_loss: bool) -> str:
     if segment.tiling.num_rows < 2:
         return _NOTHING
     try:
-        _Tiled(graph, segment, segment.forward)._forward  # noqa: B018 - made here, or it raises
+        _programs(graph, segment)._forward  # noqa: B018 - made here, or it raises
         for kind in () if remat is None else REMAT if remat == AUTO else (remat,):
-            tiled = _Tiled(graph, segment, derivatives.differentiate(graph, segment, kind))
-            tiled.check(is_loss)
+            _programs(graph, segment, kind).check(is_loss)
     except CannotTile as stop:
         return str(stop)
     return ""
@@ -195,7 +195,7 @@ def _propagated(
 
 
 class _Tiled:
-    """The programs of a segment in tiles, made when they are needed first.
+    """The programs of a segment in any number of tiles, made when they are needed first.
 
     Args:
       graph: the segment's graph.
@@ -216,19 +216,26 @@ class _Tiled:
         elif self._segment.runs_back:
             self._backward  # noqa: B018
 
-    def forward(self, *given: Any) -> Any:
-        return self._forward.run(self._tiling.num_tiles)(*given)
+    def forward_in(self, num_tiles: int) -> Callable[..., Any]:
+        def forward(*given: Any) -> Any:
+            return self._forward.run(num_tiles)(*given)
 
-    def backward(self, *given: Any) -> Any:
-        sizes = [len(jax.tree.leaves(part)) for part in given]
-        donated = range(sum(sizes[:4]), sum(sizes))
-        return self._backward.run(self._tiling.num_tiles, donated)(*given)
+        return forward
 
-    def both(self, seeds: Callable[..., Any], *given: Any) -> Any:
-        return self._loss(seeds, given[3:]).run(self._tiling.num_tiles)(*given)
+    def backward_in(self, num_tiles: int) -> Callable[..., Any]:
+        def backward(*given: Any) -> Any:
+            sizes = [len(jax.tree.leaves(part)) for part in given]
+            donated = range(sum(sizes[:4]), sum(sizes))
+            return self._backward.run(num_tiles, donated)(*given)
+
+        return backward
+
+    def both(self, num_tiles: int, seeds: Callable[..., Any], *given: Any) -> Any:
+        return self._loss(seeds, given[3:]).run(num_tiles)(*given)
 
     def _in_tiles(self, function: Callable[..., Any], arguments: Sequence[Any], rows: Sequence[Rows | None]) -> InTiles:
-        return InTiles(function, arguments, rows, self._tiling.num_rows, self._graph.num_devices)
+        stores = self._tiling.along == TOKENS
+        return InTiles(function, arguments, rows, self._tiling.num_rows, self._graph.num_devices, stores)
 
     @property
     def _arguments(self) -> list[Any]:
@@ -265,12 +272,31 @@ class _Tiled:
         return self._in_tiles(derivative.backward, derivative.backward_arguments(self._graph), rows)
 
 
+def _programs(graph: Graph, segment: Segment, remat: Any = _FORWARD) -> _Tiled:
+    """The programs of a segment, made once for all numbers of tiles; `_FORWARD` for that without derivatives alone."""
+    assert segment.tiling is not None
+    shared = dataclasses.replace(segment, tiling=dataclasses.replace(segment.tiling, num_tiles=1))
+    return once_for_graph(_make_programs, graph, shared, remat)
+
+
+def _make_programs(graph: Graph, segment: Segment, remat: Any) -> _Tiled:
+    whole = dataclasses.replace(segment, tiling=None)
+    return _Tiled(
+        graph, segment, segment.forward if remat == _FORWARD else derivatives.differentiate(graph, whole, remat)
+    )
+
+
 def differentiate(graph: Graph, segment: Segment, remat: Any = None) -> Derivative:
     """As `derivatives.differentiate`; the programs of a segment in tiles run so."""
-    derivative = derivatives.differentiate(graph, segment, remat)
+    whole = derivatives.differentiate(graph, dataclasses.replace(segment, tiling=None), remat)
     if segment.tiling is None:
-        return derivative
-    return in_tiles(graph, derivative)
+        return whole
+    tiled, number = _programs(graph, segment, remat), segment.tiling.num_tiles
+    known = {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)}
+    known |= {"segment": segment, "forward": tiled.forward_in(number)}
+    if segment.runs_back:
+        known["backward"] = tiled.backward_in(number)
+    return TiledDerivative(**known, tiled=tiled)
 
 
 def _ones(outputs: Any) -> Any:
@@ -284,19 +310,14 @@ class TiledDerivative(Derivative):
     tiled: _Tiled | None = None
 
     def both(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `Derivative`, in one loop."""
+        """As of `Derivative`, in one program."""
         assert self.tiled is not None
-        return self.tiled.both(*args, **kwargs)
-
-
-def in_tiles(graph: Graph, derivative: Derivative) -> Derivative:
-    """The derivative of a segment with a tiling, whose programs run in tiles."""
-    tiled = _Tiled(graph, derivative.segment, derivative)
-    backward = tiled.backward if derivative.segment.runs_back else derivative.backward
-    known = {field.name: getattr(derivative, field.name) for field in dataclasses.fields(derivative)}
-    return TiledDerivative(**{**known, "forward": tiled.forward, "backward": backward}, tiled=tiled)
+        assert self.segment.tiling is not None
+        return self.tiled.both(self.segment.tiling.num_tiles, *args, **kwargs)
 
 
 def forward_of(graph: Graph, segment: Segment) -> Callable[..., Any]:
     """The forward of a segment without derivatives, in tiles if it has a tiling."""
-    return segment.forward if segment.tiling is None else _Tiled(graph, segment, segment.forward).forward
+    if segment.tiling is None:
+        return segment.forward
+    return _programs(graph, segment).forward_in(segment.tiling.num_tiles)

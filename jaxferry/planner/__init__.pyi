@@ -56,8 +56,8 @@ from .preference import EQUAL_WITHIN as EQUAL_WITHIN
 from .preference import longest_equal_s as longest_equal_s
 from .preference import preferred as preferred
 from .preference import score_of as score_of
-from .tilings import NUMBERS as NUMBERS
 from .tilings import levels_of_tiles as levels_of_tiles
+from .tilings import numbers_to_try as numbers_to_try
 from .tilings import plan_in_tiles as plan_in_tiles
 from .tilings import tiles_of as tiles_of
 from .twin_flow import TwinFlow as TwinFlow

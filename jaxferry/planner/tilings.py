@@ -19,11 +19,26 @@ from jaxferry.planner.place_bound import any_plan_lower_bound_s
 from jaxferry.planner.preference import longest_equal_s
 from jaxferry.step import LayerPlan, Plan
 
-NUMBERS = (1, 2, 4, 8, 16, 32, 64)
-"""The numbers of tiles among which a level chooses for each program."""
+_LEAST_TOKENS, _MOST_OF_FEWER = 64, 64
+"""Of a tile: products with fewer rows are slow; and how many tiles of fewer tokens, a row each, are tried."""
 
 _NEAR = 1.01
 """A level with a bound this near to the least one may do as well with fewer tiles."""
+
+
+def numbers_to_try(parts: Partition) -> tuple[int, ...]:
+    """The numbers of tiles among which a level chooses for each program.
+
+    Args:
+      parts: the segments. Each of more than 64 tiles, and each along the tokens, has 64 tokens of all rows at least.
+    """
+    graph = parts.graph
+    num_devices = graph.num_devices if graph.batch_size else 1
+    shapes = [graph.avals[value].shape for segment in parts.segments for value in segment.inputs]
+    num_tokens = max((math.prod(shape[:-1]) for shape in shapes if shape[:1] == (graph.num_rows,)), default=0)
+    of_rows = min(graph.num_rows // num_devices, _MOST_OF_FEWER)
+    most = max(1, of_rows, num_tokens // num_devices // _LEAST_TOKENS)
+    return tuple(2**power for power in range(most.bit_length()))
 
 
 def levels_of_tiles(profiles: Mapping[int, Profile]) -> list[Profile]:

@@ -14,13 +14,13 @@ from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import BLOCK, FASTER, MODULE, Mode
 from jaxferry.partition import AUTO, Partition
 from jaxferry.planner import (
-    NUMBERS,
     SIMPLE_POLICIES,
     FinestPlanner,
     Request,
     as_run,
     first_that_fits,
     levels_of_tiles,
+    numbers_to_try,
     plan_in_tiles,
     tiles_of,
     with_update_order,
@@ -204,7 +204,7 @@ def tilings(
         return [tiles_of(parts, given.layers)]
     if planning.tiles != AUTO or budget_bytes is None:
         return [1 if planning.tiles == AUTO else planning.tiles]
-    in_tiles = {number: cut(number) for number in NUMBERS}
+    in_tiles = {number: cut(number) for number in numbers_to_try(parts)}
     levels = levels_of_tiles({n: _may_recompute(each, estimated(each)) for n, each in in_tiles.items()})
     names = (planning.chooser,) if planning.chooser else SIMPLE_POLICIES
 

@@ -115,10 +115,10 @@ def train_step(
         memory; one tile if there is room for that. A number: for all segments that can be tiled;
         `jaxferry.partition.print_table(step.prepare(batch).partition)` shows the others, with the operation in the way.
         Or a mapping from names of segments or layers to numbers (1 for the others). A tile has one row or more, of each
-        device's share with `mesh`; with more tiles than rows, segments that mix no tokens are tiled along these. Sums
-        over rows are in fp32 at least. Losses and gradients are those of one tile up to rounding; dropout draws the
-        same masks. A program in tiles copies the layer that it reads in host memory (DHA, DFGB) to the device first,
-        and writes its gradient to the host (GO) once that is whole.
+        device's share with `mesh`; with more tiles than rows they lie along the tokens, and keys and values of
+        attention are stored for all of them. Sums over rows are in fp32 at least. Losses and gradients are those of one
+        tile up to rounding; dropout draws the same masks. A program in tiles copies the layer that it reads in host
+        memory (DHA, DFGB) to the device first, and writes its gradient to the host (GO) once that is whole.
       offload_activations: whether what a backward reads waits for it in pinned host memory: values that cross
         segments, and the residuals within a segment that `remat` keeps. Not with `remat="auto"`. An array leaves the
         device after the last forward that reads it and returns while the program before its first backward runs.

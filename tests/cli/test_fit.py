@@ -69,6 +69,14 @@ def test_less_device_memory_is_needed_in_tiles(jaxferry, tmp_path):
     assert refused.status == 2 and "tiles names 'tail', which is not a segment" in refused.err
 
 
+@pytest.mark.slow
+def test_one_row_of_131072_tokens_trains_llama_8b_in_24_gb_in_tiles(jaxferry):
+    row = ("llama:8b", "--machine", "rtx4090-pcie4", "--batch", 1, "--seq", 131_072, "--offload-activations")
+    whole, tiled = (fit(jaxferry, *row, *more) for more in ((), ("--tiles", 64)))
+    assert tiled["fits"] and not whole["fits"]
+    assert tiled["smallest_bytes"] < 0.6 * whole["smallest_bytes"]
+
+
 def test_the_report_states_the_answer_memory_speed_and_plan(jaxferry, user_model, tmp_path):
     path, name = tmp_path / "plan.json", user_model("shapes")
     shown = jaxferry("fit", name, *A100, "--batch", 2, "-o", path).out

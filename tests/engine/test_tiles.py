@@ -1,6 +1,7 @@
 """Training steps whose programs run in tiles: numerics, plans, memory, several devices."""
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -11,6 +12,8 @@ import pytest
 
 import jaxferry
 import models
+from examples.llama import model as llama
+from jaxferry.costs import backward_variant, forward_variant, partition_costs
 from jaxferry.engine import Programs, RematVariants, lower_traced, trace_program
 from jaxferry.errors import BudgetError
 from jaxferry.modes import GradientPlace, Mode
@@ -53,6 +56,48 @@ def test_dropout_draws_the_masks_of_one_tile():
     losses, others = (train(each, task, 5, rng=key)[1] for each in (step, whole))
     np.testing.assert_allclose(losses, others, rtol=1e-6)
     assert not np.allclose(losses, train(whole, task, 5)[1], rtol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def long_row():
+    """A Llama whose batch is one row, with attention scores that are larger than all else."""
+    config = llama.Config(2, 4, 2, 32, 64, max_length=512, vocab_size=64)
+    batch = {"tokens": jax.random.randint(jax.random.key(1), (1, 513), 0, 64)}
+    return models.Task(llama.make_loss(config), llama.make_init(config)(jax.random.key(0)), batch)
+
+
+@pytest.mark.parametrize(
+    "remat", ["none", "full", jax.checkpoint_policies.dots_with_no_batch_dims_saveable], ids=["none", "full", "dots"]
+)
+def test_one_long_row_trains_to_the_losses_of_plain_optax(long_row, remat):
+    step = jaxferry.train_step(long_row.loss_fn, ADAMW, tiles=4, remat=remat)
+    _, losses = train(step, long_row, 5)
+    tilings = {each.name: each.tiling for each in step.prepare(long_row.batch).partition.segments if each.tiling}
+    assert {(tiling.along, tiling.actual_tiles) for tiling in tilings.values()} == {("tokens", 4)}
+    assert {"layers/0", "layers/1", "head"} <= set(tilings)
+    plain = [loss for *_, loss in itertools.islice(models.plain_steps(long_row, ADAMW), 5)]
+    np.testing.assert_allclose(losses, plain, rtol=1e-5)
+    assert losses[-1] < losses[0]
+
+
+def test_one_long_row_fits_where_its_scores_do_not_and_has_the_same_bits_each_time(long_row):
+    with pytest.raises(BudgetError) as raised:
+        in_budget(long_row, "off", 1)
+    budget = raised.value.smallest_bytes // 2
+    step, prepared = in_budget(long_row, "auto", budget)
+    assert prepared.peak.total <= budget
+    assert {layer.tiles for layer in prepared.plan.layers if layer.name.startswith("layers")} <= {4, 8}
+    (state, losses), (other, again) = (train(step, long_row, 3) for _ in range(2))
+    assert losses == again
+    assert_same_bits(state.params, other.params)
+
+
+def test_dropout_along_one_row_draws_the_masks_of_one_tile():
+    task = models.gpt(dropout=0.3)
+    task = dataclasses.replace(task, batch=task.batch[:1])
+    step, whole = (jaxferry.train_step(task.loss_fn, ADAMW, tiles=tiles) for tiles in (4, "off"))
+    losses, others = (train(each, task, 3, rng=jax.random.key(7))[1] for each in (step, whole))
+    np.testing.assert_allclose(losses, others, rtol=1e-6)
 
 
 def test_evaluation_and_other_functions_run_in_tiles_too(gpt):
@@ -185,6 +230,20 @@ def test_temporaries_of_a_gpu_are_those_of_a_tile_and_the_sums_of_gradients(wide
     assert other <= sums_bytes + CUBLAS_BYTES + one / 8
     loops = re.findall(r" while\(", text(tiled))
     assert len(loops) == 1
+
+
+@pytest.mark.parametrize("kind", [ProgramKind.FORWARD, ProgramKind.BACKWARD])
+def test_a_block_of_llama_8b_needs_on_a_gpu_what_is_estimated_for_one_row_of_131072_tokens(kind):
+    """Without flash attention: the scores of all queries are 2 TiB."""
+    config = dataclasses.replace(llama.SIZES["3-8b"], num_layers=1, attention="xla")
+    params = jax.eval_shape(llama.make_init(config), jax.random.key(0))
+    batch = {"tokens": jax.ShapeDtypeStruct((1, 2**17 + 1), jnp.int32)}
+    parts = partition(llama.make_loss(config), params, (batch,), compute_dtype=jnp.bfloat16)
+    costs = partition_costs(RematVariants(parts, "full", 2048).base, "full", temporaries=True)
+    name = forward_variant(False) if kind is ProgramKind.FORWARD else backward_variant(False, False)
+    stats = compiled_for_gpu(parts, 1, kind, "full", 2048).get_compiled_memory_stats()
+    assert stats.temp_size_in_bytes < 6 * 2**30
+    assert 0.95 < costs[1].temporary_bytes[name] / stats.temp_size_in_bytes < 1.05
 
 
 @pytest.mark.parametrize("target", [Target.HOST, Target.HOST_SUM])

@@ -40,7 +40,22 @@ SLOW = {
     "one block four times": shared.linen_albert,
     "experts": experts.linen_dense_experts,
 }
-TOLERANCE = {"16 bits": 2e-2}
+TOLERANCE = {"16 bits": 2e-2, "one row of 16 bits": 2e-2}
+
+
+def one_row(make):
+    """The task with a batch of one row."""
+    task = make()
+    return models.Task(task.loss_fn, task.params, jax.tree.map(lambda x: x[:1] if x.ndim > 1 else x, task.batch))
+
+
+LONG = {
+    "one row": models.gpt,
+    "one row under a checkpoint": rematerialised.linen_remat,
+    "one row with dropout": random_streams.gpt_dropout,
+    "one row of 16 bits": mixed_dtypes.linen_mixed_dtypes,
+    "one row, one block four times": shared.linen_albert,
+}
 
 
 def cut(task, tiles, remat="none"):
@@ -84,10 +99,10 @@ def ones(outputs):
 
 
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)], ids=lambda name: name
+    "name", [*QUICK, *LONG, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)], ids=lambda name: name
 )
 def test_forward_backward_and_loss_of_each_segment_are_those_of_the_whole_batch(name):
-    parts, tiled = cut((QUICK | SLOW)[name](), 3)
+    parts, tiled = cut(one_row(LONG[name]) if name in LONG else (QUICK | SLOW)[name](), 3)
     graph, tolerance, seen = parts.graph, TOLERANCE.get(name, 1e-4), set()
     for number, (whole, segment) in enumerate(zip(parts.segments, tiled.segments, strict=True)):
         if segment.tiling is None or segment.program in seen:
@@ -153,18 +168,24 @@ def test_unknown_names_and_numbers_below_one_are_refused():
     assert check_tiles({"h_0": np.int32(2)}) == {"h_0": 2}
 
 
-def test_more_tiles_than_rows_are_along_the_tokens_where_no_segment_mixes_these():
+def tilings_of(task, tiles):
+    _, tiled = cut(task, tiles)
+    return {each.name: each.tiling and (each.tiling.along, each.tiling.actual_tiles) for each in tiled.segments}
+
+
+def test_more_tiles_than_rows_are_along_the_tokens_where_these_can_be_tiled():
     task = models.gpt()
     rows, length = task.batch.shape[0], task.batch.shape[1] - 1
-    _, tiled = cut(task, 99)
-    tilings = {segment.name: (segment.tiling.along, segment.tiling.actual_tiles) for segment in tiled.segments}
-    assert tilings["ln_f"] == tilings["wte#2"] == ("tokens", length)
-    assert tilings["h_0"] == tilings["wte"] == ("batch", rows)
+    tilings = tilings_of(task, 99)
+    assert tilings["h_0"] == tilings["ln_f"] == tilings["wte#2"] == ("tokens", length)
+    assert tilings["wte"] == ("batch", rows)
+    recurrent_layers = tilings_of(recurrent.nnx_lstm(), 99)
+    assert recurrent_layers["layers/0"][0] == "batch"
+    assert set(tilings_of(task, rows).values()) == {("batch", rows)}
 
 
 def test_a_batch_of_one_row_is_tiled_along_the_tokens_or_not_at_all():
-    task = models.gpt()
-    _, tiled = cut(models.Task(task.loss_fn, task.params, task.batch[:1]), 2)
-    of = {segment.name: segment for segment in tiled.segments}
-    assert of["wte#2"].tiling.along == "tokens"
-    assert of["h_0"].not_tiled.endswith("it multiplies rows with rows")
+    task = one_row(models.gpt)
+    tilings = tilings_of(task, 2)
+    assert tilings["wte"] is None
+    assert tilings["h_0"] == tilings["wte#2"] == ("tokens", 2)

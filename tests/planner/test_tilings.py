@@ -3,12 +3,15 @@
 import dataclasses
 
 import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 
 from jaxferry.errors import BudgetError
-from jaxferry.planner import Request, levels_of_tiles, plan_for, plan_in_tiles
+from jaxferry.partition import partition
+from jaxferry.planner import Request, levels_of_tiles, numbers_to_try, plan_for, plan_in_tiles
 from jaxferry.step import needed_bytes
 from profiles import examples, profiles, transformer
 
@@ -38,6 +41,20 @@ def peaks(level):
     kept = np.cumsum([0, *(sum(level.layers[i].kept_bytes(True) for i in members) for members in level.programs)])
     sizes = [level.layers[members[0]].temporary_bytes.get("forward", 0) for members in level.programs]
     return kept[:-1] + sizes
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "most"), [(8, 4, 8), (1, 16, 1), (1, 1024, 16), (4, 512, 32), (48, 64, 32), (500, 1, 64)]
+)
+def test_tiles_to_try_have_64_tokens_at_least_or_are_64_rows_at_most(rows, length, most):
+    def loss_fn(params, batch):
+        x = jnp.tanh(batch @ params["in"]["w"])
+        return (x @ params["out"]["w"]).mean()
+
+    shape = jax.ShapeDtypeStruct
+    params = {"in": {"w": shape((8, 4), jnp.float32)}, "out": {"w": shape((4, 2), jnp.float32)}}
+    numbers = numbers_to_try(partition(loss_fn, params, (shape((rows, length, 8), jnp.float32),)))
+    assert numbers == tuple(2**power for power in range(most.bit_length()))
 
 
 @examples(60)
