@@ -60,8 +60,6 @@ class InTiles:
         self._graph = graph = without_transposes(traced)
         of_inputs = dict(zip(graph.parameters, rows, strict=True))
         self._analysis = (analysed if stores else Analysis)(graph, of_inputs, num_rows)
-        if not any(rows):
-            raise CannotTile("none of its inputs has the rows of the batch")
         self.results = [self._analysis.rows_of(atom) for atom in graph.outputs]
         schedule = Schedule(self._analysis, stores)
         self._loops, self._last_read = schedule.loops, schedule.last_read

@@ -248,6 +248,8 @@ class _Tiled:
 
     @functools.cached_property
     def _forward(self) -> InTiles:
+        if not any(self._rows):
+            raise CannotTile("none of its inputs has the rows of the batch")
         function = self._source.forward if isinstance(self._source, Derivative) else self._source
         return self._in_tiles(function, self._arguments, self._rows)
 

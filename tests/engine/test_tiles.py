@@ -100,6 +100,20 @@ def test_dropout_along_one_row_draws_the_masks_of_one_tile():
     np.testing.assert_allclose(losses, others, rtol=1e-6)
 
 
+def test_a_loss_of_which_no_trained_parameter_has_a_gradient_runs_in_tiles():
+    def loss_fn(params, x):
+        return jnp.mean(jnp.tanh(x @ params["first"] @ jax.lax.stop_gradient(params["last"])) ** 2)
+
+    params = {"first": np.full((8, 8), 0.1, np.float32), "last": np.full((8, 8), 0.2, np.float32)}
+    task = models.Task(loss_fn, params, np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8))
+    trainable = {"first": False, "last": True}
+    options = {"trainable": trainable, "policy": "native-overlapped", "profile": "estimate"}
+    steps = [jaxferry.train_step(loss_fn, ADAMW, tiles=tiles, **options) for tiles in (2, "off")]
+    (state, losses), (_, expected) = (train(step, task, 3) for step in steps)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    assert np.all(state.params["first"] == params["first"])
+
+
 def test_evaluation_and_other_functions_run_in_tiles_too(gpt):
     step, whole = (jaxferry.train_step(gpt.loss_fn, ADAMW, tiles=tiles) for tiles in (3, "off"))
     states = [each.init(gpt.params) for each in (step, whole)]
