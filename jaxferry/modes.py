@@ -54,6 +54,8 @@ class Remat(enum.StrEnum):
 
     NONE = "none"
     """All residuals of its backward: the profile's `activation_bytes`."""
+    PRODUCTS = "products"
+    """The results of large products, and its inputs: its backward computes everything else again."""
     FULL = "full"
     """Only its inputs: its backward runs its forward again."""
 

@@ -28,6 +28,7 @@ from jaxferry.cli.workload import (
 )
 from jaxferry.costs import (
     MACHINES,
+    RECOMPUTATION,
     Machine,
     Profile,
     backward_variant,
@@ -128,18 +129,16 @@ class Traced:
     def without_samples(self) -> Traced:
         """The model with what takes memory for any batch: parameters and their gradients."""
         none: dict[str, Any] = dict.fromkeys(_BATCH_BYTES, 0) | {"temporary_bytes": {}}
-        again = ({"recompute_activation_bytes": 0 if each.can_recompute else None} for each in self.profile.layers)
+        sizes = [key for _, key in RECOMPUTATION.values()]
+        again = ({key: None if getattr(each, key) is None else 0 for key in sizes} for each in self.profile.layers)
         profile = self.profile.with_layers(none | own for own in again)
         return Traced(0, None, self.variants, profile, self.offload_activations)
 
     def _leanest(self, mode: int) -> Plan:
         layers = self.profile.layers
         modes, on_host = np.full(len(layers), mode, dtype=np.int8), np.ones(len(layers), dtype=bool)
-        can = np.array([layer.can_recompute for layer in layers])
-        plans = [
-            coded_plan("auto", 0.0, self.profile, modes, on_host, recomputes=again)
-            for again in (np.zeros_like(can), can)
-        ]
+        kept = ([remat if remat in layer.levels else Remat.NONE for layer in layers] for remat in Remat)
+        plans = [coded_plan("auto", 0.0, self.profile, modes, on_host, remats=remats) for remats in kept]
         return min(plans, key=lambda plan: needed_bytes(self.profile, plan))
 
     def _bytes_of(self, plan: Plan) -> int:
@@ -151,7 +150,7 @@ class Traced:
         return counted + unsplit_by_step(program, self._temporary_bytes(program))
 
     def _lowered(self, plan: Plan) -> StepProgram:
-        parts = self.variants.of(plan.recomputes)
+        parts = self.variants.of(plan.remats)
         return lower(parts, self.variants.derivatives, plan, self.profile, self.offload_activations)
 
     def device_bytes(self, plan: Plan, budget_bytes: int) -> dict[str, int]:
@@ -177,10 +176,10 @@ class Traced:
         for instruction in program.programs:
             key, first = instruction.key, program.partition.uses_of[instruction.segment][0]
             assert key is not None
-            recomputes = program.plan.recomputes[first]
+            remat = program.plan.remats[first]
             by_dha, is_go = Source.HOST in key.reads, key.writes_host
             is_forward = key.kind is ProgramKind.FORWARD
-            name = forward_variant(by_dha, recomputes) if is_forward else backward_variant(by_dha, is_go, recomputes)
+            name = forward_variant(by_dha, remat) if is_forward else backward_variant(by_dha, is_go, remat)
             found[key] = self.profile.layers[first].temporary_bytes.get(name, 0)
         return found
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
-from jaxferry.step import LayerPlan
+from jaxferry.step import LayerPlan, reads_back
 
 ALL_PLACES = tuple(UpdatePlace)
 _SHORT = 6
@@ -47,7 +47,7 @@ class Column:
     def reliance(self) -> tuple[int, int, int]:
         """How much a layer with this column relies on the machine model, see `jaxferry.planner.preference`."""
         in_host_memory = (self.mode in (Mode.DHA, Mode.DFGB)) + (self.gradient is GradientPlace.HOST)
-        return in_host_memory, self.mode is Mode.RELOAD, self.remat is Remat.FULL
+        return in_host_memory, self.mode is Mode.RELOAD, self.remat is not Remat.NONE
 
 
 def updatable_groups(profile: Profile) -> list[int]:
@@ -70,7 +70,7 @@ class Columns:
       places: where updates may run, besides the host.
       may_go: whether gradients may be written to the host by their backward.
       modes: where programs may read parameters.
-      may_recompute: whether backwards may run their forward again.
+      may_recompute: whether backwards may compute anything again.
       goes: the gradients that are written to the host, (layers,) flags, if that is decided; None for any choice.
 
     Attributes:
@@ -125,15 +125,14 @@ class Columns:
             return False
         if has_choice and self._goes is not None and self._goes[index] != (column.gradient is GradientPlace.HOST):
             return False
-        if column.remat is Remat.FULL:
+        if column.remat is not Remat.NONE:
             is_first = self.profile.program_ends[index][0] == index
-            saves = layer.can_recompute and layer.kept_bytes(True) < layer.kept_bytes(False)
+            saves = column.remat in layer.levels and layer.kept_bytes(column.remat) < layer.activation_bytes
             if not is_first or not saves:
                 return False
-        reads_back = layer.has_backward and (layer.backward_reads or column.remat is Remat.FULL)
         if column.mode is Mode.DFGB:
             is_last = self.profile.program_ends[index][1] == len(self.profile.layers) - 1
-            return reads_back and not layer.fused_backward and not is_last
+            return reads_back(layer, column.remat) and not layer.fused_backward and not is_last
         return True
 
     def _classes(self) -> list[list[int]]:

@@ -52,7 +52,6 @@ from jaxferry.planner.options import (
     UP,
     Options,
     group_options,
-    recompute_choices,
 )
 from jaxferry.step import SLOTS
 
@@ -340,7 +339,7 @@ class _Program:
 
 def _places(profile: Profile) -> tuple[int, ...]:
     """The layers at whose forward bytes count."""
-    least = np.cumsum([min(layer.kept_bytes(again) for again in recompute_choices(layer)) for layer in profile.layers])
+    least = np.cumsum([min(map(layer.kept_bytes, layer.levels)) for layer in profile.layers])
     needs = [int(kept) + _own_bytes(profile, place) for place, kept in enumerate(least)]
     return tuple({len(needs) - 1, int(np.argmax(needs))})
 
@@ -348,10 +347,9 @@ def _places(profile: Profile) -> tuple[int, ...]:
 def _own_bytes(profile: Profile, place: int) -> int:
     """The least memory of a forward besides copies and kept activations; the last layer's backward follows at once."""
     layer, is_last, both = profile.layers[place], place == len(profile.layers) - 1, (False, True)
-    again = recompute_choices(layer)
-    forward_bytes = min(layer.forward_bytes(by_dha, recomputes) for by_dha in both for recomputes in again)
-    flags = [(by_dha, is_go, recomputes) for by_dha in both for is_go in both for recomputes in again]
-    return max(forward_bytes, min(layer.backward_bytes(*each) for each in flags)) if is_last else forward_bytes
+    forward_bytes = min(layer.forward_bytes(*each) for each in itertools.product(both, layer.levels))
+    variants = itertools.product(both, both, layer.levels)
+    return max(forward_bytes, min(layer.backward_bytes(*each) for each in variants)) if is_last else forward_bytes
 
 
 def _left_bytes(profile: Profile, place: int, budget_bytes: int) -> float:

@@ -6,7 +6,7 @@ one that relies least on the machine model:
 1. plain training, which transfers nothing;
 2. the fewest DHA and DFGB layers and GO gradients, whose programs share the links with transfers;
 3. the fewest RELOAD layers, whose second load must be hidden;
-4. the fewest layers that recompute;
+4. the fewest layers that recompute, be it all or a part;
 5. the least memory, then the least time.
 
 So GFGB and RESIDENT come before RELOAD, and RELOAD before DHA, DFGB and GO. Each search first finds the fastest plan.

@@ -112,7 +112,7 @@ class Search(Problem):
         if key not in self.searched:
             if budget_bytes is not None:
                 least, codes = self.judge.needed_bytes(self.leanest), self.leanest
-                again = sum(self.columns.all[code].remat is Remat.FULL for code in codes)
+                again = sum(self.columns.all[code].remat is not Remat.NONE for code in codes)
                 check_budget(self.judge.policy, budget_bytes, least, again)
             self.searched[key] = _BudgetSearch(self, budget_bytes, share)
             with _without_collector():

@@ -11,17 +11,18 @@ from jaxferry.planner.place_bound import Solution
 
 _LEAST_SHARE = 1e-6
 _POINTS = 24
+_REMATS = list(Remat)[::-1]
 _PLACES = list(UpdatePlace)[::-1]
 """Places of updates: forwards come first, so first the groups that no update on the host holds up."""
 
 
 def _resident_first(column: Column) -> tuple[int, ...]:
-    place, recomputes = _PLACES.index(column.update), column.remat is Remat.FULL
-    return place, column.mode is not Mode.RESIDENT, not recomputes, column.gradient is GradientPlace.HOST
+    place, remat = _PLACES.index(column.update), _REMATS.index(column.remat)
+    return place, column.mode is not Mode.RESIDENT, remat, column.gradient is GradientPlace.HOST
 
 
 def _recomputing_first(column: Column) -> tuple[int, ...]:
-    return column.remat is not Remat.FULL, *_resident_first(column)
+    return _REMATS.index(column.remat), *_resident_first(column)
 
 
 _ORDERS: tuple[Callable[[Column], tuple[int, ...]] | None, ...] = (

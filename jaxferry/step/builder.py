@@ -86,7 +86,7 @@ class StepBuilder:
         self.effective, self.profile, plan = effective, effective.profile, effective.plan
         profile = self.profile
         self.layers, self.modes, self.gradients = profile.layers, plan.modes, plan.gradients
-        self.recomputes, self.after_all = effective.recomputes, effective.after_all
+        self.remats, self.after_all = effective.remats, effective.after_all
         self.on_device, self.through_gpu = effective.on_device, effective.through_gpu
         self.room, self.left_bytes = room, left_bytes
         self.save_s_a_byte = profile.once(save_seconds_a_byte)
@@ -168,12 +168,12 @@ class StepBuilder:
 
     def forward_of(self, layer: int, after: tuple[int, ...]) -> int:
         """Emits the forward of one layer, and the parameterless compute that follows it."""
-        profile, again = self.layers[layer], self.recomputes[layer]
+        profile, remat = self.layers[layer], self.remats[layer]
         by_dha = self.modes[layer] in (Mode.DHA, Mode.DFGB)
         key = "forward_dha_s" if by_dha else "forward_s"
         task = self.list.emit(Kind.FORWARD, Lane.GPU, layer, (key, getattr(profile, key)), after)
-        workspace_bytes = profile.forward_bytes(by_dha, again)
-        self.list[task].start_bytes += profile.kept_bytes(again)
+        workspace_bytes = profile.forward_bytes(by_dha, remat)
+        self.list[task].start_bytes += profile.kept_bytes(remat)
         self.list[task].workspace_bytes += workspace_bytes
         if by_dha and profile.forward_read_s:
             self.list[task].read_s = profile.forward_read_s
@@ -243,18 +243,18 @@ class StepBuilder:
 
     def backward_of(self, layer: int, after: tuple[int, ...]) -> int:
         """Emits the backward of one layer, and the parameterless compute before it."""
-        profile, again = self.layers[layer], self.recomputes[layer]
+        profile, remat = self.layers[layer], self.remats[layer]
         if profile.inter_backward_s > 0:
             self.list.emit(Kind.INTER_BACKWARD, Lane.GPU, layer, ("inter_backward_s", profile.inter_backward_s))
         by_dha, grad_on_host = self.modes[layer] is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
-        variant = backward_variant(by_dha, grad_on_host, again)
-        duration = (f"{variant}_s", profile.backward_for(by_dha, grad_on_host, again))
+        variant = backward_variant(by_dha, grad_on_host, remat)
+        duration = (f"{variant}_s", profile.backward_for(by_dha, grad_on_host, remat))
         task = self.list.emit(Kind.BACKWARD, Lane.GPU, layer, duration, after)
-        workspace_bytes = profile.backward_bytes(by_dha, grad_on_host, again)
-        self.list[task].end_bytes += profile.kept_bytes(again)
+        workspace_bytes = profile.backward_bytes(by_dha, grad_on_host, remat)
+        self.list[task].end_bytes += profile.kept_bytes(remat)
         self.list[task].workspace_bytes += workspace_bytes
         if self.profile.shares_links:
-            read_s, write_s = by_dha * profile.backward_reads_for(again), grad_on_host * profile.backward_write_s
+            read_s, write_s = by_dha * profile.backward_reads_for(remat), grad_on_host * profile.backward_write_s
             self.list[task].read_s = read_s
             self.list[task].write_s = write_s
         return task

@@ -35,7 +35,7 @@ from typing import Self
 import numpy as np
 
 from jaxferry.costs import LayerProfile, Profile
-from jaxferry.modes import GradientPlace, Mode
+from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.step.effective_plan import EffectivePlan, Spans, copy_bytes
 from jaxferry.step.streaming import slots_bytes
 
@@ -47,12 +47,12 @@ UNLIMITED = 2**62
 """A limit in bytes under which no backward waits for room."""
 
 
-def program_bytes(layer: LayerProfile, mode: Mode, gradient: GradientPlace, recomputes: bool) -> tuple[int, int, int]:
+def program_bytes(layer: LayerProfile, mode: Mode, gradient: GradientPlace, remat: Remat) -> tuple[int, int, int]:
     """What a layer's forward and its backward need of their own, and what it keeps from one to the other, in bytes."""
     return (
-        layer.forward_bytes(mode in (Mode.DHA, Mode.DFGB), recomputes),
-        layer.backward_bytes(mode is Mode.DHA, gradient is GradientPlace.HOST, recomputes),
-        layer.kept_bytes(recomputes),
+        layer.forward_bytes(mode in (Mode.DHA, Mode.DFGB), remat),
+        layer.backward_bytes(mode is Mode.DHA, gradient is GradientPlace.HOST, remat),
+        layer.kept_bytes(remat),
     )
 
 
@@ -85,7 +85,7 @@ class Demand:
         now, free, following = copy_bytes(effective, spans)
         now += _all_the_time(effective)
         left, fetched = profile.once(_crossing_bytes)
-        chosen = zip(layers, effective.modes, effective.plan.gradients, effective.recomputes, strict=True)
+        chosen = zip(layers, effective.modes, effective.plan.gradients, effective.remats, strict=True)
         own_forward, own_backward, kept = np.array(list(itertools.starmap(program_bytes, chosen)), dtype=np.int64).T
         own_backward = own_backward + _of_program_so_far(profile, np.array(effective.until_update, dtype=np.int64))
         kept = np.cumsum(kept)

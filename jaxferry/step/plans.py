@@ -7,7 +7,8 @@
      "layers": [{"name": "wte", "mode": "DHA", "gradient": "device"}, ...],
      "predicted": {"forward_s": 0.1, "step_s": 0.5, "steady_step_s": 0.45, "peak_device_bytes": 1000}}
 
-A layer may have the key `remat`: `"full"` if its backward runs its forward again; the default is `"none"`. It may have
+A layer may have the key `remat`: `"full"` if its backward runs its forward again, `"products"` if it keeps the results
+of large products and computes the rest again; the default is `"none"`. It may have
 the key `update`: `"resident"` if its parameters are updated on the device, where their optimizer state stays; `"gpu"`
 if masters and state come to the device for the update only, while the compute copy of a RESIDENT layer stays there; the
 default is `"host"`. A plan may have the key `update_order`: `"need"` if the host picks the update that the next forward
@@ -24,7 +25,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
-from jaxferry.costs import Profile
+from jaxferry.costs import RECOMPUTATION, Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, Remat, Subgroups, UpdatePlace
 from jaxferry.records import (
@@ -261,8 +262,13 @@ class Plan:
 
     @property
     def recomputes(self) -> tuple[bool, ...]:
-        """Whether the backward of each layer runs its forward again."""
-        return tuple(layer.remat is Remat.FULL for layer in self.layers)
+        """Whether the backward of each layer computes anything again."""
+        return tuple(layer.remat is not Remat.NONE for layer in self.layers)
+
+    @property
+    def remats(self) -> tuple[Remat, ...]:
+        """What each layer keeps on the device between forward and backward."""
+        return tuple(layer.remat for layer in self.layers)
 
     def updated_on_host(self, places: Collection[UpdatePlace] = tuple(UpdatePlace)) -> Self:
         """The plan with all updates on the host, or those of some places; without a prediction if that changes it."""
@@ -316,10 +322,10 @@ class Plan:
                     f'the plan is for another profile: layer {index} is "{mine.name}" in the plan '
                     f'and "{theirs.name}" in the profile'
                 )
-            if mine.remat is Remat.FULL and not theirs.can_recompute:
+            if mine.remat not in theirs.levels:
                 raise InputError(
-                    f'layer "{mine.name}": remat "full" needs the keys recompute_s and recompute_activation_bytes in '
-                    "the profile"
+                    f'layer "{mine.name}": remat "{mine.remat}" needs the keys '
+                    f"{' and '.join(RECOMPUTATION[mine.remat])} in the profile"
                 )
         for members in profile.groups:
             first, *others = (self.layers[member] for member in members)

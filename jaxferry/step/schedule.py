@@ -48,7 +48,8 @@ Rules (the machine model; MemFerry, section IV-B):
   the backward, RESIDENT always. While a group's copy is held, every layer of the group uses it and loads no other. The
   copy is freed when the last backward that reads it has ended.
 - **Recomputation** (`remat: "full"`): the backward takes `recompute_s` longer, and by DHA also the extra time of the
-  forward by DHA. The layer keeps `recompute_activation_bytes` instead of `activation_bytes`.
+  forward by DHA. The layer keeps `recompute_activation_bytes` instead of `activation_bytes`. With `remat: "products"`,
+  the backward takes `products_recompute_s` longer, and the layer keeps `products_activation_bytes`.
 - **State in a scratch file** (`state_read_s`): the file is a lane of its own. Before a group's update on the host, its
   masters and optimizer state are read, and afterwards written back. The first reads begin with the step, each further
   one when a write has left its slot, of which there are `DISK_SLOTS`.

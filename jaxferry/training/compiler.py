@@ -342,10 +342,10 @@ class Compiler:
 
 def _check_fixed_remat(parts: Partition, plan: Plan | None) -> None:
     """Raises InputError if a plan could decide what recomputes: that would change which values leave the device."""
-    recomputes = [False] * len(parts.uses) if plan is None else plan.recomputes
-    planned = [recomputes[uses[0]] for uses in parts.uses_of if uses[0] < len(recomputes)]
-    for segment, again in zip(parts.segments, planned, strict=False):
-        if segment.remat == AUTO or (again and segment.remat != Remat.FULL):
+    remats = [Remat.NONE] * len(parts.uses) if plan is None else plan.remats
+    planned = [remats[uses[0]] for uses in parts.uses_of if uses[0] < len(remats)]
+    for segment, remat in zip(parts.segments, planned, strict=False):
+        if segment.remat == AUTO or (remat is not Remat.NONE and segment.remat != remat):
             raise InputError(
                 f"offload_activations=True needs a remat= that no plan changes, such as 'full' or 'none', but whether "
                 f"{segment.name!r} recomputes is left to the plan"

@@ -103,9 +103,10 @@ def train_step(
         With `mesh`, one device runs its share of the batch, and all devices time what they exchange; a loss function
         that names the mesh cannot be measured so.
       remat: what segments keep on the device between forward and backward. `"none"`: everything that their derivatives
-        need. `"full"`: only their inputs; the backward runs the forward again. A policy, such as
-        `jax.checkpoint_policies.dots_saveable`: what it names. `"auto"`: policy `"auto"` chooses between none and full;
-        if the step does not fit into the memory budget even with every layer RELOAD, segments recompute as well. Or one
+        need. `"full"`: only their inputs; the backward runs the forward again. `"products"`: also the results of large
+        products and of kernels; the backward computes the rest again. A policy, such as
+        `jax.checkpoint_policies.dots_saveable`: what it names. `"auto"`: policy `"auto"` chooses among these three; if
+        the step does not fit into the memory budget even with every layer RELOAD, segments recompute as well. Or one
         of these for each segment: a mapping from names of segments or layers (`"none"` for the others), or a function
         of the segment's name. Segments that recompute in `plan` always do.
       tiles: in how many tiles along the rows of the batch the programs of segments run. Of logits, attention scores and

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 
 from every_plan import every_plan
+from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import BudgetError
 from jaxferry.modes import Mode
 from jaxferry.planner import EQUAL_WITHIN, AutoSearch, Request, make_plan
@@ -85,3 +86,33 @@ def test_other_policies_never_recompute():
     profile = recomputing(transformer(6))
     for policy in ("exact", "memferry", "native-overlapped", "l2l"):
         assert not any(make_plan(profile, policy).recomputes)
+
+
+def computing(size=6, **more):
+    """Equal layers whose programs take far longer than anything else, and keep far more than they have parameters."""
+    names = ("load_s", "offload_s", "update_s")
+    times = dict.fromkeys(names, 1 / 64) | {"forward_s": 1.0, "forward_dha_s": 1.5, "backward_s": 2.0}
+    times |= {"backward_dha_s": 2.5, "backward_go_s": 2.5, "recompute_s": 1.0, "products_recompute_s": 0.125}
+    kept = {"activation_bytes": 1000, "recompute_activation_bytes": 100, "products_activation_bytes": 400}
+    costs = times | kept | {"param_bytes": 1, "grad_bytes": 1} | more
+    return Profile({}, tuple(LayerProfile(name=f"layer{index}", **costs) for index in range(size)))
+
+
+@pytest.mark.parametrize(("bytes_a_layer", "kept"), [(1000, "none"), (400, "products"), (100, "full")])
+def test_plans_keep_what_the_budget_allows_and_recompute_no_more(bytes_a_layer, kept):
+    profile = computing()
+    plan = make_plan(profile, "auto", memory_budget_bytes=6 * bytes_a_layer + 20)
+    assert {layer.remat for layer in plan.layers} == {kept}
+
+
+def test_some_layers_keep_products_and_others_all_or_nothing_where_that_is_the_fastest():
+    profile = computing()
+    for extra in (0, 300, 600, 900, 1500, 3000):
+        budget = 600 + extra + 20
+        plan = make_plan(profile, "auto", memory_budget_bytes=budget)
+        least_s = AutoSearch(profile, Request()).fastest(budget).objective_s
+        # By hand: each layer's products for 300 bytes save 7 eighths of a second, all for 600 more an eighth.
+        whole = min(extra, 1800) // 300
+        by_hand_s = 6 * 4.0 - whole * 0.875 - max(extra - 1800, 0) // 600 * 0.125
+        assert least_s == pytest.approx(by_hand_s, rel=0.02)
+        assert by_hand_s * 0.99 <= plan.predicted.steady_step_s <= least_s * (1 + EQUAL_WITHIN)

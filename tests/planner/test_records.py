@@ -67,7 +67,7 @@ def test_a_missing_key_of_a_layer_is_named_with_its_layer(key):
         ({"layers": [{"name": "a", "mode": "DHA", "gradient": 3}]}, 'layer "a": gradient must be one of device, host'),
         (
             {"layers": [{"name": "a", "mode": "DHA", "gradient": "host", "remat": "dots"}]},
-            'layer "a": remat must be one of none, full, got .dots.',
+            'layer "a": remat must be one of none, products, full, got .dots.',
         ),
         ({"layers": [{"name": "a", "mode": "DHA", "gradient": "host"}] * 2}, '"a" occurs twice'),
         ({"predicted": {"forward_s": 1}}, 'predicted: key "step_s"'),

@@ -3,14 +3,13 @@
 import dataclasses
 import itertools
 
-from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
+from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.step import LayerPlan, Plan, UpdateOrder, needed_bytes, simulate
 
 
 def every_choice(layer, modes, gradients, places):
     """All choices for a layer, as plans have them."""
-    remats = tuple(Remat) if layer.can_recompute else (Remat.NONE,)
-    for mode, gradient, remat, place in itertools.product(modes, gradients, remats, places):
+    for mode, gradient, remat, place in itertools.product(modes, gradients, layer.levels, places):
         is_on_host = place is UpdatePlace.HOST
         if is_on_host or (gradient is GradientPlace.DEVICE and (place is UpdatePlace.GPU or mode is Mode.RESIDENT)):
             yield LayerPlan(layer.name, mode, gradient, remat, place)

@@ -7,7 +7,7 @@ import hypothesis
 import hypothesis.strategies as st
 
 from jaxferry.costs import NO_CONTENTION, SHARING, Contention, LayerProfile, Profile
-from jaxferry.modes import GradientPlace, Mode, Remat
+from jaxferry.modes import GradientPlace, Mode
 from jaxferry.step import LayerPlan, Loads, Plan, UpdateOrder, Updates, schedule_step
 
 INSTANCE = {
@@ -52,6 +52,8 @@ def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False, pro
         again = {}
         if recomputing and draw(st.booleans()):
             again = {"recompute_s": draw(seconds), "recompute_activation_bytes": draw(st.integers(0, 60))}
+        if recomputing and draw(st.booleans()):
+            again |= {"products_recompute_s": draw(seconds), "products_activation_bytes": draw(st.integers(0, 60))}
         layers.append(
             LayerProfile(
                 name=f"layer{index}",
@@ -105,7 +107,9 @@ def program_facts(draw, index, size, is_shared):
     facts = {"backward_reads": draw(st.booleans()), "gradient_rows": draw(st.booleans())}
     facts["row_gradient_bytes"] = draw(few_bytes)
     facts |= {f"{key}_workspace_bytes": draw(few_bytes) for key in ("forward", "backward")}
-    variants = st.sampled_from(["forward", "forward_dha", "backward", "backward_dha_go", "backward_recompute"])
+    variants = st.sampled_from(
+        ["forward", "forward_dha", "backward", "backward_dha_go", "backward_recompute", "backward_products"]
+    )
     facts["temporary_bytes"] = draw(st.dictionaries(variants, few_bytes))
     if index == size - 1:
         return facts | {"fused_backward": draw(st.booleans())}
@@ -128,7 +132,7 @@ def plans(draw, profile, modes=tuple(Mode), plain=False):
             layer.name,
             draw(st.sampled_from(modes)),
             draw(st.sampled_from(tuple(GradientPlace))),
-            draw(st.sampled_from(tuple(Remat))) if layer.can_recompute else Remat.NONE,
+            draw(st.sampled_from(layer.levels)),
         )
         for layer in profile.layers
     )
@@ -310,4 +314,4 @@ def smallest_peak_bytes(profile):
     Each layer that can recompute counts with what it then keeps. Without workspaces and temporaries, a plan with all
     layers DHA and all gradients GO reaches it.
     """
-    return sum(min(layer.kept_bytes(False), layer.kept_bytes(layer.can_recompute)) for layer in profile.layers)
+    return sum(min(map(layer.kept_bytes, layer.levels)) for layer in profile.layers)
