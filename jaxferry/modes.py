@@ -60,6 +60,15 @@ class Remat(enum.StrEnum):
     """Only its inputs: its backward runs its forward again."""
 
 
+class ActivationPlace(enum.StrEnum):
+    """Where what a layer keeps waits for its backward."""
+
+    DEVICE = "device"
+    """On the device."""
+    HOST = "host"
+    """In host memory, as far as the profile's `offloadable_bytes` go: it leaves after the forward and comes back."""
+
+
 BLOCK, MODULE, FASTER = "block", "module", "auto"
 GRANULARITIES = (BLOCK, MODULE, FASTER)
 """How fine layers are: all parameters between two cuts, those of one module, or whichever is faster."""

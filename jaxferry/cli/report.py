@@ -177,6 +177,8 @@ def _costs(layer: LayerProfile, chosen: LayerPlan) -> str:
         freed = format_bytes(layer.activation_bytes - layer.kept_bytes(chosen.remat))
         what = "recomputing" if chosen.remat is Remat.FULL else "recomputing all but large products"
         parts.append(f"{what} takes {format_seconds(layer.recompute_for(chosen.remat))} and frees {freed}")
+    if leaving := layer.leaving_bytes(chosen.remat, chosen.activations):
+        parts.append(f"{format_bytes(leaving)} of what it keeps wait in host memory for the backward")
     if chosen.update is UpdatePlace.RESIDENT:
         parts.append(
             f"updated on the device in {format_seconds(layer.update_gpu_s or 0.0)}, on the host in "

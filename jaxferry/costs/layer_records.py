@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from jaxferry.errors import InputError
-from jaxferry.modes import Remat
+from jaxferry.modes import ActivationPlace, Remat
 from jaxferry.records import (
     check_bytes,
     check_count,
@@ -44,10 +44,11 @@ _OF_GRADIENT = {
     **dict.fromkeys(("offload_s", "update_s", "backward_write_s"), 0.0),
     **dict.fromkeys(_OF_STATE),
 }
-_OF_BACKWARD = {
+_OF_BACKWARD: dict[str, Any] = {
     **dict.fromkeys(("activation_bytes", "fetch_bytes", "backward_workspace_bytes"), 0),
     **dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s", "inter_backward_s", "backward_read_s"), 0.0),
     **NO_RECOMPUTATION,
+    "offloadable_bytes": {},
 }
 _SUFFIXES = {Remat.NONE: "", Remat.PRODUCTS: "_products", Remat.FULL: "_recompute"}
 
@@ -79,6 +80,11 @@ def _checked(value: Any, key: str, where: str) -> Any:
             raise InputError(f"{where}: temporary_bytes must be an object of bytes by program, got {value!r}")
         check_keys(value, (*_FORWARDS, *_BACKWARDS), f"{where}: temporary_bytes")
         return {program: check_bytes(size, f"temporary_bytes of {program}", where) for program, size in value.items()}
+    if key == "offloadable_bytes":
+        if not isinstance(value, Mapping):
+            raise InputError(f"{where}: offloadable_bytes must be an object of bytes by what is kept, got {value!r}")
+        check_keys(value, tuple(Remat), f"{where}: offloadable_bytes")
+        return {kept: check_bytes(size, f"offloadable_bytes of {kept}", where) for kept, size in value.items()}
     if (key == "block" and value == "") or (key in _OF_STATE and value is None):
         return value
     if key in ("name", "parameters", "block"):
@@ -130,6 +136,8 @@ class LayerProfile:
       save_bytes: bytes of values and residuals that leave for host memory after this forward, the last one that reads
         or makes them.
       fetch_bytes: bytes of values and residuals that return from host memory for this backward.
+      offloadable_bytes: by what is kept (`"none"`, `"products"`, `"full"`), bytes of it that a plan may let leave for
+        host memory after this forward, and return for this backward.
       forward_workspace_bytes: device memory in use while the forward runs, besides parameters, kept activations and the
         program's temporaries.
       backward_workspace_bytes: likewise for the backward, without its gradient.
@@ -183,6 +191,7 @@ class LayerProfile:
     shares_program: bool = False
     save_bytes: int = 0
     fetch_bytes: int = 0
+    offloadable_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
     row_gradient_bytes: int = 0
@@ -208,6 +217,8 @@ class LayerProfile:
             made["backward_go_s"] = self.backward_s
         variants = (*_FORWARDS, *_BACKWARDS) if self.has_backward else _FORWARDS
         made["temporary_bytes"] = {key: size for key, size in self.temporary_bytes.items() if size and key in variants}
+        leaving = made.get("offloadable_bytes", self.offloadable_bytes)
+        made["offloadable_bytes"] = {str(key): size for key, size in leaving.items() if size}
         for key, value in made.items():
             object.__setattr__(self, key, value)
 
@@ -242,7 +253,7 @@ class LayerProfile:
         if self.parameters == self.name:
             del document["parameters"]
         absent = {field.name: field.default for field in dataclasses.fields(self) if field.name not in _ALWAYS}
-        absent["temporary_bytes"] = {}
+        absent |= {"temporary_bytes": {}, "offloadable_bytes": {}}
         return {key: value for key, value in document.items() if key not in absent or value != absent[key]}
 
     @property
@@ -273,6 +284,10 @@ class LayerProfile:
         """Bytes kept on the device from the forward to the backward."""
         again: int | None = None if remat is Remat.NONE else getattr(self, RECOMPUTATION[remat][1])
         return self.activation_bytes if again is None else again
+
+    def leaving_bytes(self, remat: Remat, place: ActivationPlace) -> int:
+        """Bytes of these that leave after the forward, and return for the backward, by a plan's choice."""
+        return self.offloadable_bytes.get(remat, 0) if place is ActivationPlace.HOST else 0
 
     @property
     def streamed_update_s(self) -> float:

@@ -401,4 +401,5 @@ def _part_of(layer: LayerProfile, machine: Machine, num: int) -> LayerProfile:
     for key in (*_OF_VALUES, *_WORKSPACES, "sum_bytes"):
         size = getattr(layer, key)
         changes[key] = None if size is None else -(-size // num)
+    changes["offloadable_bytes"] = {kept: -(-size // num) for kept, size in layer.offloadable_bytes.items()}
     return dataclasses.replace(layer, **changes)

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxferry.costs import NO_RECOMPUTATION, LayerProfile, Profile
-from jaxferry.engine.lowering import aval_of, last_readers, offloaded_values
+from jaxferry.engine.lowering import aval_of, last_readers, leaving_values, offloaded_values
 from jaxferry.engine.memory import LiveValues
 from jaxferry.engine.program_functions import ProgramTracer
 from jaxferry.modes import Remat
@@ -227,18 +227,20 @@ def with_program_facts(
     profile: Profile,
     partition: Partition,
     derivatives: Mapping[int, Derivative],
-    offload_activations: bool = False,
+    offload_activations: bool | str = False,
     staging_bytes: int = 0,
 ) -> Profile:
     """Returns the profile with the facts of its layers' programs that are known before compilation.
 
-    Temporaries depend on the compiler: a measured profile has them, beside its times. `staging_bytes` is device memory
-    that transfers need besides the moved bytes.
+    Temporaries depend on the compiler: a measured profile has them, beside its times. With `AUTO`, plans choose which
+    activations wait in host memory. `staging_bytes` is device memory that transfers need besides the moved bytes.
     """
     fields = [_flags(partition, derivatives, number) for number in range(len(partition.uses))]
     order, first = places(partition), [uses[0] for uses in partition.uses_of]
     # Values and residuals that wait in host memory.
-    moved = offloaded_values(partition, derivatives) if offload_activations else {}
+    moved = offloaded_values(partition, derivatives) if offload_activations is True else {}
+    for number, uses in enumerate(partition.uses_of if offload_activations == AUTO else ()):
+        fields[uses[0]]["offloadable_bytes"] = _offloadable_bytes(partition, derivatives, number)
     for value, (last_forward, backward) in moved.items():
         num_bytes = partition.graph.device_bytes(aval_of(partition, derivatives, value))
         fields[first[order[last_forward][1]]]["save_bytes"] += num_bytes
@@ -256,6 +258,19 @@ def with_program_facts(
             fields[first[number]]["backward_workspace_bytes"] = workspace
         values.leave(kind, number, frees.get(place, []))
     return profile.with_layers(fields)
+
+
+def _offloadable_bytes(partition: Partition, derivatives: Mapping[int, Derivative], number: int) -> dict[Remat, int]:
+    """By what a segment keeps, the bytes of it that may wait in host memory."""
+    graph, segment, found = partition.graph, partition.segments[number], dict[Remat, int]()
+    for remat in Remat if segment.runs_back else ():
+        derivative = derivatives[segment.program]
+        if remat is not Remat.NONE:
+            derivative = differentiate(graph, segment, remat.value)
+        values = leaving_values(partition, derivative, number)
+        avals = (graph.avals[value] if isinstance(value, int) else derivative.saved[value[1]] for value in values)
+        found[remat] = graph.device_bytes(*avals)
+    return found
 
 
 def with_sum_bytes(profile: Profile, partition: Partition, groups: Collection[int]) -> Profile:
@@ -300,6 +315,7 @@ def _flags(partition: Partition, derivatives: Mapping[int, Derivative], number: 
         "has_gradient": use.is_trained,
         "fused_backward": use.segment == len(partition.segments) - 1,
         "shares_program": use.place > 0,
+        "offloadable_bytes": {},
         "save_bytes": 0,
         "fetch_bytes": 0,
         "tiles": segment.num_tiles,

@@ -205,6 +205,7 @@ class _Bytes:
         forward, backward, self._kept = np.moveaxis(np.array(own), 2, 0)
         gradients = of(lambda layer, column: layer.device_gradient_bytes * (column.gradient is GradientPlace.DEVICE))
         self._programs = forward, backward + gradients
+        self._kept = self._kept - of(lambda layer, column: layer.leaving_bytes(column.remat, column.activations))
         self._state = of(lambda layer, column: layer.state_bytes * (column.update is UpdatePlace.RESIDENT))
         # After its backward a copy is free, and that for the next step mostly waits for updates of layers before it.
         self._resident = of(lambda layer, column: copies(layer, column, Mode.RESIDENT))

@@ -1,7 +1,7 @@
 """What each choice for a parameter group costs in a step: seconds of each lane, and bytes at some places.
 
 The choices of a group: where it is updated (on the host, through the GPU, through the GPU with a RESIDENT copy, on the
-device), how its layers read parameters, whether they recompute, and whether the backward writes the gradient (GO).
+device), how its layers read parameters, what they keep and where, and whether the backward writes the gradient (GO).
 Layers read as with GFGB and RESIDENT (held from forward to backward), DFGB, RELOAD or DHA. A layer's **place** is that
 of its forward.
 
@@ -19,18 +19,28 @@ from jaxferry.costs import DOWN as DOWN_LANE
 from jaxferry.costs import HOST as HOST_LANE
 from jaxferry.costs import UP as UP_LANE
 from jaxferry.costs import LayerProfile, Profile
-from jaxferry.modes import GradientPlace, Mode, Remat, Subgroups, UpdatePlace
+from jaxferry.modes import ActivationPlace, GradientPlace, Mode, Remat, Subgroups, UpdatePlace
 from jaxferry.planner.columns import Column, Columns, updatable_groups
-from jaxferry.step import SLOTS, num_subgroups, reads_back, slot_bytes
+from jaxferry.step import (
+    SLOTS,
+    fetch_seconds_a_byte,
+    num_subgroups,
+    reads_back,
+    save_seconds_a_byte,
+    slot_bytes,
+)
 
-GPU, H2D, D2H, HOST, PROGRAMS, FORWARDS, FIRST, UP, DOWN, OWN, SLOT, COPIES_UP, COPIES_DOWN, BYTES = range(14)
+GPU, H2D, D2H, HOST, PROGRAMS, FORWARDS, FIRST, UP, DOWN, OWN, SLOT, COPIES_UP, COPIES_DOWN, LEAVES, RETURNS, BYTES = (
+    range(16)
+)
 """Columns of `Options.table`. The first four are a step's seconds on the lanes, and bytes at the places come last.
 
 `PROGRAMS`: GPU time of forwards and backwards, without updates; `FORWARDS`: of forwards alone. `FIRST`: loads that end
 before the forward. `UP`, `DOWN`: transfers that start after the group's last backward and end before its next forward
 could start. `OWN`: seconds from the last backward to the next forward if the group is alone. `SLOT`: if the update
 streams through the GPU, the device memory of one subgroup. `COPIES_UP`, `COPIES_DOWN`: what of the links' work is
-transfers, and not part of a program.
+transfers, and not part of a program. If activations may wait in host memory, `LEAVES`: what of these goes down,
+and the backwards that wait for it; `RETURNS`: what goes up, and the forwards that precede it.
 """
 
 TASKS = {UP_LANE: COPIES_UP, DOWN_LANE: COPIES_DOWN, HOST_LANE: HOST}
@@ -86,7 +96,8 @@ def group_options(profile: Profile, places: tuple[int, ...], columns: Columns | 
 
 def _are_allowed(columns: Columns, members: Sequence[int], chosen: Sequence[Column]) -> bool:
     """Whether the members of a group may have these columns, or others with the same costs."""
-    return all(columns.nearest(member, column) is not None for member, column in zip(members, chosen, strict=True))
+    pairs = [(columns.nearest(member, column), column) for member, column in zip(members, chosen, strict=True)]
+    return all(own is not None and columns.all[own].activations is column.activations for own, column in pairs)
 
 
 def _undominated(table: np.ndarray) -> np.ndarray:
@@ -151,7 +162,8 @@ def _of_layer(profile: Profile, index: int, update: str, alone: bool, places: tu
     gradient its copy can stay for ever.
     """
     layer, found = profile.layers[index], []
-    for loading, remat, is_go in _choices(layer, update):
+    up_s_a_byte, down_s_a_byte = profile.once(fetch_seconds_a_byte), profile.once(save_seconds_a_byte)
+    for loading, remat, is_go, waits in _choices(layer, update):
         row = np.zeros(BYTES + len(places))
         forward_s, backward_s = _programs_s(layer, loading, remat, is_go)
         row[GPU] = row[PROGRAMS] = forward_s + backward_s
@@ -168,19 +180,33 @@ def _of_layer(profile: Profile, index: int, update: str, alone: bool, places: tu
         if alone and update in ("host", "gpu") and loading in (_HELD, _AGAIN):
             row[UP] = layer.load_s
             row[OWN] += layer.load_s
+        leaving = layer.leaving_bytes(remat, waits)
+        if leaving:
+            row[[D2H, COPIES_DOWN, LEAVES]] += leaving * down_s_a_byte
+            row[[H2D, COPIES_UP, RETURNS]] += leaving * up_s_a_byte
+        if (early := profile.once(_last_awaited)) is not None:
+            row[LEAVES] += backward_s if index <= early else 0.0
+            row[RETURNS] += forward_s
         holds = alone and update != "device" and layer.has_backward
         for number, place in enumerate(places):
-            kept = layer.kept_bytes(remat) if index <= place else 0
+            kept = layer.kept_bytes(remat) - leaving if index <= place else 0
             row[BYTES + number] = kept + layer.param_bytes * (holds and _is_held(profile, index, loading, place))
         found.append(row)
     return np.array(found)
 
 
-def _choices(layer: LayerProfile, update: str) -> Iterator[tuple[str, Remat, bool]]:
-    """How a layer reads its parameters, what it keeps, and whether its backward writes the gradient."""
+def _last_awaited(profile: Profile) -> int | None:
+    """The last layer whose backward waits for all activations that leave; None if none may, -1 for no layer."""
+    may_leave = any(layer.offloadable_bytes for layer in profile.layers)
+    return profile.programs[max(len(profile.programs) - 2, 0)][0] - 1 if may_leave else None
+
+
+def _choices(layer: LayerProfile, update: str) -> Iterator[tuple[str, Remat, bool, ActivationPlace]]:
+    """How a layer reads its parameters, what it keeps, whether its backward writes the gradient, where it is kept."""
     loadings = (_HELD,) if update == "device" else (_HELD, _BETWEEN, _AGAIN, _READ)
     by_backward = (True,) if update == "host" and not layer.gradient_rows else ()
-    return itertools.product(loadings, layer.levels, (False, *by_backward))
+    places = tuple(ActivationPlace) if layer.offloadable_bytes else (ActivationPlace.DEVICE,)
+    return itertools.product(loadings, layer.levels, (False, *by_backward), places)
 
 
 _MODES = {_HELD: Mode.GFGB, _BETWEEN: Mode.DFGB, _AGAIN: Mode.RELOAD, _READ: Mode.DHA}
@@ -194,8 +220,9 @@ def _columns_of(layer: LayerProfile, runs: str, update: UpdatePlace) -> list[Col
             GradientPlace.HOST if is_go else GradientPlace.DEVICE,
             remat,
             update,
+            waits,
         )
-        for loading, remat, is_go in _choices(layer, runs)
+        for loading, remat, is_go, waits in _choices(layer, runs)
     ]
 
 

@@ -402,7 +402,7 @@ class _BudgetSearch:
         seconds = (now_s[holds, None] + moves.seconds[holds]).max(axis=0)
         for move in np.flatnonzero(seconds <= longest_s).tolist():
             less = tuple((reliance[moves.column[move]] - reliance[codes[moves.layers(move)]]).sum(axis=0))
-            if less < (0, 0, 0):
+            if less < (0,) * len(less):
                 ranked.append((less, seconds[move], move))
         failed = 0
         for _, _, move in sorted(ranked, key=lambda each: each[:2])[:MOST_CHECKED]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
+from jaxferry.modes import ActivationPlace, GradientPlace, Mode, Remat, UpdatePlace
 from jaxferry.planner.columns import Column, Columns
 from jaxferry.planner.moves import Estimates
 from jaxferry.planner.place_bound import Solution
@@ -18,7 +18,8 @@ _PLACES = list(UpdatePlace)[::-1]
 
 def _resident_first(column: Column) -> tuple[int, ...]:
     place, remat = _PLACES.index(column.update), _REMATS.index(column.remat)
-    return place, column.mode is not Mode.RESIDENT, remat, column.gradient is GradientPlace.HOST
+    leaves = column.activations is not ActivationPlace.HOST, column.gradient is GradientPlace.HOST
+    return place, column.mode is not Mode.RESIDENT, remat, *leaves
 
 
 def _recomputing_first(column: Column) -> tuple[int, ...]:

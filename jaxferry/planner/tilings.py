@@ -84,6 +84,8 @@ def plan_in_tiles(levels: Sequence[Profile], budget_bytes: int, plan: Callable[[
     first_near = next(index for index, bound in enumerate(bounds) if bound <= _NEAR * min(bounds))
     # The bound knows little of gradients that wait on the device, to which the last level leaves the most memory.
     likely = [0, first_near, len(levels) - 1, *sorted(range(len(levels)), key=bounds.__getitem__)]
+    if any(layer.offloadable_bytes for layer in levels[0].layers):  # nor of activations on their way to the host
+        likely.insert(2, len(levels) // 2)
     planned, errors = dict[int, Plan](), list[BudgetError]()
     for number, index in enumerate(dict.fromkeys(likely)):
         if number > 2 and planned:

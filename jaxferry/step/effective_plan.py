@@ -75,6 +75,18 @@ def streamed_groups(profile: Profile, plan: Plan) -> frozenset[int]:
     return _updated_groups(profile, plan.updates_streamed)
 
 
+def leaving_bytes(profile: Profile, plan: Plan) -> list[int]:
+    """What each layer's forward lets leave by the plan's choice, to return for its backward; `save_bytes` are more."""
+    pairs = zip(profile.layers, plan.layers, strict=True)
+    return [layer.leaving_bytes(own.remat, own.activations) for layer, own in pairs]
+
+
+def saved_bytes(profile: Profile, plan: Plan) -> int:
+    """The host memory of each process in which values wait for their backward."""
+    num_bytes = sum(layer.save_bytes for layer in profile.layers) + sum(leaving_bytes(profile, plan))
+    return num_bytes * profile.num_devices // profile.num_processes
+
+
 def streamed_state_bytes(profile: Profile, plan: Plan) -> int:
     """The bytes of masters and optimizer state that a plan streams through the GPU, which are pinned."""
     return sum(profile.layers[profile.groups[group][0]].state_bytes for group in streamed_groups(profile, plan))
@@ -101,6 +113,7 @@ class EffectivePlan:
         the GPU, and of these the ones whose compute copy stays.
       kept: bytes of gradients that stay until an update which streams, see `kept_gradients`.
       remats: what is kept on the device from the forward to the backward.
+      leaving: bytes that leave after its forward and return for its backward by the plan's choice; None if none do.
       param_bytes: bytes of a copy; of a group that is updated on the device, with the optimizer state beside it and the
         gradients that stay there: all if updates wait for all gradients, else all of the group's but the last one.
       gradient_bytes: the gradient on the device; 0 if it stays and is counted elsewhere.
@@ -123,6 +136,7 @@ class EffectivePlan:
         plan = self.plan
         self.after_all, self.bulk = plan.updates is Updates.AFTER_ALL, plan.loads is Loads.BULK
         self.remats, self.modes = of_program(profile, plan.remats), plan.modes
+        self.leaving = leaving_bytes(profile, plan) if plan.offloads_activations else None
         self.on_device, self.through_gpu = updated_on_device(profile, plan), streamed_groups(profile, plan)
         self.staying = _updated_groups(profile, plan.copies_stay)
         self.kept = kept_gradients(profile, self.through_gpu, self.after_all)

@@ -45,7 +45,7 @@ def train_step(
     profile: Profile | str | os.PathLike[str] | None = None,
     remat: Any = "none",
     tiles: Any = "off",
-    offload_activations: bool = False,
+    offload_activations: bool | str = False,
     gradient_buffers: int | str = AUTO,
     scratch: str | os.PathLike[str] | None = None,
     host_memory: int | str | None = None,
@@ -125,7 +125,7 @@ def train_step(
         device after the last forward that reads it and returns while the program before its first backward runs.
         Arrays whose backward is fewer than four programs later stay, as do those below 1 KiB. The device then holds
         what a few segments keep, however deep the model is, and each array crosses the link twice. Results are
-        bit-identical.
+        bit-identical. `"auto"`: policy `"auto"` chooses for each segment, also with `remat="auto"`, and a plan says so.
       gradient_buffers: the most programs of a step (of a block, as a rule) whose gradients are in host memory at one
         time. `"all"`: all of them, each with memory of its own. A number of 1 or more: a backward waits until the
         update has ended that many programs before it, so the host holds fewer bytes; `JAXFERRY_HOST_MEMORY` and errors

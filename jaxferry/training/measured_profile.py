@@ -78,7 +78,7 @@ def measure_profile(
     transport: str,
     *,
     remat: str = "none",
-    offload_activations: bool = False,
+    offload_activations: bool | str = False,
     cache: MeasurementCache | None = None,
     progress: Report | None = None,
     budget_s: float | None = None,
@@ -89,7 +89,7 @@ def measure_profile(
       work: what is measured.
       transport: the transport to measure, one of `TRANSPORTS`.
       remat: what is kept between forward and backward; recorded in `machine`.
-      offload_activations: whether values wait in host memory for their backward.
+      offload_activations: whether values wait in host memory for their backward, or `"auto"`: plans choose.
       cache: earlier measurements; None for the user's own cache (`MeasurementCache`).
       progress: called with the next subject.
       budget_s: seconds to spend; three repetitions of everything may exceed it. None for `BUDGET_S`.

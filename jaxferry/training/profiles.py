@@ -62,7 +62,7 @@ class NotMeasurable(InputError):
 
 
 def measure_shares(
-    share: Callable[[], Work], work: Work, transport: str, remat: str, offload_activations: bool, progress: Report
+    share: Callable[[], Work], work: Work, transport: str, remat: str, offload_activations: bool | str, progress: Report
 ) -> Profile:
     """Measures the profile of a partition on several devices; each process must call this.
 
@@ -321,7 +321,7 @@ class Profiler:
         planning, placement, transport = self._planning, self._placement, self._model.transport
         remat = planning.remat if isinstance(planning.remat, str) else "per segment"
         work = Work(variants.base, variants.recomputing, programs, self._model.optimizer, placement)
-        how: dict[str, Any] = {"remat": remat, "offload_activations": planning.offload_activations}
+        how: dict[str, Any] = {"remat": remat, "offload_activations": planning.offloads}
         with progress_bar("measuring") as report:
             if placement.num_devices > 1:
                 profile = measure_shares(share, work, transport, **how, progress=report)

@@ -56,6 +56,7 @@ from jaxferry.step import (
     Updates,
     arrivals_of,
     groups_summed_on_host,
+    saved_bytes,
     simulate_schedule,
     variants_of,
 )
@@ -100,7 +101,7 @@ class Prepared:
     @property
     def saved_bytes(self) -> int:
         """The host memory of this process in which activations wait for their backward (`offload_activations`)."""
-        return self.profile.saved_bytes
+        return saved_bytes(self.profile, self.plan)
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -327,7 +328,7 @@ class StepCompiler:
         return with_sum_bytes(self._profile, self._variants.base, {*self._summed_groups()} - apart)
 
     def _lower(self, plan: Plan, summed: frozenset[int] = frozenset()) -> StepProgram:
-        parts, is_offloaded = self._variants.of(plan.remats), self._planning.offload_activations
+        parts, is_offloaded = self._variants.of(plan.remats), self._planning.offload_activations is True
         profile = self._profile_of(plan, summed)
         lowered = lower(parts, self._variants.derivatives, plan, profile, is_offloaded, self._joins)
         return dataclasses.replace(lowered, summed=summed, widened=self._widened)

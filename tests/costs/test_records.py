@@ -8,7 +8,7 @@ from hypothesis import given
 
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
-from jaxferry.modes import Remat
+from jaxferry.modes import ActivationPlace, Remat
 from profiles import deterministic, profiles, transformer
 
 
@@ -240,3 +240,19 @@ def test_values_that_leave_return_and_none_before_it_has_left(saves, fetches, me
     else:
         with pytest.raises(InputError, match=message):
             Profile({}, layers)
+
+
+def test_activations_that_may_leave_are_bytes_by_what_is_kept():
+    given = {"none": 30, "full": 4, "products": 0}
+    (layer,) = Profile.from_json(document(offloadable_bytes=given)).layers
+    assert layer.to_json()["offloadable_bytes"] == {"none": 30, "full": 4}
+    assert [layer.leaving_bytes(remat, ActivationPlace.HOST) for remat in Remat] == [30, 0, 4]
+    assert not any(layer.leaving_bytes(remat, ActivationPlace.DEVICE) for remat in Remat)
+    assert "offloadable_bytes" not in Profile.from_json(document()).layers[0].to_json()
+    for wrong, message in (
+        ({"all": 3}, "unknown key"),
+        ({"none": -1}, "offloadable_bytes of none"),
+        (3, "an object of"),
+    ):
+        with pytest.raises(InputError, match=f'layer "mlp": .*{message}'):
+            Profile.from_json(document(offloadable_bytes=wrong))

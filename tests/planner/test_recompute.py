@@ -8,8 +8,8 @@ from hypothesis import given
 from every_plan import every_plan
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import BudgetError
-from jaxferry.modes import Mode
-from jaxferry.planner import EQUAL_WITHIN, AutoSearch, Request, make_plan
+from jaxferry.modes import ActivationPlace, GradientPlace, Mode
+from jaxferry.planner import EQUAL_WITHIN, AutoSearch, Request, any_plan_lower_bound_s, make_plan
 from jaxferry.step import predict
 from profiles import examples, profiles, recomputing, smallest_peak_bytes, transformer
 
@@ -116,3 +116,38 @@ def test_some_layers_keep_products_and_others_all_or_nothing_where_that_is_the_f
         by_hand_s = 6 * 4.0 - whole * 0.875 - max(extra - 1800, 0) // 600 * 0.125
         assert least_s == pytest.approx(by_hand_s, rel=0.02)
         assert by_hand_s * 0.99 <= plan.predicted.steady_step_s <= least_s * (1 + EQUAL_WITHIN)
+
+
+@pytest.mark.parametrize(("link_s", "has_time"), [(0.125, True), (4.0, False)])
+def test_activations_wait_in_host_memory_where_the_links_have_time_and_are_recomputed_where_not(link_s, has_time):
+    """A layer's activations are a thousand times its parameters, so they take `link_s`."""
+    costs = {"load_s": link_s / 1000, "offload_s": link_s / 1000}
+    costs |= {"products_recompute_s": None, "products_activation_bytes": None}
+    profile = computing(size=8, **costs)
+    profile = profile.with_layers([{"offloadable_bytes": {"none": 1000, "full": 100}}] * 6 + [{}] * 2)
+    budget = 2000 + 3 * 1000 + 60
+    plan = make_plan(profile, "auto", memory_budget_bytes=budget)
+    stays = make_plan(profile.offloading_at_most(0), "auto", memory_budget_bytes=budget)
+    assert stays.predicted.steady_step_s > 8 * 3.0 * 1.05 and any(stays.recomputes)
+    number = sum(layer.activations is ActivationPlace.HOST for layer in plan.layers)
+    assert number >= 3 if has_time else number <= 2
+    assert (plan.predicted.steady_step_s < 8 * 3.0 * 1.05, any(plan.recomputes)) == (has_time, not has_time)
+    assert any_plan_lower_bound_s(profile, budget) <= plan.predicted.steady_step_s
+
+
+def test_no_more_may_leave_than_host_memory_has_room_for():
+    profile = computing(size=5).with_layers([{"offloadable_bytes": {"none": 1000, "full": 100}}] * 3 + [{}] * 2)
+    for num_bytes, layers in ((999, 0), (1000, 1), (2500, 2), (3000, 3)):
+        limited = profile.offloading_at_most(num_bytes)
+        assert [bool(layer.offloadable_bytes) for layer in limited.layers] == [True] * layers + [False] * (5 - layers)
+
+
+@examples(6)
+@given(profiles(min_layers=3, max_layers=3, recomputing=True, offloading=True), st.integers(20, 160))
+def test_no_plan_that_lets_activations_leave_is_faster_than_what_counts_as_equal_or_below_the_bound(profile, budget):
+    loaded = [Mode.GFGB, Mode.RELOAD]
+    found = list(every_plan(profile, loaded, [GradientPlace.DEVICE], activations=tuple(ActivationPlace)))
+    least_s = min((step_s for _, step_s, needed in found if needed <= budget), default=np.inf)
+    assert any_plan_lower_bound_s(profile, budget) <= least_s * NEARLY
+    if least_s < np.inf:
+        assert AutoSearch(profile, Request()).fastest(budget).objective_s <= least_s * (1 + EQUAL_WITHIN)
