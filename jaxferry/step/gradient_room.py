@@ -225,7 +225,7 @@ def _crossing_bytes(profile: Profile, crossings: Crossings) -> tuple[np.ndarray,
         late = [each for each in returning if saving[each] < num_left]
         twice[last_place] += sum(crossings.fetches[each] for each in late)
         if (following := crossings.fetched_at.get(members[0])) is not None:
-            is_early = crossings.awaits_saves and saving[following] >= num_left
+            is_early = crossings.awaits_saves and saving.get(following, -1) >= num_left
             (returning if is_early else late).append(following)
         fetched[last_place + 1] += sum(crossings.fetches[each] for each in late)
         returning = [each for each in returning if each not in late]
