@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import facts
-from jaxferry.costs import MACHINES, Profile, default_budget_bytes
+from jaxferry.costs import MACHINES, NO_RECOMPUTATION, Profile, default_budget_bytes
 from jaxferry.modes import Remat
 from jaxferry.planner import AutoSearch, Request, coded_plan, make_plan
 from jaxferry.records import read_json
@@ -174,9 +174,9 @@ def needs(profile: Profile, policy: str) -> int:
     if policy == "auto":
         size = len(profile.layers)
         on_host = np.ones(size, dtype=bool)
-        again = np.array([layer.can_recompute for layer in profile.layers])
+        remats = [Remat.FULL if layer.can_recompute else Remat.NONE for layer in profile.layers]
         modes = [np.full(size, mode, dtype=np.int8) for mode in (DHA, RELOAD)]
-        plans = [coded_plan(policy, 0.0, profile, each, on_host, recomputes=again) for each in modes]
+        plans = [coded_plan(policy, 0.0, profile, each, on_host, remats=remats) for each in modes]
         return min(needed_bytes(profile, plan) for plan in plans)
     name = policy.removesuffix(RECOMPUTING)
     plan = make_plan(without_recomputation(profile), name)
@@ -192,12 +192,11 @@ def offloading(profile: Profile) -> Profile:
     layers = list(profile.layers)
     for index in blocks:
         layer = layers[index]
-        kept, is_moved = layer.kept_bytes(True), index in blocks[: -2 * CROSSING_SLOTS]
+        kept, is_moved = layer.kept_bytes(Remat.FULL), index in blocks[: -2 * CROSSING_SLOTS]
         moved = kept if is_moved else 0
         layers[index] = dataclasses.replace(
             layer,
-            recompute_s=None,
-            recompute_activation_bytes=None,
+            **NO_RECOMPUTATION,
             activation_bytes=kept,
             save_bytes=moved,
             fetch_bytes=moved,

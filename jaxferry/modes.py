@@ -54,8 +54,19 @@ class Remat(enum.StrEnum):
 
     NONE = "none"
     """All residuals of its backward: the profile's `activation_bytes`."""
+    PRODUCTS = "products"
+    """The results of large products, and its inputs: its backward computes everything else again."""
     FULL = "full"
     """Only its inputs: its backward runs its forward again."""
+
+
+class ActivationPlace(enum.StrEnum):
+    """Where what a layer keeps waits for its backward."""
+
+    DEVICE = "device"
+    """On the device."""
+    HOST = "host"
+    """In host memory, as far as the profile's `offloadable_bytes` go: it leaves after the forward and comes back."""
 
 
 BLOCK, MODULE, FASTER = "block", "module", "auto"

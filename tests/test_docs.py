@@ -101,7 +101,8 @@ def test_every_command_in_the_pages_exists_with_its_options():
         if not words or words[0].startswith("-"):
             continue
         assert words[0] in commands, f"{page}: {line}"
-        known = {option for parameter in commands[words[0]].params for option in parameter.opts} | {"--help"}
+        parameters = commands[words[0]].params
+        known = {option for each in parameters for option in (*each.opts, *each.secondary_opts)} | {"--help"}
         unknown = [word for word in words[1:] if word.startswith("-") and word not in known]
         assert unknown == [], f"{page}: {line}"
 

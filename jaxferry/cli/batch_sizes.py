@@ -23,8 +23,19 @@ class Sizes:
     def of(self, batch_size: int) -> Traced:
         """Returns the model for batches of a size."""
         if batch_size not in self._known:
-            self._known[batch_size] = self._trace(batch_size)
+            self._known[batch_size] = self._limited(self._trace(batch_size))
         return self._known[batch_size]
+
+    def limit(self, left_bytes: int) -> None:
+        """Lets saved activations take no more host memory than this."""
+        self.left_bytes = left_bytes
+        self._known = {size: self._limited(each) for size, each in self._known.items()}
+
+    def _limited(self, traced: Traced) -> Traced:
+        if self.left_bytes is None:
+            return traced
+        left_bytes = max(self.left_bytes, 0)
+        return traced.changed(lambda profile: profile.offloading_at_most(left_bytes))
 
     def largest(self, loading: bool) -> Traced:
         """Returns the largest size that fits, with all layers loaded or not; a size that fits so must be known."""
@@ -35,8 +46,8 @@ class Sizes:
 
     def fits_on_host(self, traced: Traced) -> bool:
         """Returns whether saved activations fit into the host memory that training leaves; true without any."""
-        saved_bytes = 0 if self.left_bytes is None else traced.profile.saved_bytes
-        return not saved_bytes or saved_bytes <= (self.left_bytes or 0)
+        num_bytes = 0 if self.left_bytes is None else traced.saved_bytes
+        return not num_bytes or num_bytes <= (self.left_bytes or 0)
 
     def _need(self, traced: Traced) -> int:
         return traced.loading_bytes if self._is_loading else traced.smallest_bytes

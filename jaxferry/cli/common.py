@@ -62,6 +62,7 @@ def plan_table(plan: Plan) -> Table:
     """Returns modes and gradient places, and what else any layer has; a row per run of equal layers."""
     keys = ["mode", "gradient"]
     keys += ["remat"] if any(plan.recomputes) else []
+    keys += ["activations"] if plan.offloads_activations else []
     keys += ["update"] if any(plan.updates_on_device) or any(plan.updates_streamed) else []
     keys += ["tiles"] if any(layer.tiles > 1 for layer in plan.layers) else []
     rows = []

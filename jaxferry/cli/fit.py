@@ -10,15 +10,12 @@ do not count: products of many rows read a layer again and again, so such steps 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from rich.table import Table
 from typer import Argument, Option
 
@@ -33,6 +30,7 @@ from jaxferry.cli.common import (
     progress,
     read_budget_on,
 )
+from jaxferry.cli.forecast import BatchForecast, forecast
 from jaxferry.cli.host_layout import HostBytes, HostLayout
 from jaxferry.cli.profile import Traced, trace
 from jaxferry.cli.workload import (
@@ -41,7 +39,6 @@ from jaxferry.cli.workload import (
     FixedGranularity,
     GradientBuffers,
     MemoryBudget,
-    OffloadActivations,
     Optimizer,
     Tiles,
     UserModel,
@@ -56,29 +53,11 @@ from jaxferry.cli.workload import (
 )
 from jaxferry.costs import MACHINES, find_machine
 from jaxferry.errors import InputError, call_users
-from jaxferry.modes import BLOCK, MODULE, Remat
+from jaxferry.modes import BLOCK, Remat
 from jaxferry.optimizer import pinned_advice, pinned_bytes, pinned_problem
 from jaxferry.partition import AUTO, OFF, check_tiles
-from jaxferry.planner import (
-    SIMPLE_POLICIES,
-    FinestPlanner,
-    Request,
-    fastest_that_fits,
-    plan_in_tiles,
-    planner_of,
-    with_gap,
-    with_update_order,
-)
 from jaxferry.records import write_json
-from jaxferry.step import (
-    Bottleneck,
-    Plan,
-    find_bottleneck,
-    needed_bytes,
-    predict,
-    simulate,
-    streamed_state_bytes,
-)
+from jaxferry.step import saved_bytes, streamed_state_bytes
 from jaxferry.training import (
     accelerator_dtype,
     buffered_groups,
@@ -115,7 +94,10 @@ def fit(
         str, Option(help=f"As of profile; {AUTO} is {Remat.FULL.value} with --offload-activations.")
     ] = AUTO,
     tiles: Tiles = OFF,
-    offload_activations: OffloadActivations = False,
+    offload_activations: Annotated[
+        bool | None,
+        Option("--offload-activations/--keep-activations", help=f"All or no activations leave. [default: {AUTO}]"),
+    ] = None,
     gradient_buffers: GradientBuffers = AUTO,
     scratch: Annotated[
         str | None,
@@ -137,6 +119,7 @@ def fit(
         host_memory_bytes = parse_bytes(host_memory, "--host-memory")
     update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)
     kept, in_tiles = read_remat(remat), check_tiles(read_tiles(tiles))
+    offloads = AUTO if offload_activations is None else offload_activations
     num_buffers = check_gradient_buffers(read_number_or_word(gradient_buffers))
     if (disk_bytes_per_s := None if scratch is None else parse_bytes(scratch, "--scratch")) == 0:
         raise InputError(f"--scratch must be positive, got {scratch}")
@@ -148,7 +131,7 @@ def fit(
         def traced(size: int) -> Traced:
             report(f"tracing batches of {size}")
             user, batch = sizes.of(size)
-            of_model = user.loss_fn, params, batch, figures, dtype, granularity, offload_activations
+            of_model = user.loss_fn, params, batch, figures, dtype, granularity, offloads
             return trace(size, *of_model, remat=kept, tiles=in_tiles)
 
         def bytes_of(own: Traced, streamed: Collection[int], num: int | None) -> dict[str, int]:
@@ -246,34 +229,14 @@ def _table(fit: Fit) -> Table:
         memory = {f"  {kind}": format_bytes(size) for kind, size in row.device_bytes.items()}
         speed = {"seconds a step": format_seconds(row.step_s), "samples a second": f"{row.samples_per_s:,.2f}"} | tokens
         modes = ", ".join(f"{count} {mode}" for mode, count in plan_counts(row.plan).items())
-        chosen = {"limited by": row.bottleneck.limit, "layers": modes, "recomputing": str(sum(row.plan.recomputes))}
+        kept = ", ".join(f"{count} {level}" for level, count in Counter(row.plan.remats).items())
+        chosen = {"limited by": row.bottleneck.limit, "layers": modes, "remat": kept}
+        chosen["recomputed operations"] = f"{row.recomputed_share:.1%}"
+        if row.plan.offloads_activations:
+            chosen["activations in host memory"] = str(sum(each.activations != "device" for each in row.plan.layers))
         columns.append({**speed, "device memory": format_bytes(sum(row.device_bytes.values())), **memory, **chosen})
     rows = [[name, *(column.get(name, "-") for column in columns)] for name in columns[0]]
     return make_table(["batch size", *sizes], rows, title="predicted")
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchForecast:
-    """Training with batches of one size, as predicted.
-
-    Attributes:
-      tokens_per_s: integers of the batch's largest integer array a second; None without one of 2 axes.
-      busy_share: the share of a step in which each lane works: `gpu`, `h2d`, `d2h`, `host`.
-    """
-
-    batch_size: int
-    step_s: float
-    samples_per_s: float
-    tokens_per_s: float | None
-    device_bytes: Mapping[str, int]
-    busy_share: Mapping[str, float]
-    bottleneck: Bottleneck
-    plan: Plan
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the forecast as JSON values."""
-        document = vars(self) | vars(self.bottleneck) | {"plan": self.plan.to_json()}
-        return {key: value for key, value in document.items() if key != "bottleneck"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,13 +304,14 @@ def find_fit(
     layout = HostLayout(own, host_bytes, host_memory_bytes, gradient_buffers, disk_bytes_per_s)
     of_training = layout.needed
     if host_memory_bytes is not None:
-        sizes.left_bytes = host_memory_bytes - sum(of_training.values())
+        sizes.limit(host_memory_bytes - sum(of_training.values()))
+        own = sizes.of(batch_size)
 
     def fits(each: Traced) -> bool:
         return each.smallest_bytes <= budget_bytes and sizes.fits_on_host(each)
 
-    def kept(each: Traced) -> dict[str, int]:
-        return of_training | ({"saved activations": each.profile.saved_bytes} if each.profile.saved_bytes else {})
+    def kept(num_bytes: int) -> dict[str, int]:
+        return of_training | ({"saved activations": num_bytes} if num_bytes else {})
 
     smallest = own if fits(own) or batch_size == 1 else sizes.of(1)
     wanted = {own.batch_size: own} if fits(own) else {}
@@ -358,8 +322,9 @@ def find_fit(
     for size, each in wanted.items():
         report(f"planning for batches of {size}")
         rows.append(forecast(layout.planned(each), budget_bytes, layout.num_buffers))
-    host = kept(max([smallest, *wanted.values()], key=lambda each: each.batch_size))
     pairs = [(wanted[row.batch_size], row.plan) for row in rows]
+    saved = [saved_bytes(each.profile, plan) for each, plan in pairs]
+    host = kept(max([smallest.saved_bytes, *(each.saved_bytes for each in wanted.values()), *saved]))
     streamed = [streamed_state_bytes(each.profile, plan) for each, plan in pairs]
     of_plans = [of_training, *(layout.of_plan(*pair) for pair in pairs)]
     most = {name: max(found[name] for found in of_plans) for name in of_training}
@@ -376,60 +341,8 @@ def find_fit(
         smallest_batch_size=smallest.batch_size,
         largest_batch_size=max(wanted, default=0),
         rows=tuple(rows),
-        problem=_problem(smallest, budget_bytes, kept(smallest) | most, host_memory_bytes),
+        problem=_problem(smallest, budget_bytes, kept(smallest.saved_bytes) | most, host_memory_bytes),
     )
-
-
-def forecast(traced: Traced, budget_bytes: int, gradient_buffers: int | None = None) -> BatchForecast:
-    """Plans by `auto` for a budget; raises `BudgetError` if no plan fits."""
-    levels = (traced, *traced.in_tiles)
-    chosen, plan = plan_in_tiles(
-        [level.profile for level in levels], budget_bytes, lambda index: _planned(levels[index], budget_bytes)
-    )
-    traced = levels[chosen]
-    plan = plan.in_tiles([layer.tiles for layer in traced.profile.layers])
-    if gradient_buffers is not None:
-        plan = with_update_order(traced.profile, dataclasses.replace(plan, gradient_buffers=gradient_buffers))
-        plan = predict(traced.profile, plan)
-    simulation = simulate(traced.profile, plan)
-    step_s = simulation.steady_step_s
-    busy = {lane: use.busy_s / step_s if step_s > 0 else 0.0 for lane, use in simulation.lanes.items()}
-    arrays = [leaf for leaf in jax.tree.leaves(traced.batch) if hasattr(leaf, "shape") and len(leaf.shape) >= 2]
-    tokens = [int(np.prod(leaf.shape)) for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.integer)]
-    return BatchForecast(
-        batch_size=traced.batch_size,
-        step_s=step_s,
-        samples_per_s=traced.batch_size / step_s,
-        tokens_per_s=max(tokens) / step_s if tokens else None,
-        device_bytes=traced.device_bytes(plan, budget_bytes),
-        busy_share={lane.value: share for lane, share in busy.items()},
-        bottleneck=find_bottleneck(busy, plan.details, step_s),
-        plan=plan,
-    )
-
-
-def _planned(traced: Traced, budget_bytes: int) -> Plan:
-    """Returns the plan of `auto`, which leaves memory for what the allocator takes beyond buffers."""
-    planner = FinestPlanner(traced.profile, "auto", Request(), MODULE)
-
-    @functools.cache
-    def plan_within(left_bytes: int) -> Plan:
-        return with_gap(*planner.plan(left_bytes), left_bytes)
-
-    def excess_bytes(plan: Plan) -> int:
-        return sum(traced.device_bytes(plan, budget_bytes).values()) - budget_bytes
-
-    def others() -> list[Plan]:
-        return [planner_of(traced.profile, name, Request())(None) for name in SIMPLE_POLICIES]
-
-    leanest = traced.leanest(budget_bytes)
-    least_bytes = needed_bytes(traced.profile, leanest)
-    if found := fastest_that_fits(plan_within, excess_bytes, budget_bytes, least_bytes, others):
-        return found
-    # Of plans with equally little memory, the one that `auto` prefers may need more beyond buffers.
-    details = {**plan_within(budget_bytes).details, "binding": "memory"}
-    leanest = dataclasses.replace(with_update_order(traced.profile, leanest), details=details)
-    return predict(traced.profile, leanest)
 
 
 def _problem(smallest: Traced, budget_bytes: int, host_bytes: Mapping[str, int], host_memory_bytes: int | None) -> str:

@@ -46,7 +46,17 @@ from jaxferry.planner import (
     sweep_finest,
 )
 from jaxferry.records import check_share, load_record, write_json
-from jaxferry.step import CHAIN_STEPS, Plan, Simulation, chrome_trace, needed_bytes, predict, run, schedule_chain
+from jaxferry.step import (
+    CHAIN_STEPS,
+    Plan,
+    Simulation,
+    chrome_trace,
+    needed_bytes,
+    predict,
+    run,
+    saved_bytes,
+    schedule_chain,
+)
 from jaxferry.step import simulate as simulate_plan
 from jaxferry.units import format_bytes, format_seconds, parse_bytes
 from jaxferry.weights import POLICIES, Instance, Outcome, check_policy, export_plan, instance_from_profile, solve
@@ -105,7 +115,7 @@ def plan(
             result: tuple[Any, ...] = compared.to_json(), comparison_table(compared), gap
         else:
             known, made = plan_finest(known, policy, request, granularity)
-            host_lines = host_memory_lines(known.machine, copies_bytes(known, made), known.saved_bytes)
+            host_lines = host_memory_lines(known.machine, copies_bytes(known, made), saved_bytes(known, made))
             lines = _prediction_lines(made, needed_bytes(known, made))
             result = made.to_json(), plan_table(made), *lines, *host_lines
     if made is not None and output is not None:
@@ -231,12 +241,12 @@ def _prediction_lines(plan: Plan, needed_bytes: int) -> list[str]:
     return lines
 
 
-def host_memory_lines(machine: Mapping[str, Any], copies_bytes: int = 0, saved_bytes: int = 0) -> list[str]:
+def host_memory_lines(machine: Mapping[str, Any], copies_bytes: int = 0, waiting_bytes: int = 0) -> list[str]:
     """Returns the host memory that training needs, if the profile's machine states it."""
     parts = machine.get("host_bytes")
     if not isinstance(parts, Mapping) or not all(isinstance(size, int) for size in parts.values()):
         return []
-    more = {"copies to read in place": copies_bytes, "saved activations": saved_bytes}
+    more = {"copies to read in place": copies_bytes, "saved activations": waiting_bytes}
     parts = {**parts, **{name: size for name, size in more.items() if size}}
     kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     return [f"host memory {format_bytes(sum(parts.values()))}: {kinds}"]

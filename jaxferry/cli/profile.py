@@ -28,6 +28,8 @@ from jaxferry.cli.workload import (
 )
 from jaxferry.costs import (
     MACHINES,
+    RECOMPUTATION,
+    LayerCosts,
     Machine,
     Profile,
     backward_variant,
@@ -47,7 +49,7 @@ from jaxferry.engine import (
     with_program_facts,
 )
 from jaxferry.errors import InputError
-from jaxferry.modes import BLOCK, Remat
+from jaxferry.modes import BLOCK, ActivationPlace, GradientPlace, Remat
 from jaxferry.partition import AUTO, OFF, REMAT, check_tiles, partition, refused_by_jax
 from jaxferry.planner import coded_plan, levels_of_tiles, merges_of_small, numbers_to_try, tiles_of
 from jaxferry.processes import mesh_of
@@ -61,10 +63,20 @@ from jaxferry.step import (
     Source,
     StepProgram,
     needed_bytes,
+    saved_bytes,
     updated_on_device,
 )
 from jaxferry.training import Model, Numerics, train_step
 from jaxferry.transport import TRANSPORTS, make_placement
+
+
+def _offloading(profile: Profile, plan: Plan) -> Plan:
+    """The plan with all activations that may leave in host memory; these layers' gradients are on the device."""
+    waits: dict[str, Any] = {"gradient": GradientPlace.DEVICE, "activations": ActivationPlace.HOST}
+    pairs = zip(plan.layers, profile.layers, strict=True)
+    layers = (dataclasses.replace(own, **waits) if layer.offloadable_bytes else own for own, layer in pairs)
+    return dataclasses.replace(plan, layers=tuple(layers))
+
 
 _BATCH_BYTES = (
     "activation_bytes",
@@ -81,6 +93,8 @@ class Traced:
     """A model for batches of one size.
 
     Attributes:
+      costs: those of its layers.
+      flops: the operations of a step that does none of them twice.
       in_tiles: the model in more and more tiles, where a plan may choose among them.
     """
 
@@ -88,7 +102,9 @@ class Traced:
     batch: Any
     variants: RematVariants
     profile: Profile
-    offload_activations: bool = False
+    offload_activations: bool | str = False
+    costs: tuple[LayerCosts, ...] = ()
+    flops: float = 0.0
     in_tiles: tuple[Traced, ...] = ()
 
     @property
@@ -111,6 +127,13 @@ class Traced:
         in_tiles = tuple(each.changed(change) for each in self.in_tiles)
         return dataclasses.replace(self, profile=change(self.profile), in_tiles=in_tiles)
 
+    def recomputed_share(self, plan: Plan) -> float:
+        """Returns the share of a step's operations that are done a second time."""
+        pairs = zip(self.costs, plan.remats, strict=True)
+        more = sum(costs.recomputation[remat].flops for costs, remat in pairs if remat in costs.recomputation)
+        total = sum(costs.forward_flops + costs.backward_flops for costs in self.costs) + more
+        return 1 - self.flops / total if total else 0.0
+
     def leanest(self, budget_bytes: int) -> Plan:
         """Returns the leanest plan in this number of tiles, which loads all layers if that fits into the budget."""
         return self._leanest(RELOAD if self._own_loading_bytes <= budget_bytes else DHA)
@@ -125,21 +148,26 @@ class Traced:
         return self._bytes_of(self._leanest(RELOAD))
 
     @functools.cached_property
+    def saved_bytes(self) -> int:
+        """Host memory in which activations wait whatever the plan; a plan that chooses takes what is there."""
+        return saved_bytes(self.profile, self._leanest(DHA))
+
+    @functools.cached_property
     def without_samples(self) -> Traced:
         """The model with what takes memory for any batch: parameters and their gradients."""
-        none: dict[str, Any] = dict.fromkeys(_BATCH_BYTES, 0) | {"temporary_bytes": {}}
-        again = ({"recompute_activation_bytes": 0 if each.can_recompute else None} for each in self.profile.layers)
+        none: dict[str, Any] = dict.fromkeys(_BATCH_BYTES, 0) | {"temporary_bytes": {}, "offloadable_bytes": {}}
+        sizes = [key for _, key in RECOMPUTATION.values()]
+        again = ({key: None if getattr(each, key) is None else 0 for key in sizes} for each in self.profile.layers)
         profile = self.profile.with_layers(none | own for own in again)
         return Traced(0, None, self.variants, profile, self.offload_activations)
 
     def _leanest(self, mode: int) -> Plan:
         layers = self.profile.layers
         modes, on_host = np.full(len(layers), mode, dtype=np.int8), np.ones(len(layers), dtype=bool)
-        can = np.array([layer.can_recompute for layer in layers])
-        plans = [
-            coded_plan("auto", 0.0, self.profile, modes, on_host, recomputes=again)
-            for again in (np.zeros_like(can), can)
-        ]
+        kept = ([remat if remat in layer.levels else Remat.NONE for layer in layers] for remat in Remat)
+        plans = [coded_plan("auto", 0.0, self.profile, modes, on_host, remats=remats) for remats in kept]
+        if mode == RELOAD and any(layer.offloadable_bytes for layer in layers):
+            plans += [_offloading(self.profile, plan) for plan in plans]
         return min(plans, key=lambda plan: needed_bytes(self.profile, plan))
 
     def _bytes_of(self, plan: Plan) -> int:
@@ -151,8 +179,8 @@ class Traced:
         return counted + unsplit_by_step(program, self._temporary_bytes(program))
 
     def _lowered(self, plan: Plan) -> StepProgram:
-        parts = self.variants.of(plan.recomputes)
-        return lower(parts, self.variants.derivatives, plan, self.profile, self.offload_activations)
+        parts = self.variants.of(plan.remats)
+        return lower(parts, self.variants.derivatives, plan, self.profile, self.offload_activations is True)
 
     def device_bytes(self, plan: Plan, budget_bytes: int) -> dict[str, int]:
         """Returns device memory by kind, in the program of a plan's step that needs the most."""
@@ -177,10 +205,10 @@ class Traced:
         for instruction in program.programs:
             key, first = instruction.key, program.partition.uses_of[instruction.segment][0]
             assert key is not None
-            recomputes = program.plan.recomputes[first]
+            remat = program.plan.remats[first]
             by_dha, is_go = Source.HOST in key.reads, key.writes_host
             is_forward = key.kind is ProgramKind.FORWARD
-            name = forward_variant(by_dha, recomputes) if is_forward else backward_variant(by_dha, is_go, recomputes)
+            name = forward_variant(by_dha, remat) if is_forward else backward_variant(by_dha, is_go, remat)
             found[key] = self.profile.layers[first].temporary_bytes.get(name, 0)
         return found
 
@@ -193,7 +221,7 @@ def trace(
     machine: Machine,
     compute_dtype: Any,
     granularity: str = BLOCK,
-    offload_activations: bool = False,
+    offload_activations: bool | str = False,
     *,
     remat: str = AUTO,
     tiles: Any = 1,
@@ -201,7 +229,7 @@ def trace(
     processes: int = 1,
 ) -> Traced:
     """Traces a loss function and estimates its profile; raises InputError if several devices cannot share the batch."""
-    remat = Remat.FULL.value if offload_activations and remat == AUTO else remat
+    remat = Remat.FULL.value if offload_activations is True and remat == AUTO else remat
     merge = functools.partial(merges_of_small, machine=machine) if granularity == BLOCK else None
     settings: dict[str, Any] = {"compute_dtype": compute_dtype, "merge": merge, "granularity": granularity}
     settings |= {"num_devices": devices, "num_processes": processes}
@@ -215,7 +243,9 @@ def trace(
             costs = partition_costs(variants.base, remat, temporaries=True)
             profile = estimate_profile(costs, machine, None, devices, processes)
             profile = with_program_facts(profile, variants.base, variants.derivatives, offload_activations)
-            return Traced(batch_size, batch, variants, profile, offload_activations)
+            plain = costs if remat in (AUTO, Remat.NONE) else partition_costs(variants.base, Remat.NONE.value)
+            flops = sum(each.forward_flops + each.backward_flops for each in plain)
+            return Traced(batch_size, batch, variants, profile, offload_activations, costs, flops)
 
         if tiles != AUTO:
             return traced(tiles)

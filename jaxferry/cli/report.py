@@ -33,6 +33,11 @@ _MOST_LAYERS = 64
 So are plans that stream updates.
 """
 
+_REMATS = {
+    Remat.NONE: "no recomputation",
+    Remat.PRODUCTS: "all but its large products recomputed",
+    Remat.FULL: "recomputation",
+}
 _SAME = 5e-3  # step times that differ by less count as the same
 
 
@@ -168,9 +173,12 @@ def _costs(layer: LayerProfile, chosen: LayerPlan) -> str:
             f"the backward writes the gradient to host memory (+{added}), which saves an offload of "
             f"{format_seconds(layer.offload_s)} and {format_bytes(layer.device_gradient_bytes)}"
         )
-    if chosen.remat is Remat.FULL:
-        freed = format_bytes(layer.kept_bytes(False) - layer.kept_bytes(True))
-        parts.append(f"recomputing takes {format_seconds(layer.recompute_s or 0.0)} and frees {freed}")
+    if chosen.remat is not Remat.NONE:
+        freed = format_bytes(layer.activation_bytes - layer.kept_bytes(chosen.remat))
+        what = "recomputing" if chosen.remat is Remat.FULL else "recomputing all but large products"
+        parts.append(f"{what} takes {format_seconds(layer.recompute_for(chosen.remat))} and frees {freed}")
+    if leaving := layer.leaving_bytes(chosen.remat, chosen.activations):
+        parts.append(f"{format_bytes(leaving)} of what it keeps wait in host memory for the backward")
     if chosen.update is UpdatePlace.RESIDENT:
         parts.append(
             f"updated on the device in {format_seconds(layer.update_gpu_s or 0.0)}, on the host in "
@@ -211,9 +219,9 @@ def _others(profile: Profile, plan: Plan, number: int) -> Iterator[tuple[str, La
     if layer.has_gradient and not layer.gradient_rows and chosen.update is UpdatePlace.HOST:
         place = GradientPlace.HOST if chosen.gradient is GradientPlace.DEVICE else GradientPlace.DEVICE
         yield f"its gradient written on the {place.value}", dataclasses.replace(chosen, gradient=place)
-    if layer.can_recompute:
-        remat = Remat.FULL if chosen.remat is Remat.NONE else Remat.NONE
-        yield "recomputation" if remat is Remat.FULL else "no recomputation", dataclasses.replace(chosen, remat=remat)
+    for remat in layer.levels:
+        if remat is not chosen.remat:
+            yield _REMATS[remat], dataclasses.replace(chosen, remat=remat)
 
 
 def _with(profile: Profile, plan: Plan, number: int, other: LayerPlan) -> Plan:

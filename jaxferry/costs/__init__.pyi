@@ -5,10 +5,14 @@ from .counts import jaxpr_costs as jaxpr_costs
 from .counts import touched_bytes as touched_bytes
 from .estimate import UPDATE_BYTES_PER_PARAMETER as UPDATE_BYTES_PER_PARAMETER
 from .estimate import LayerCosts as LayerCosts
+from .estimate import Recomputation as Recomputation
 from .estimate import estimate_profile as estimate_profile
+from .estimate import recomputing as recomputing
 from .estimate import scaled_profile as scaled_profile
 from .estimate import scaling as scaling
 from .estimate import update_on_device_s as update_on_device_s
+from .layer_records import NO_RECOMPUTATION as NO_RECOMPUTATION
+from .layer_records import RECOMPUTATION as RECOMPUTATION
 from .layer_records import LayerProfile as LayerProfile
 from .layer_records import backward_variant as backward_variant
 from .layer_records import forward_variant as forward_variant

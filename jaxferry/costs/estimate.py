@@ -15,10 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxferry.costs.counts import HostRead
-from jaxferry.costs.layer_records import LayerProfile
+from jaxferry.costs.layer_records import RECOMPUTATION, LayerProfile
 from jaxferry.costs.machines import Devices, Links, Machine
 from jaxferry.costs.profile_records import Contention, Profile
 from jaxferry.errors import InputError
+from jaxferry.modes import Remat
 from jaxferry.native import SCRATCH_BYTES
 
 UPDATE_BYTES_PER_PARAMETER = 30
@@ -62,7 +63,7 @@ class LayerCosts:
       inter_forward_flops, inter_forward_bytes, inter_backward_flops, inter_backward_bytes: parameterless compute right
         after this layer's forward and right before its backward.
       itemsize: bytes per element in the layer's products: 2 for 16 bits, 4 for 32.
-      recomputation: costs of recomputation; None if a plan cannot choose it.
+      recomputation: costs of recomputation, by what a plan may let it keep instead of all.
       temporary_bytes: as in a profile.
       is_whole: whether each of several processes holds the layer whole.
       shares_program: as in a profile.
@@ -90,7 +91,7 @@ class LayerCosts:
     inter_backward_flops: float = 0.0
     inter_backward_bytes: float = 0.0
     itemsize: int = 2
-    recomputation: Recomputation | None = None
+    recomputation: Mapping[Remat, Recomputation] = dataclasses.field(default_factory=dict)
     temporary_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     is_whole: bool = False
     shares_program: bool = False
@@ -139,7 +140,6 @@ def _share_of_work(layer: LayerCosts, num_devices: int) -> LayerCosts:
             return None
         return tuple(dataclasses.replace(product, flops=product.flops / num_devices) for product in products)
 
-    again = layer.recomputation
     inter = ("inter_forward_flops", "inter_forward_bytes", "inter_backward_flops", "inter_backward_bytes")
     return dataclasses.replace(
         layer,
@@ -150,9 +150,10 @@ def _share_of_work(layer: LayerCosts, num_devices: int) -> LayerCosts:
         dha_products_forward=shared_products(layer.dha_products_forward),
         dha_products_backward=shared_products(layer.dha_products_backward),
         **{key: getattr(layer, key) / num_devices for key in inter},
-        recomputation=None
-        if again is None
-        else dataclasses.replace(again, flops=again.flops / num_devices, bytes=again.bytes / num_devices),
+        recomputation={
+            remat: dataclasses.replace(again, flops=again.flops / num_devices, bytes=again.bytes / num_devices)
+            for remat, again in layer.recomputation.items()
+        },
     )
 
 
@@ -187,11 +188,19 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         state_up_s=machine.transfer_s(STATE_BYTES_PER_PARAMETER * layer.num_parameters),
         state_down_s=machine.transfer_s(STATE_BYTES_PER_PARAMETER * layer.num_parameters + layer.param_bytes),
         state_bytes=STATE_BYTES_PER_PARAMETER * layer.num_parameters,
-        recompute_s=None if layer.recomputation is None else _recompute_s(machine, layer, backward_s),
-        recompute_activation_bytes=None if layer.recomputation is None else layer.recomputation.activation_bytes,
         temporary_bytes=layer.temporary_bytes,
         shares_program=layer.shares_program,
+        **recomputing(
+            layer.recomputation,
+            {remat: _recompute_s(machine, layer, more, backward_s) for remat, more in layer.recomputation.items()},
+        ),
     )
+
+
+def recomputing(costs: Mapping[Remat, Recomputation], seconds: Mapping[Remat, float]) -> dict[str, Any]:
+    """Returns the fields of a layer's profile for what recomputation costs, by what is kept: with the added seconds."""
+    pairs = {RECOMPUTATION[remat]: (own, costs[remat].activation_bytes) for remat, own in seconds.items()}
+    return {key: value for keys, values in pairs.items() for key, value in zip(keys, values, strict=True)}
 
 
 def scaling(known: Sequence[LayerCosts], costs: Sequence[LayerCosts]) -> float:
@@ -212,10 +221,8 @@ def scaled_profile(profile: Profile, known: Sequence[LayerCosts], costs: Sequenc
     for layer, before, now in zip(profile.layers, known, costs, strict=True):
         forward, backward = (_work(now, way) / work if (work := _work(before, way)) else 1.0 for way in _WAYS)
         more_s, more_back_s = layer.forward_s * (forward - 1), layer.backward_s * (backward - 1)
-        again: dict[str, Any] = {}
-        if layer.can_recompute and now.recomputation is not None:
-            again["recompute_s"] = (layer.recompute_s or 0.0) * backward
-            again["recompute_activation_bytes"] = now.recomputation.activation_bytes
+        levels = [remat for remat in layer.levels if remat in now.recomputation]
+        again = recomputing(now.recomputation, {remat: layer.recompute_for(remat) * backward for remat in levels})
         scaled = dataclasses.replace(
             layer,
             activation_bytes=now.activation_bytes if layer.activation_bytes else 0,
@@ -247,9 +254,7 @@ def update_on_device_s(num_parameters: int, machine: Machine) -> float:
     return max(UPDATE_BYTES_PER_PARAMETER * num_parameters / machine.memory_bytes_per_s, machine.launch_s)
 
 
-def _recompute_s(machine: Machine, layer: LayerCosts, backward_s: float) -> float:
-    more = layer.recomputation
-    assert more is not None
+def _recompute_s(machine: Machine, layer: LayerCosts, more: Recomputation, backward_s: float) -> float:
     flops, num_bytes = layer.backward_flops + more.flops, layer.backward_bytes + more.bytes
     return max(_roofline_s(machine, layer, flops, num_bytes, layer.backward_kernels + more.kernels) - backward_s, 0.0)
 

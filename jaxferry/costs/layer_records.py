@@ -1,11 +1,13 @@
 """The cost of one layer on a machine, in seconds and bytes: an element of `layers` in a profile."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any, Self
 
 from jaxferry.errors import InputError
+from jaxferry.modes import ActivationPlace, Remat
 from jaxferry.records import (
     check_bytes,
     check_count,
@@ -31,33 +33,39 @@ SECONDS = (
 )
 LINK_SHARES = ("forward_read_s", "backward_read_s", "backward_write_s")
 _OF_STATE = ("update_gpu_s", "update_streamed_s", "state_up_s", "state_down_s", "state_read_s", "state_write_s")
-_RECOMPUTATION = ("recompute_s", "recompute_activation_bytes")
-NO_RECOMPUTATION = dict.fromkeys(_RECOMPUTATION)
+RECOMPUTATION = {
+    Remat.PRODUCTS: ("products_recompute_s", "products_activation_bytes"),
+    Remat.FULL: ("recompute_s", "recompute_activation_bytes"),
+}
+"""The keys of what a backward that recomputes costs: seconds, and the bytes that are then kept."""
+NO_RECOMPUTATION = dict.fromkeys(itertools.chain(*RECOMPUTATION.values()))
 _OF_GRADIENT = {
     **dict.fromkeys(("grad_bytes", "row_gradient_bytes", "sum_bytes", "state_bytes"), 0),
     **dict.fromkeys(("offload_s", "update_s", "backward_write_s"), 0.0),
     **dict.fromkeys(_OF_STATE),
 }
-_OF_BACKWARD = {
+_OF_BACKWARD: dict[str, Any] = {
     **dict.fromkeys(("activation_bytes", "fetch_bytes", "backward_workspace_bytes"), 0),
     **dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s", "inter_backward_s", "backward_read_s"), 0.0),
-    **dict.fromkeys(_RECOMPUTATION),
+    **NO_RECOMPUTATION,
+    "offloadable_bytes": {},
 }
+_SUFFIXES = {Remat.NONE: "", Remat.PRODUCTS: "_products", Remat.FULL: "_recompute"}
 
 
-def forward_variant(by_dha: bool, recomputes: bool = False) -> str:
+def forward_variant(by_dha: bool, remat: Remat = Remat.NONE) -> str:
     """The name of a layer's forward, such as `"forward_dha"`."""
-    return f"forward{'_dha' * by_dha}{'_recompute' * recomputes}"
+    return f"forward{'_dha' * by_dha}{_SUFFIXES[remat]}"
 
 
-def backward_variant(by_dha: bool, grad_on_host: bool, recomputes: bool = False) -> str:
+def backward_variant(by_dha: bool, grad_on_host: bool, remat: Remat = Remat.NONE) -> str:
     """The name of a layer's backward, such as `"backward_dha_go_recompute"`."""
-    return f"backward{'_dha' * by_dha}{'_go' * grad_on_host}{'_recompute' * recomputes}"
+    return f"backward{'_dha' * by_dha}{'_go' * grad_on_host}{_SUFFIXES[remat]}"
 
 
 _BOTH = (False, True)
-_FORWARDS = tuple(forward_variant(*flags) for flags in itertools.product(_BOTH, repeat=2))
-_BACKWARDS = tuple(backward_variant(*flags) for flags in itertools.product(_BOTH, repeat=3))
+_FORWARDS = tuple(forward_variant(*each) for each in itertools.product(_BOTH, Remat))
+_BACKWARDS = tuple(backward_variant(*each) for each in itertools.product(_BOTH, _BOTH, Remat))
 
 
 _REQUIRED = ("name", "param_bytes", "grad_bytes", *(key for key in SECONDS if not key.startswith("inter_")))
@@ -72,6 +80,11 @@ def _checked(value: Any, key: str, where: str) -> Any:
             raise InputError(f"{where}: temporary_bytes must be an object of bytes by program, got {value!r}")
         check_keys(value, (*_FORWARDS, *_BACKWARDS), f"{where}: temporary_bytes")
         return {program: check_bytes(size, f"temporary_bytes of {program}", where) for program, size in value.items()}
+    if key == "offloadable_bytes":
+        if not isinstance(value, Mapping):
+            raise InputError(f"{where}: offloadable_bytes must be an object of bytes by what is kept, got {value!r}")
+        check_keys(value, tuple(Remat), f"{where}: offloadable_bytes")
+        return {kept: check_bytes(size, f"offloadable_bytes of {kept}", where) for kept, size in value.items()}
     if (key == "block" and value == "") or (key in _OF_STATE and value is None):
         return value
     if key in ("name", "parameters", "block"):
@@ -105,6 +118,9 @@ class LayerProfile:
       block: the parameter group of blocks that this one is a part of, for layers of modules; "" if it is no such part.
       recompute_s: extra time of a backward that runs the forward again; None if no plan may choose that.
       recompute_activation_bytes: bytes then kept on the device from forward to backward. Give both keys or neither.
+      products_recompute_s: extra time of a backward that computes everything again but large products; None if no plan
+        may choose that.
+      products_activation_bytes: bytes then kept on the device from forward to backward. Give both keys or neither.
       backward_reads: whether the backward reads the parameters. A lookup's backward does not. One that runs its forward
         again does in any case.
       gradient_rows: whether the gradient leaves as rows of lookups. Such a gradient is never GO.
@@ -120,6 +136,8 @@ class LayerProfile:
       save_bytes: bytes of values and residuals that leave for host memory after this forward, the last one that reads
         or makes them.
       fetch_bytes: bytes of values and residuals that return from host memory for this backward.
+      offloadable_bytes: by what is kept (`"none"`, `"products"`, `"full"`), bytes of it that a plan may let leave for
+        host memory after this forward, and return for this backward.
       forward_workspace_bytes: device memory in use while the forward runs, besides parameters, kept activations and the
         program's temporaries.
       backward_workspace_bytes: likewise for the backward, without its gradient.
@@ -163,6 +181,8 @@ class LayerProfile:
     block: str = ""
     recompute_s: float | None = None
     recompute_activation_bytes: int | None = None
+    products_recompute_s: float | None = None
+    products_activation_bytes: int | None = None
     backward_reads: bool = True
     gradient_rows: bool = False
     has_backward: bool = True
@@ -171,6 +191,7 @@ class LayerProfile:
     shares_program: bool = False
     save_bytes: int = 0
     fetch_bytes: int = 0
+    offloadable_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
     row_gradient_bytes: int = 0
@@ -196,6 +217,8 @@ class LayerProfile:
             made["backward_go_s"] = self.backward_s
         variants = (*_FORWARDS, *_BACKWARDS) if self.has_backward else _FORWARDS
         made["temporary_bytes"] = {key: size for key, size in self.temporary_bytes.items() if size and key in variants}
+        leaving = made.get("offloadable_bytes", self.offloadable_bytes)
+        made["offloadable_bytes"] = {str(key): size for key, size in leaving.items() if size}
         for key, value in made.items():
             object.__setattr__(self, key, value)
 
@@ -210,9 +233,10 @@ class LayerProfile:
         check_keys(document, keys, where)
         given = [key for key in keys if key in document or key in _REQUIRED]
         values = {key: _checked(required(document, key, where), key, where) for key in given}
-        for key, other in (_RECOMPUTATION, _RECOMPUTATION[::-1]):
-            if key in values and other not in values:
-                raise InputError(f"{where}: {key} needs {other} beside it")
+        for pair in RECOMPUTATION.values():
+            for key, other in (pair, pair[::-1]):
+                if key in values and other not in values:
+                    raise InputError(f"{where}: {key} needs {other} beside it")
         layer = cls(**values)
         if layer.forward_read_s > layer.forward_dha_s:
             most, found = layer.forward_dha_s, layer.forward_read_s
@@ -229,7 +253,7 @@ class LayerProfile:
         if self.parameters == self.name:
             del document["parameters"]
         absent = {field.name: field.default for field in dataclasses.fields(self) if field.name not in _ALWAYS}
-        absent["temporary_bytes"] = {}
+        absent |= {"temporary_bytes": {}, "offloadable_bytes": {}}
         return {key: value for key, value in document.items() if key not in absent or value != absent[key]}
 
     @property
@@ -244,13 +268,26 @@ class LayerProfile:
 
     @property
     def can_recompute(self) -> bool:
-        """Whether a plan may let the backward run the forward again."""
-        return self.recompute_s is not None
+        """Whether a plan may let the backward compute anything again."""
+        return len(self.levels) > 1
 
-    def kept_bytes(self, recomputes: bool) -> int:
-        """Bytes kept on the device from the forward to the backward, with or without recomputation."""
-        again = self.recompute_activation_bytes if recomputes else None
+    @functools.cached_property
+    def levels(self) -> tuple[Remat, ...]:
+        """What a plan may let it keep."""
+        return (Remat.NONE, *(level for level, (key, _) in RECOMPUTATION.items() if getattr(self, key) is not None))
+
+    def recompute_for(self, remat: Remat) -> float:
+        """Seconds that the backward takes longer."""
+        return 0.0 if remat is Remat.NONE else getattr(self, RECOMPUTATION[remat][0]) or 0.0
+
+    def kept_bytes(self, remat: Remat) -> int:
+        """Bytes kept on the device from the forward to the backward."""
+        again: int | None = None if remat is Remat.NONE else getattr(self, RECOMPUTATION[remat][1])
         return self.activation_bytes if again is None else again
+
+    def leaving_bytes(self, remat: Remat, place: ActivationPlace) -> int:
+        """Bytes of these that leave after the forward, and return for the backward, by a plan's choice."""
+        return self.offloadable_bytes.get(remat, 0) if place is ActivationPlace.HOST else 0
 
     @property
     def streamed_update_s(self) -> float:
@@ -266,31 +303,31 @@ class LayerProfile:
             return self.state_down_s
         return self.state_down_s * self.state_bytes / (self.state_bytes + self.param_bytes)
 
-    def forward_bytes(self, by_dha: bool, recomputes: bool = False) -> int:
+    def forward_bytes(self, by_dha: bool, remat: Remat = Remat.NONE) -> int:
         """Device memory in use while the forward runs, besides parameters and kept activations."""
-        return self.forward_workspace_bytes + self.temporary_bytes.get(forward_variant(by_dha, recomputes), 0)
+        return self.forward_workspace_bytes + self.temporary_bytes.get(forward_variant(by_dha, remat), 0)
 
-    def backward_bytes(self, by_dha: bool, grad_on_host: bool, recomputes: bool = False) -> int:
+    def backward_bytes(self, by_dha: bool, grad_on_host: bool, remat: Remat = Remat.NONE) -> int:
         """Likewise for the backward, without its gradient."""
-        variant = backward_variant(by_dha, grad_on_host, recomputes)
+        variant = backward_variant(by_dha, grad_on_host, remat)
         return self.backward_workspace_bytes + self.temporary_bytes.get(variant, 0)
 
-    def backward_for(self, by_dha: bool, grad_on_host: bool, recomputes: bool = False) -> float:
+    def backward_for(self, by_dha: bool, grad_on_host: bool, remat: Remat = Remat.NONE) -> float:
         """Seconds of the backward: parameters read by DHA or not, gradient written to the host or not.
 
         The costs of both detours add up, so a gradient that stays gains T_GBP - T_CBP in every mode, as in MemFerry,
-        section IV-D. The result is never below 0. Running the forward again adds `recompute_s`, and by DHA also the
-        extra time of the forward by DHA.
+        section IV-D. The result is never below 0. Recomputation adds `recompute_for`, and by DHA running the whole
+        forward again also its extra time by DHA: large products are what reads most of the parameters.
         """
-        more_s = 0.0
-        if recomputes:
-            more_s = (self.recompute_s or 0.0) + (max(self.forward_dha_s - self.forward_s, 0.0) if by_dha else 0.0)
+        more_s = self.recompute_for(remat)
+        if by_dha and remat is Remat.FULL:
+            more_s += max(self.forward_dha_s - self.forward_s, 0.0)
         if not by_dha:
             return (self.backward_go_s if grad_on_host else self.backward_s) + more_s
         if not grad_on_host:
             return self.backward_dha_s + more_s
         return max(self.backward_dha_s + (self.backward_go_s - self.backward_s), 0.0) + more_s
 
-    def backward_reads_for(self, recomputes: bool) -> float:
+    def backward_reads_for(self, remat: Remat) -> float:
         """Seconds of the link up that a backward by DHA takes, which reads twice if it runs its forward again."""
-        return self.backward_read_s + (self.forward_read_s if recomputes else 0.0)
+        return self.backward_read_s + (self.forward_read_s if remat is Remat.FULL else 0.0)

@@ -37,9 +37,10 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, Self
 
-from jaxferry.costs.layer_records import LayerProfile, backward_variant, forward_variant
+from jaxferry.costs.layer_records import RECOMPUTATION, LayerProfile, backward_variant, forward_variant
 from jaxferry.costs.profile_records import NO_CONTENTION, Contention, Profile
 from jaxferry.errors import InputError
+from jaxferry.modes import Remat
 from jaxferry.records import check_format, check_keys, check_text, load_record, read_json, required
 
 MACHINE_FORMAT = "jaxferry.machine/1"
@@ -192,8 +193,9 @@ ALL, WITHIN, ACROSS = EXCHANGES = ("all", "within", "across")
 """The devices of an exchange: all of them; those of each process; those of one number in each of the processes."""
 
 _BOTH = (False, True)
-_OF_WORK = ("forward_s", "backward_s", "inter_forward_s", "inter_backward_s", "recompute_s")
-_OF_VALUES = ("activation_bytes", "recompute_activation_bytes", "save_bytes", "fetch_bytes")
+_TIMES_AGAIN, _BYTES_AGAIN = zip(*RECOMPUTATION.values(), strict=True)
+_OF_WORK = ("forward_s", "backward_s", "inter_forward_s", "inter_backward_s", *_TIMES_AGAIN)
+_OF_VALUES = ("activation_bytes", "save_bytes", "fetch_bytes", *_BYTES_AGAIN)
 _WORKSPACES = ("forward_workspace_bytes", "backward_workspace_bytes")
 
 
@@ -342,9 +344,9 @@ class Devices:
 
 def _with_copies(temporaries: Mapping[str, int], num_bytes: tuple[int, int]) -> dict[str, int]:
     """Temporaries of all programs; those that read or write host memory would take whole copies."""
-    sizes = dict.fromkeys((forward_variant(True, again) for again in _BOTH), num_bytes[0])
-    for flags in itertools.product(_BOTH, repeat=3):
-        sizes[backward_variant(*flags)] = flags[0] * num_bytes[0] + flags[1] * num_bytes[1]
+    sizes = dict.fromkeys((forward_variant(True, remat) for remat in Remat), num_bytes[0])
+    for by_dha, is_go, remat in itertools.product(_BOTH, _BOTH, Remat):
+        sizes[backward_variant(by_dha, is_go, remat)] = by_dha * num_bytes[0] + is_go * num_bytes[1]
     return {key: temporaries.get(key, 0) + sizes.get(key, 0) for key in {**temporaries, **sizes}}
 
 
@@ -399,4 +401,5 @@ def _part_of(layer: LayerProfile, machine: Machine, num: int) -> LayerProfile:
     for key in (*_OF_VALUES, *_WORKSPACES, "sum_bytes"):
         size = getattr(layer, key)
         changes[key] = None if size is None else -(-size // num)
+    changes["offloadable_bytes"] = {kept: -(-size // num) for kept, size in layer.offloadable_bytes.items()}
     return dataclasses.replace(layer, **changes)

@@ -204,10 +204,15 @@ class Profile:
         self._check_programs()
         self._check_crossings()
 
-    @property
-    def saved_bytes(self) -> int:
-        """The host memory of each process in which values wait for their backward (`save_bytes` of the layers)."""
-        return sum(layer.save_bytes for layer in self.layers) * self.num_devices // self.num_processes
+    def offloading_at_most(self, num_bytes: int) -> Self:
+        """The profile for plans that let so many bytes of each process wait in host memory: of the first layers."""
+        left = num_bytes * self.num_processes // self.num_devices
+        changes = list[dict[str, Any]]()
+        for layer in self.layers:
+            most = max(layer.offloadable_bytes.values(), default=0)
+            changes.append({"offloadable_bytes": {}} if most > left else {})
+            left -= most if most <= left else 0
+        return self.with_layers(changes) if any(changes) else self
 
     def _check_programs(self) -> None:
         if self.layers[0].shares_program:
@@ -221,10 +226,11 @@ class Profile:
                             f'layer "{layer.name}": {key} must be {getattr(first, key)} as in layer "{first.name}" of '
                             f"the same program, got {getattr(layer, key)}"
                         )
-                if layer.can_recompute or layer.activation_bytes or layer.save_bytes or layer.fetch_bytes:
+                moved = layer.save_bytes or layer.fetch_bytes or layer.offloadable_bytes
+                if layer.can_recompute or layer.activation_bytes or moved:
                     raise InputError(
-                        f'layer "{layer.name}": recomputation, activation_bytes, save_bytes and fetch_bytes belong to '
-                        f'the first layer of its program, "{first.name}"'
+                        f'layer "{layer.name}": recomputation, activation_bytes, save_bytes, fetch_bytes and '
+                        f'offloadable_bytes belong to the first layer of its program, "{first.name}"'
                     )
             if len({layer.parameters for layer in (first, *others)}) <= len(others):
                 raise InputError(f'layer "{first.name}": the layers of a program must have different parameters')

@@ -40,6 +40,7 @@ from jaxferry.costs.counts import (
 )
 from jaxferry.costs.estimate import LayerCosts, Recomputation
 from jaxferry.costs.layer_records import backward_variant, forward_variant
+from jaxferry.modes import Remat
 from jaxferry.partition import AUTO, Graph, Partition, Segment, differentiate, numbers_of_operands, once_for_graph
 
 _READ_FROM_MEMORY = ATTENTION | {
@@ -222,8 +223,9 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
     The work of a segment that reads several groups is split among them by the bytes that its forward reads of each,
     which for products is how their operations are split. What it keeps, and its temporaries, count with the first.
 
-    Also counts full recomputation where a plan may choose it (`AUTO`) and it would keep fewer bytes. The last segment
-    is exempt: its forward and backward are one program and keep nothing in between.
+    Also counts recomputation, of everything or of all but large products, where a plan may choose it (`AUTO`) and it
+    would keep fewer bytes. The last segment is exempt: its forward and backward are one program and keep nothing in
+    between.
 
     Args:
       partition: the model.
@@ -255,16 +257,19 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
             sizes = _by_variant(program.temporary_bytes(is_last), whole_bytes)
             of_first = {"activation_bytes": 0 if is_last else kept_bytes, "temporary_bytes": sizes}
         if (segment.remat if remat is None else remat) == AUTO and not is_last:
-            again = program_costs(segment, "full", "again")
             # Later segments may recompute too; they then need this segment's outputs, which it keeps for them.
             shared = {v for later in partition.segments[number + 1 :] for v in later.inputs}
-            kept = again.kept_values(segment) | (own & shared)
-            again_bytes = graph.device_bytes(*again.derivative.saved) + graph.held_bytes(*kept - before)
-            if again_bytes < kept_bytes:
-                of_first["recomputation"] = program.recomputation(again, again_bytes)
-                if temporaries:
-                    sizes = _by_variant(again.temporary_bytes(is_last), whole_bytes, recomputes=True)
-                    of_first["temporary_bytes"] |= sizes
+            more, least_bytes = dict[Remat, Recomputation](), -1
+            for level in (Remat.FULL, Remat.PRODUCTS):
+                again = program_costs(segment, level.value, level)
+                kept = again.kept_values(segment) | (own & shared)
+                again_bytes = graph.device_bytes(*again.derivative.saved) + graph.held_bytes(*kept - before)
+                is_worth_it = level is Remat.FULL or again.derivative.is_worth_it(program.derivative)
+                if is_worth_it and least_bytes < again_bytes < kept_bytes:
+                    least_bytes, more[level] = again_bytes, program.recomputation(again, again_bytes)
+                    if temporaries:
+                        of_first["temporary_bytes"] |= _by_variant(again.temporary_bytes(is_last), whole_bytes, level)
+            of_first["recomputation"] = more
         result += program.split(partition, segment, partition.uses_of[number], of_first)
     return tuple(result)
 
@@ -393,11 +398,11 @@ def _storing_bytes(closed_jaxpr: core.ClosedJaxpr, num_gradients: int, num_devic
     return _peak_bytes(stored, is_body=False, num_stored=num_gradients, num_donated=num_donated)
 
 
-def _by_variant(num_bytes: tuple[int, int, int], whole_bytes: int, recomputes: bool = False) -> dict[str, int]:
+def _by_variant(num_bytes: tuple[int, int, int], whole_bytes: int, remat: Remat = Remat.NONE) -> dict[str, int]:
     """The temporaries as those of all variants; one that reads the host has `whole_bytes` of weights on the device."""
     forward_bytes, *backward_bytes = num_bytes
-    forwards = {forward_variant(by_dha, recomputes): forward_bytes + by_dha * whole_bytes for by_dha in (False, True)}
+    forwards = {forward_variant(by_dha, remat): forward_bytes + by_dha * whole_bytes for by_dha in (False, True)}
     flags = itertools.product((False, True), repeat=2)
     return forwards | {
-        backward_variant(dha, host, recomputes): backward_bytes[host] + dha * whole_bytes for dha, host in flags
+        backward_variant(dha, host, remat): backward_bytes[host] + dha * whole_bytes for dha, host in flags
     }

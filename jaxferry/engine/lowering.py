@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxferry.costs import Profile
-from jaxferry.modes import GradientPlace, UpdatePlace
+from jaxferry.modes import ActivationPlace, GradientPlace, UpdatePlace
 from jaxferry.partition import Derivative, Layer, Partition, Segment, aval_bytes
 from jaxferry.step import (
     CROSSING_SLOTS,
@@ -73,11 +73,19 @@ def lower(
 ) -> StepProgram:
     """Lowers a plan to the instructions of a step; `profile` has the facts of the programs (`with_program_facts`).
 
-    With `offload_activations`, values and residuals wait in host memory for their backward. `joins` is the work of the
-    transport that is part of other programs.
+    Values and residuals that can wait in host memory for their backward do so: with `offload_activations` all, else
+    where the plan says so. `joins` is the work of the transport that is part of other programs.
     """
     program = StepProgram(partition, derivatives, plan, schedule_step(profile, plan), ())
-    offloaded = offloaded_values(partition, derivatives) if offload_activations else {}
+    is_moving = offload_activations or plan.offloads_activations
+    offloaded = offloaded_values(partition, derivatives) if is_moving else {}
+    if not offload_activations:
+        chosen = (plan.layers[uses[0]].activations is ActivationPlace.HOST for uses in partition.uses_of)
+        waiting = itertools.chain.from_iterable(
+            leaving_values(partition, derivatives[partition.segments[number].program], number)
+            for number in itertools.compress(range(len(partition.segments)), chosen)
+        )
+        offloaded = {value: offloaded[value] for value in waiting}
     return dataclasses.replace(program, instructions=_Lowering(program, offloaded, joins).instructions())
 
 
@@ -376,14 +384,36 @@ def offloaded_values(partition: Partition, derivatives: Mapping[int, Derivative]
         made = residuals_of(partition, derivatives, number) if kind is ProgramKind.BACKWARD else ()
         last_forward |= dict.fromkeys(made, number)
         backward |= dict.fromkeys(made, place)
-    avals = {value: aval_of(partition, derivatives, value) for value in backward}
     return {
         value: (last_forward[value], until)
         for value, until in backward.items()
-        if until - last_forward[value] >= 2 * CROSSING_SLOTS
-        and not jax.dtypes.issubdtype(avals[value].dtype, jax.dtypes.extended)
-        and aval_bytes(avals[value]) >= MIN_OFFLOADED_BYTES
+        if until - last_forward[value] >= 2 * CROSSING_SLOTS and _may_wait(aval_of(partition, derivatives, value))
     }
+
+
+def _may_wait(aval: Any) -> bool:
+    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    return not is_key and aval_bytes(aval) >= MIN_OFFLOADED_BYTES
+
+
+def leaving_values(partition: Partition, derivative: Derivative, number: int) -> list[Value]:
+    """The values of a segment that a plan may let wait in host memory: residuals, and inputs that no later one reads.
+
+    Args:
+      partition: the segments.
+      derivative: the segment's, whatever it keeps.
+      number: the segment.
+    """
+    segment, order, own = partition.segments[number], places(partition), (ProgramKind.BACKWARD, number)
+    if own not in order or order.index(own) - number < 2 * CROSSING_SLOTS:
+        return []
+    made = {v for each in partition.segments[:number] for v in (*each.outputs, *each.nondiff_outputs)}
+    made.update(partition.prelude_outputs)
+    later = {v for each in partition.segments[number + 1 :] for v in (*each.inputs, *each.nondiff_inputs)}
+    later |= {partition.loss, *(atom for atom in partition.aux if isinstance(atom, int))}
+    inputs = itertools.chain(*backward_reads(segment, derivative)[:2])
+    found: list[Value] = [v for v in dict.fromkeys(inputs) if v in made - later and _may_wait(partition.graph.avals[v])]
+    return found + [(number, index) for index, aval in enumerate(derivative.saved) if _may_wait(aval)]
 
 
 def last_readers(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[int, list[int]]:

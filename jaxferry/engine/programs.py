@@ -9,8 +9,8 @@ With the facts that programs add to a profile, lowering a plan for it gives the 
 a partition recompute more segments. Programs have the same numbers in all variants, so a program that is compiled for
 one serves the others:
 
-    remat (none, full, policy, auto) --base--> only segments that the argument names recompute
-                                     --of(flags)--> these segments recompute as well
+    remat (none, products, full, policy, auto) --base--> only segments that the argument names recompute
+                                               --of(remats)--> these segments recompute as well
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxferry.costs import LayerProfile, Profile
-from jaxferry.engine.lowering import aval_of, last_readers, offloaded_values
+from jaxferry.costs import NO_RECOMPUTATION, LayerProfile, Profile
+from jaxferry.engine.lowering import aval_of, last_readers, leaving_values, offloaded_values
 from jaxferry.engine.memory import LiveValues
 from jaxferry.engine.program_functions import ProgramTracer
+from jaxferry.modes import Remat
 from jaxferry.native import check_donated, library, targets
 from jaxferry.partition import (
     AUTO,
@@ -226,18 +227,20 @@ def with_program_facts(
     profile: Profile,
     partition: Partition,
     derivatives: Mapping[int, Derivative],
-    offload_activations: bool = False,
+    offload_activations: bool | str = False,
     staging_bytes: int = 0,
 ) -> Profile:
     """Returns the profile with the facts of its layers' programs that are known before compilation.
 
-    Temporaries depend on the compiler: a measured profile has them, beside its times. `staging_bytes` is device memory
-    that transfers need besides the moved bytes.
+    Temporaries depend on the compiler: a measured profile has them, beside its times. With `AUTO`, plans choose which
+    activations wait in host memory. `staging_bytes` is device memory that transfers need besides the moved bytes.
     """
     fields = [_flags(partition, derivatives, number) for number in range(len(partition.uses))]
     order, first = places(partition), [uses[0] for uses in partition.uses_of]
     # Values and residuals that wait in host memory.
-    moved = offloaded_values(partition, derivatives) if offload_activations else {}
+    moved = offloaded_values(partition, derivatives) if offload_activations is True else {}
+    for number, uses in enumerate(partition.uses_of if offload_activations == AUTO else ()):
+        fields[uses[0]]["offloadable_bytes"] = _offloadable_bytes(partition, derivatives, number)
     for value, (last_forward, backward) in moved.items():
         num_bytes = partition.graph.device_bytes(aval_of(partition, derivatives, value))
         fields[first[order[last_forward][1]]]["save_bytes"] += num_bytes
@@ -255,6 +258,19 @@ def with_program_facts(
             fields[first[number]]["backward_workspace_bytes"] = workspace
         values.leave(kind, number, frees.get(place, []))
     return profile.with_layers(fields)
+
+
+def _offloadable_bytes(partition: Partition, derivatives: Mapping[int, Derivative], number: int) -> dict[Remat, int]:
+    """By what a segment keeps, the bytes of it that may wait in host memory."""
+    graph, segment, found = partition.graph, partition.segments[number], dict[Remat, int]()
+    for remat in Remat if segment.runs_back else ():
+        derivative = derivatives[segment.program]
+        if remat is not Remat.NONE:
+            derivative = differentiate(graph, segment, remat.value)
+        values = leaving_values(partition, derivative, number)
+        avals = (graph.avals[value] if isinstance(value, int) else derivative.saved[value[1]] for value in values)
+        found[remat] = graph.device_bytes(*avals)
+    return found
 
 
 def with_sum_bytes(profile: Profile, partition: Partition, groups: Collection[int]) -> Profile:
@@ -276,7 +292,7 @@ def without_times(partition: Partition) -> Profile:
     """A profile of sizes only; all times are 0."""
     fields: dict[str, Any] = {f.name: 0.0 for f in dataclasses.fields(LayerProfile) if f.name.endswith("_s")}
     fields |= {"state_read_s": None, "state_write_s": None}  # no state is in a scratch file
-    layers, again = [], {"recompute_s": 0.0, "recompute_activation_bytes": 0}
+    layers, again = [], {key: 0 if key.endswith("_bytes") else 0.0 for key in NO_RECOMPUTATION}
     for use in partition.uses:
         layer = partition.layers[use.group]
         grad_bytes = -(-layer.trained.num_bytes // partition.graph.num_shares(layer.is_whole))
@@ -299,6 +315,7 @@ def _flags(partition: Partition, derivatives: Mapping[int, Derivative], number: 
         "has_gradient": use.is_trained,
         "fused_backward": use.segment == len(partition.segments) - 1,
         "shares_program": use.place > 0,
+        "offloadable_bytes": {},
         "save_bytes": 0,
         "fetch_bytes": 0,
         "tiles": segment.num_tiles,
@@ -309,34 +326,46 @@ class RematVariants:
     """The variants of a partition that differ in recomputation.
 
     In `base` only segments that `train_step`'s argument names recompute. `derivatives` has, by program number, those of
-    all variants made so far. `may_recompute` says for each use whether the plan may choose recomputation of its segment
-    there, which is at the segment's first use, and this frees memory. The last segment's forward and backward are one
-    program, which holds nothing in between.
+    all variants made so far. `may_keep` has for each use what the plan may let its segment keep: at the segment's first
+    use also what frees memory. The last segment's forward and backward are one program, which holds nothing in between.
     """
 
     def __init__(self, partition: Partition, remat: Any, tiles: Any = 1) -> None:
         self._choices = remat_of(partition, remat)
         self._partition = with_tiles(partition, tiles, self._choices)
         self.derivatives: dict[int, Derivative] = {}
-        self.base = self.of([False] * len(partition.uses))
-        kept = [self.derivatives[segment.program] for segment in self.base.segments]
-        frees = [bool(derivative.saved or derivative.outputs_read) for derivative in kept[:-1]] + [False]
-        can_recompute = [choice == AUTO and can for choice, can in zip(self._choices, frees, strict=True)]
-        self.may_recompute = tuple(use.place == 0 and can_recompute[use.segment] for use in partition.uses)
+        self.base = self.of([Remat.NONE] * len(partition.uses))
+        levels = [self._levels(segment) for segment in self.base.segments[:-1]] + [(Remat.NONE,)]
+        self.may_keep = tuple(levels[use.segment] if use.place == 0 else (Remat.NONE,) for use in partition.uses)
+
+    def _levels(self, segment: Segment) -> tuple[Remat, ...]:
+        """What a plan may let a segment keep; large products if that is more than its inputs, and far less than all."""
+        derivative, found = self.derivatives[segment.program], [Remat.NONE]
+        if segment.remat == AUTO and (derivative.saved or derivative.outputs_read):
+            products = differentiate(self.base.graph, segment, Remat.PRODUCTS.value)
+            found += [Remat.PRODUCTS] * bool(products.saved and products.is_worth_it(derivative)) + [Remat.FULL]
+        return tuple(found)
 
     @property
     def largest_first(self) -> list[int]:
         """The uses at which segments may recompute, largest residuals first."""
-        numbers = [number for number, may in enumerate(self.may_recompute) if may]
+        numbers = [number for number, levels in enumerate(self.may_keep) if Remat.FULL in levels]
         segments = {n: self.base.segments[self.base.uses[n].segment] for n in numbers}
         saved = {n: self.derivatives[segment.program].saved for n, segment in segments.items()}
         held = {n: self.base.graph.device_bytes(*avals) for n, avals in saved.items()}
         return sorted(numbers, key=lambda number: (-held[number], number))
 
-    def of(self, recomputes: Sequence[bool]) -> Partition:
+    @property
+    def recomputing(self) -> dict[Remat, Partition]:
+        """The variants in which all segments that may keep less do so, by what they keep."""
+        levels = [remat for remat in Remat if any(remat in own for own in self.may_keep) and remat is not Remat.NONE]
+        return {each: self.of([each if each in own else Remat.NONE for own in self.may_keep]) for each in levels}
+
+    def of(self, remats: Sequence[Remat]) -> Partition:
         """Returns the variant in which some uses' segments recompute as well; the first use of each segment counts."""
-        firsts = [recomputes[uses[0]] for uses in self._partition.uses_of]
-        chosen = ["full" if again else choice for again, choice in zip(firsts, self._choices, strict=True)]
+        firsts = [remats[uses[0]] for uses in self._partition.uses_of]
+        pairs = zip(firsts, self._choices, strict=True)
+        chosen = [choice if remat is Remat.NONE else remat.value for remat, choice in pairs]
         made = with_remat(self._partition, chosen)
         self.derivatives |= derivatives_of(made, known=self.derivatives)
         return made

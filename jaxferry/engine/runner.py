@@ -236,9 +236,7 @@ class StepRunner:
             recorder.add(work, step.copies.marks)
         return result
 
-    def _fail(
-        self, state: TrainState, step: StepContext, before: Counts, error: BaseException | None = None
-    ) -> str:
+    def _fail(self, state: TrainState, step: StepContext, before: Counts, error: BaseException | None = None) -> str:
         """Ends a step that has not returned: rolls it back, or marks the state as damaged; returns which, in words.
 
         Raises the error of a failed task of this step or of the previous one, or `StateError` if the state is damaged.

@@ -105,17 +105,7 @@ def check(
       HostMemoryError: if there is too little; it names the number, the limit, and remedies.
       InputError: if `JAXFERRY_HOST_MEMORY` is neither a size nor `off`.
     """
-    text = os.environ.get(VARIABLE, "")
-    if text == "off":
-        return
-    if text:
-        left_bytes = max(parse_bytes(text, VARIABLE) - held_bytes, 0)
-        held = f"={text}, of which training takes {format_bytes(held_bytes)}" if held_bytes else ""
-        known = [Limit(left_bytes, f"{VARIABLE}{held}")]
-    else:
-        known = limits()
-        known = [dataclasses.replace(limit, num_bytes=limit.num_bytes + existing_bytes) for limit in known]
-    total = sum(needed.values())
+    known, total = _left(held_bytes, existing_bytes), sum(needed.values())
     if not known or total <= known[0].num_bytes:
         return
     parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in needed.items() if num_bytes)
@@ -125,6 +115,24 @@ def check(
         f"are available ({known[0].source}): free or add memory, raise the limit, {remedy}; "
         f"{VARIABLE}=off checks nothing"
     )
+
+
+def _left(held_bytes: int, existing_bytes: int = 0) -> list[Limit]:
+    """What is left of each limit, see `check`."""
+    text = os.environ.get(VARIABLE, "")
+    if text == "off":
+        return []
+    if text:
+        left_bytes = max(parse_bytes(text, VARIABLE) - held_bytes, 0)
+        held = f"={text}, of which training takes {format_bytes(held_bytes)}" if held_bytes else ""
+        return [Limit(left_bytes, f"{VARIABLE}{held}")]
+    return [dataclasses.replace(limit, num_bytes=limit.num_bytes + existing_bytes) for limit in limits()]
+
+
+def left_bytes(needed_bytes: int, held_bytes: int) -> int | None:
+    """The bytes that are left beside these, see `check`; None if there is no limit."""
+    known = _left(held_bytes)
+    return max(known[0].num_bytes - needed_bytes, 0) if known else None
 
 
 def pinned_limit(root: pathlib.Path = _ROOT) -> Limit:

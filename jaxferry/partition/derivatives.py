@@ -8,17 +8,19 @@ reloads for the backward, and the segment's inputs and outputs. These are passed
 twice. The backward recomputes copies made from weights alone (a cast, a transpose), so nothing of a weight stays on the
 device in between.
 
-Of the other residuals a policy as in `jax.checkpoint_policies` selects those to save, or they are as few bytes as
-possible: recomputing element-wise operations, casts and reshapes costs less than the memory traffic of saving their
-results, and a minimum cut of the graph finds the saved set with the fewest bytes; among equal sets, the one nearest to
-the residuals, which recomputes least. Source: functorch's `min_cut_rematerialization_partition` (PyTorch), with
-parameters and batch free of cost.
+Of the other residuals a policy as in `jax.checkpoint_policies` selects those to save, or the results of large products
+and of kernels are saved, or they are as few bytes as possible: recomputing element-wise operations, casts and reshapes
+costs less than the memory traffic of saving their results, and a minimum cut of the graph finds the saved set with the
+fewest bytes; among equal sets, the one nearest to the residuals, which recomputes least. Source: functorch's
+`min_cut_rematerialization_partition` (PyTorch), with parameters and batch free of cost.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -28,8 +30,10 @@ import scipy.sparse
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jaxferry.errors import InputError
+from jaxferry.modes import Remat
 from jaxferry.partition.graph import Atom, Equation, Graph, aval_bytes, evaluate, live_equations, trace
 from jaxferry.partition.rows import ELEMENTWISE, keep_rows
+from jaxferry.partition.scans import jaxprs_in
 from jaxferry.partition.segments import Segment
 
 _CHEAP = ELEMENTWISE | {
@@ -81,14 +85,10 @@ def values_to_keep(
     return _minimum_cut(graph, list(nodes), edges, fixed, wanted)
 
 
-def values_kept_by(
-    policy: Callable[..., Any], graph: Graph, residuals: Iterable[int], free: Collection[int]
+def _values_kept(
+    keeps: Callable[[Equation], bool], graph: Graph, residuals: Iterable[int], free: Collection[int]
 ) -> set[int]:
-    """Returns the values that a policy saves among those that the residuals depend on, as `jax.checkpoint` does.
-
-    Raises:
-      InputError: if the policy returns anything but True or False.
-    """
+    """The results of equations to keep among those that the residuals depend on, as `jax.checkpoint` saves them."""
     made_by = {v: e for e in graph.equations for v in e.outputs}
     kept: set[int] = set()
     seen, stack = set(free), list(residuals)
@@ -98,7 +98,7 @@ def values_kept_by(
             continue
         seen.add(value)
         equation = made_by.get(value)
-        if equation is None or equation.has_effects or _may_keep(policy, graph, equation):
+        if equation is None or equation.has_effects or keeps(equation):
             kept.add(value)
         else:
             stack += equation.reads
@@ -114,6 +114,44 @@ def _may_keep(policy: Callable[..., Any], graph: Graph, equation: Equation) -> b
             f"{answer!r} for {equation.primitive.name}"
         )
     return bool(answer)
+
+
+MOST_DEPTH, _SHARE_OF_DEPTH = 1024, 0.25
+"""Products are large if each result is a sum of so many terms, or of that share of the mean in the segment.
+
+A result of 16 bits then takes as long to compute as to write and to read. The mean is by operations; narrow models have
+no product of so many terms."""
+
+_KERNELS = frozenset({"ffi_call", "pallas_call", "custom_partitioning"})
+
+
+def _products(eqn: Any, avals: Callable[[Any], Any], inner: int = 1) -> list[tuple[float, float]]:
+    """The terms of each result, and the operations, of the products of an equation and of programs nested in it."""
+    name, params = eqn.primitive.name, eqn.params
+    operands = list(map(avals, eqn.inputs if isinstance(eqn, Equation) else eqn.invars))
+    results = math.prod(avals((eqn.outputs if isinstance(eqn, Equation) else eqn.outvars)[0]).shape) * inner
+    if name in _KERNELS or name.startswith("dot_product_attention"):
+        return [(math.inf, 0.0)]
+    if name in ("dot_general", "ragged_dot_general"):
+        numbers = params["dimension_numbers"] if name == "dot_general" else params["ragged_dot_dimension_numbers"]
+        axes = (numbers if name == "dot_general" else numbers.dot_dimension_numbers)[0][0]
+        depth = math.prod(operands[0].shape[axis] for axis in axes)
+    elif name == "conv_general_dilated":
+        depth = math.prod(operands[1].shape) // max(operands[1].shape[params["dimension_numbers"].rhs_spec[0]], 1)
+    else:
+        times = inner * params.get("length", 1)
+        nested = itertools.chain.from_iterable(each.eqns for each in jaxprs_in(eqn))
+        return [found for each in nested for found in _products(each, lambda atom: atom.aval, times)]
+    return [(float(depth), float(depth * results))]
+
+
+def _keeps_products(graph: Graph) -> Callable[[Equation], bool]:
+    """Whether the results of an equation are those of large products, or of kernels, whose work is not known."""
+    found = [each for equation in graph.equations for each in _products(equation, graph.aval_of)]
+    total = sum(work for _, work in found)
+    mean = sum(depth * work for depth, work in found if work) / total if total else 0.0
+    least = min(MOST_DEPTH, _SHARE_OF_DEPTH * mean)
+    return lambda equation: any(depth >= least for depth, _ in _products(equation, graph.aval_of))
 
 
 def _minimum_cut(
@@ -139,11 +177,12 @@ def _minimum_cut(
     return {value for value, i in index.items() if 2 * i not in behind and 2 * i + 1 in behind}
 
 
-REMAT = ("none", "full")
-"""What a segment recomputes in its backward: `none` nothing expensive, `full` its whole forward from its inputs."""
+REMAT = tuple(remat.value for remat in Remat)
+"""What a segment recomputes in its backward: `none` nothing expensive, `products` all but large products, `full` its
+whole forward from its inputs."""
 
 AUTO = "auto"
-"""`none` unless a plan chooses `full`."""
+"""`none` unless a plan chooses another one."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -208,6 +247,10 @@ class Derivative:
         """Bytes of the saved residuals."""
         return sum(aval_bytes(aval) for aval in self.saved)
 
+    def is_worth_it(self, other: Derivative) -> bool:
+        """Whether it saves fewer bytes than another derivative of the segment, by an eighth at least."""
+        return 8 * self.saved_bytes <= 7 * other.saved_bytes and self.saved_bytes < other.saved_bytes
+
     def backward_arguments(self, graph: Graph) -> tuple[list[Any], ...]:
         """Returns shape structs of the arguments of `backward`; `graph` is the segment's graph."""
         segment = self.segment
@@ -248,10 +291,10 @@ def once_for_graph(make: Callable[[Graph, Segment, Any], Any], graph: Graph, seg
 
 
 def _differentiate(graph: Graph, segment: Segment, remat: Any) -> Derivative:
-    if remat == "full" or not segment.runs_back:
+    if remat == Remat.FULL or not segment.runs_back:
         made = _recomputing_forward(segment)
     else:
-        made = _saving_residuals(segment, _linearise(graph, segment), None if remat in ("none", AUTO) else remat)
+        made = _saving_residuals(segment, _linearise(graph, segment), Remat.NONE if remat == AUTO else remat)
     if not segment.runs_back:
         return made
     kept = keep_rows(made.backward, made.backward_arguments(graph), len(segment.trained))
@@ -335,16 +378,21 @@ def _linearise(graph: Graph, segment: Segment) -> _Linearised:
     return _Linearised(linear, outputs, rest[:num_extras], rest[num_extras:], trees[-1])
 
 
-def _saving_residuals(segment: Segment, lin: _Linearised, policy: Callable[..., Any] | None = None) -> Derivative:
+def _saving_residuals(segment: Segment, lin: _Linearised, remat: Any) -> Derivative:
     graph, num_inputs = lin.graph, len(segment.inputs)
     from_weights = _made_from(graph, set(graph.parameters))
     nondiff_inputs = graph.batch[num_inputs:]
     given = {*graph.parameters, *nondiff_inputs, *graph.constants}
     residuals = [v for v in lin.residuals if isinstance(v, int)]
     free = given | from_weights
-    kept = values_to_keep(graph, residuals, free) if policy is None else values_kept_by(policy, graph, residuals, free)
+    if remat == Remat.NONE:
+        kept = values_to_keep(graph, residuals, free)
+    else:
+        is_named = remat == Remat.PRODUCTS
+        keeps = _keeps_products(graph) if is_named else functools.partial(_may_keep, remat, graph)
+        kept = _values_kept(keeps, graph, residuals, free)
     recomputed = recomputation(graph, residuals, given | kept)
-    if policy is None:
+    if remat == Remat.NONE:
         assert all(is_cheap(equation) or from_weights.issuperset(equation.outputs) for equation in recomputed)
     needed = {*residuals, *(v for e in recomputed for v in e.reads)}
     # An output that is also an argument is read from that argument.
@@ -365,7 +413,7 @@ def _saving_residuals(segment: Segment, lin: _Linearised, policy: Callable[..., 
     def backward(weights: Any, inputs: Any, nondiff_inputs: Any, outputs: Any, residues: Any, cotangents: Any) -> Any:
         values: dict[Any, Any] = dict(graph.constants)
         values |= zip(graph.parameters, weights, strict=True)
-        if policy is not None:
+        if remat != Remat.NONE:
             inputs = jax.lax.optimization_barrier(inputs)  # as in `_recomputing_forward`
         for atoms, places, arrays in zip(numbers, read, (inputs, nondiff_inputs, outputs), strict=True):
             values |= {atoms[i]: array for i, array in zip(places, arrays, strict=True)}

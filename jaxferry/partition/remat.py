@@ -1,7 +1,7 @@
 """Applies the argument `remat`: what each segment keeps between its forward and its backward.
 
-    remat = "none" | "full" | policy | "auto"     one choice for all segments
-          | {name: choice} | name -> choice       one choice per segment; names missing from a mapping get "none"
+    remat = "none" | "products" | "full" | policy | "auto"    one choice for all segments
+          | {name: choice} | name -> choice    one choice per segment; names missing from a mapping get "none"
 
 A policy is one of `jax.checkpoint_policies`, or a function with the same signature. Segments of one program with
 different choices become different programs. Their numbers do not depend on the choices of other segments.

@@ -24,7 +24,7 @@ import dataclasses
 import decimal
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -354,14 +354,13 @@ def coded_plan(
     grad_on_host: np.ndarray,
     loads: Loads = Loads.LAYERWISE,
     updates: Updates = Updates.OVERLAPPED,
-    recomputes: np.ndarray | None = None,
+    remats: Sequence[Remat] | None = None,
 ) -> Plan:
-    """A plan from mode codes, gradient flags and recomputation flags, (layers,) each."""
-    places, remats = (GradientPlace.DEVICE, GradientPlace.HOST), (Remat.NONE, Remat.FULL)
-    again = np.zeros(len(modes), dtype=bool) if recomputes is None else recomputes
+    """A plan from mode codes, gradient flags and what is kept for backwards, (layers,) each; all by default."""
+    places, kept = (GradientPlace.DEVICE, GradientPlace.HOST), remats or [Remat.NONE] * len(modes)
     layers = tuple(
-        _layer_plan(layer.name, MODES[int(mode)], places[int(host)], remats[int(recompute)])
-        for layer, mode, host, recompute in zip(profile.layers, modes, grad_on_host, again, strict=True)
+        _layer_plan(layer.name, MODES[int(mode)], places[int(host)], remat)
+        for layer, mode, host, remat in zip(profile.layers, modes, grad_on_host, kept, strict=True)
     )
     return Plan(policy, reserve_factor, layers, loads, updates)
 

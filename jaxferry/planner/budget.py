@@ -181,8 +181,8 @@ def fit(
     fewest = bisect.bisect_left(tried, True, key=lambda each: any(map(fits, _fallbacks(each))))
     for each in tried[fewest:] or tried:
         again = [
-            (layer.param_bytes * (reads_back(layer, recomputes) and not layer.fused_backward), (number,))
-            for number, (layer, recomputes) in enumerate(zip(profile.layers, each.recomputes, strict=True))
+            (layer.param_bytes * (reads_back(layer, remat) and not layer.fused_backward), (number,))
+            for number, (layer, remat) in enumerate(zip(profile.layers, each.remats, strict=True))
         ]
         for fallback in _fallbacks(each):
             peak = peak_of(fallback)

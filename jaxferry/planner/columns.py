@@ -14,20 +14,24 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxferry.costs import LayerProfile, Profile
-from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
-from jaxferry.step import LayerPlan
+from jaxferry.modes import ActivationPlace, GradientPlace, Mode, Remat, UpdatePlace
+from jaxferry.step import LayerPlan, reads_back
 
 ALL_PLACES = tuple(UpdatePlace)
+_LOADED = (Mode.GFGB, Mode.RELOAD, Mode.RESIDENT)
+"""Where activations may wait in host memory: other programs take the links' time themselves."""
 _SHORT = 6
 _NOT_COMPARED = (
     "name",
     "parameters",
     "block",
     "temporary_bytes",
+    "offloadable_bytes",
     "forward_workspace_bytes",
     "backward_workspace_bytes",
 )
@@ -42,12 +46,14 @@ class Column:
     gradient: GradientPlace = GradientPlace.DEVICE
     remat: Remat = Remat.NONE
     update: UpdatePlace = UpdatePlace.HOST
+    activations: ActivationPlace = ActivationPlace.DEVICE
 
     @property
-    def reliance(self) -> tuple[int, int, int]:
+    def reliance(self) -> tuple[int, ...]:
         """How much a layer with this column relies on the machine model, see `jaxferry.planner.preference`."""
         in_host_memory = (self.mode in (Mode.DHA, Mode.DFGB)) + (self.gradient is GradientPlace.HOST)
-        return in_host_memory, self.mode is Mode.RELOAD, self.remat is Remat.FULL
+        leaves = self.activations is ActivationPlace.HOST
+        return in_host_memory, self.mode is Mode.RELOAD, leaves, self.remat is not Remat.NONE
 
 
 def updatable_groups(profile: Profile) -> list[int]:
@@ -70,7 +76,7 @@ class Columns:
       places: where updates may run, besides the host.
       may_go: whether gradients may be written to the host by their backward.
       modes: where programs may read parameters.
-      may_recompute: whether backwards may run their forward again.
+      may_recompute: whether backwards may compute anything again, and what is kept wait in host memory.
       goes: the gradients that are written to the host, (layers,) flags, if that is decided; None for any choice.
 
     Attributes:
@@ -92,7 +98,9 @@ class Columns:
     ):
         self.profile, self._goes = profile, goes
         gradients = GradientPlace if may_go else (GradientPlace.DEVICE,)
-        fields = (modes, gradients, Remat if may_recompute else (Remat.NONE,), UpdatePlace)
+        moves = may_recompute and any(layer.offloadable_bytes for layer in profile.layers)
+        fields: Any = (modes, gradients, Remat if may_recompute else (Remat.NONE,), UpdatePlace)
+        fields = (*fields, ActivationPlace if moves else (ActivationPlace.DEVICE,))
         every = [column for column in itertools.starmap(Column, itertools.product(*fields)) if _is_possible(column)]
         updates = {UpdatePlace.HOST: set(range(len(profile.groups)))}
         updates[UpdatePlace.RESIDENT] = set(updatable_groups(profile)) if UpdatePlace.RESIDENT in places else set()
@@ -125,15 +133,16 @@ class Columns:
             return False
         if has_choice and self._goes is not None and self._goes[index] != (column.gradient is GradientPlace.HOST):
             return False
-        if column.remat is Remat.FULL:
+        if column.remat is not Remat.NONE:
             is_first = self.profile.program_ends[index][0] == index
-            saves = layer.can_recompute and layer.kept_bytes(True) < layer.kept_bytes(False)
+            saves = column.remat in layer.levels and layer.kept_bytes(column.remat) < layer.activation_bytes
             if not is_first or not saves:
                 return False
-        reads_back = layer.has_backward and (layer.backward_reads or column.remat is Remat.FULL)
+        if column.activations is ActivationPlace.HOST and not layer.leaving_bytes(column.remat, column.activations):
+            return False
         if column.mode is Mode.DFGB:
             is_last = self.profile.program_ends[index][1] == len(self.profile.layers) - 1
-            return reads_back and not layer.fused_backward and not is_last
+            return reads_back(layer, column.remat) and not layer.fused_backward and not is_last
         return True
 
     def _classes(self) -> list[list[int]]:
@@ -142,7 +151,7 @@ class Columns:
         for index, layer in enumerate(self.profile.layers):
             members = self.profile.groups[self.profile.group_of[index]]
             costs = (getattr(layer, name) for name in names)
-            key = (*costs, members.index(index), len(members))
+            key = (*costs, *sorted(layer.offloadable_bytes.items()), members.index(index), len(members))
             found.setdefault(key, []).append(index)
         return list(found.values())
 
@@ -154,7 +163,8 @@ class Columns:
         """The columns of a plan's layers; None if one of them has none."""
         found = []
         for index, layer in enumerate(layers):
-            number = self.nearest(index, Column(layer.mode, layer.gradient, layer.remat, layer.update))
+            chosen = layer.mode, layer.gradient, layer.remat, layer.update, layer.activations
+            number = self.nearest(index, Column(*chosen))
             if number is None:
                 return None
             found.append(number)
@@ -169,6 +179,8 @@ class Columns:
         elif self._goes is not None:
             place = GradientPlace.HOST if self._goes[index] else GradientPlace.DEVICE
             simpler.append(dataclasses.replace(column, gradient=place))
+        stays = [dataclasses.replace(each, activations=ActivationPlace.DEVICE) for each in simpler]
+        simpler += stays if column.activations is ActivationPlace.HOST else []
         simpler += [dataclasses.replace(each, remat=Remat.NONE) for each in simpler]
         simpler += [dataclasses.replace(each, mode=Mode.DHA) for each in simpler if each.mode is Mode.DFGB]
         for each in simpler:
@@ -260,6 +272,9 @@ class Columns:
 
 
 def _is_possible(column: Column) -> bool:
+    on_device = column.gradient is GradientPlace.DEVICE
+    if column.activations is ActivationPlace.HOST and not (on_device and column.mode in _LOADED):
+        return False
     if column.update is UpdatePlace.HOST:
         return True
     if column.gradient is GradientPlace.HOST:

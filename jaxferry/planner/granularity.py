@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxferry.costs import LayerProfile, Machine, Profile
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.modes import BLOCK, FASTER, GRANULARITIES, MODULE, Remat
+from jaxferry.modes import BLOCK, FASTER, GRANULARITIES, MODULE, ActivationPlace, Remat
 from jaxferry.planner.auto import Auto
 from jaxferry.planner.base import Request
 from jaxferry.planner.planning import as_run, planner_of, with_gap
@@ -90,7 +90,8 @@ def finer(profile: Profile, plan: Plan) -> Plan:
     layers: list[LayerPlan] = []
     for members, own in zip(_blocks(profile), plan.layers, strict=True):
         first, *others = (dataclasses.replace(own, name=profile.layers[member].name) for member in members)
-        layers += [first, *(dataclasses.replace(layer, remat=Remat.NONE) for layer in others)]
+        keeps: dict[str, Any] = {"remat": Remat.NONE, "activations": ActivationPlace.DEVICE}
+        layers += [first, *(dataclasses.replace(layer, **keeps) for layer in others)]
     return predict(profile, as_run(profile, dataclasses.replace(plan, layers=tuple(layers))))
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from jaxferry.costs import SHARING, LayerProfile, Profile
-from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
+from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.planner.columns import Column, Columns
 from jaxferry.planner.judge import Counts, Judge
 from jaxferry.step import Demand, Kind, Lane, program_bytes, with_shared_work
@@ -201,10 +201,11 @@ class _Bytes:
         def copies(layer: LayerProfile, column: Column, *modes: Mode) -> int:
             return layer.param_bytes * (column.mode in modes)
 
-        own = [[program_bytes(x, c.mode, c.gradient, c.remat is Remat.FULL) for c in every] for x in profile.layers]
+        own = [[program_bytes(x, c.mode, c.gradient, c.remat) for c in every] for x in profile.layers]
         forward, backward, self._kept = np.moveaxis(np.array(own), 2, 0)
         gradients = of(lambda layer, column: layer.device_gradient_bytes * (column.gradient is GradientPlace.DEVICE))
         self._programs = forward, backward + gradients
+        self._kept = self._kept - of(lambda layer, column: layer.leaving_bytes(column.remat, column.activations))
         self._state = of(lambda layer, column: layer.state_bytes * (column.update is UpdatePlace.RESIDENT))
         # After its backward a copy is free, and that for the next step mostly waits for updates of layers before it.
         self._resident = of(lambda layer, column: copies(layer, column, Mode.RESIDENT))

@@ -1,7 +1,7 @@
 """What each choice for a parameter group costs in a step: seconds of each lane, and bytes at some places.
 
 The choices of a group: where it is updated (on the host, through the GPU, through the GPU with a RESIDENT copy, on the
-device), how its layers read parameters, whether they recompute, and whether the backward writes the gradient (GO).
+device), how its layers read parameters, what they keep and where, and whether the backward writes the gradient (GO).
 Layers read as with GFGB and RESIDENT (held from forward to backward), DFGB, RELOAD or DHA. A layer's **place** is that
 of its forward.
 
@@ -19,18 +19,28 @@ from jaxferry.costs import DOWN as DOWN_LANE
 from jaxferry.costs import HOST as HOST_LANE
 from jaxferry.costs import UP as UP_LANE
 from jaxferry.costs import LayerProfile, Profile
-from jaxferry.modes import GradientPlace, Mode, Remat, Subgroups, UpdatePlace
+from jaxferry.modes import ActivationPlace, GradientPlace, Mode, Remat, Subgroups, UpdatePlace
 from jaxferry.planner.columns import Column, Columns, updatable_groups
-from jaxferry.step import SLOTS, num_subgroups, slot_bytes
+from jaxferry.step import (
+    SLOTS,
+    fetch_seconds_a_byte,
+    num_subgroups,
+    reads_back,
+    save_seconds_a_byte,
+    slot_bytes,
+)
 
-GPU, H2D, D2H, HOST, PROGRAMS, FORWARDS, FIRST, UP, DOWN, OWN, SLOT, COPIES_UP, COPIES_DOWN, BYTES = range(14)
+GPU, H2D, D2H, HOST, PROGRAMS, FORWARDS, FIRST, UP, DOWN, OWN, SLOT, COPIES_UP, COPIES_DOWN, LEAVES, RETURNS, BYTES = (
+    range(16)
+)
 """Columns of `Options.table`. The first four are a step's seconds on the lanes, and bytes at the places come last.
 
 `PROGRAMS`: GPU time of forwards and backwards, without updates; `FORWARDS`: of forwards alone. `FIRST`: loads that end
 before the forward. `UP`, `DOWN`: transfers that start after the group's last backward and end before its next forward
 could start. `OWN`: seconds from the last backward to the next forward if the group is alone. `SLOT`: if the update
 streams through the GPU, the device memory of one subgroup. `COPIES_UP`, `COPIES_DOWN`: what of the links' work is
-transfers, and not part of a program.
+transfers, and not part of a program. If activations may wait in host memory, `LEAVES`: what of these goes down,
+and the backwards that wait for it; `RETURNS`: what goes up, and the forwards that precede it.
 """
 
 TASKS = {UP_LANE: COPIES_UP, DOWN_LANE: COPIES_DOWN, HOST_LANE: HOST}
@@ -86,12 +96,8 @@ def group_options(profile: Profile, places: tuple[int, ...], columns: Columns | 
 
 def _are_allowed(columns: Columns, members: Sequence[int], chosen: Sequence[Column]) -> bool:
     """Whether the members of a group may have these columns, or others with the same costs."""
-    return all(columns.nearest(member, column) is not None for member, column in zip(members, chosen, strict=True))
-
-
-def recompute_choices(layer: LayerProfile) -> tuple[bool, ...]:
-    """Whether a layer may recompute."""
-    return (False, True) if layer.can_recompute else (False,)
+    pairs = [(columns.nearest(member, column), column) for member, column in zip(members, chosen, strict=True)]
+    return all(own is not None and columns.all[own].activations is column.activations for own, column in pairs)
 
 
 def _undominated(table: np.ndarray) -> np.ndarray:
@@ -156,9 +162,10 @@ def _of_layer(profile: Profile, index: int, update: str, alone: bool, places: tu
     gradient its copy can stay for ever.
     """
     layer, found = profile.layers[index], []
-    for loading, again, is_go in _choices(layer, update):
+    up_s_a_byte, down_s_a_byte = profile.once(fetch_seconds_a_byte), profile.once(save_seconds_a_byte)
+    for loading, remat, is_go, waits in _choices(layer, update):
         row = np.zeros(BYTES + len(places))
-        forward_s, backward_s = _programs_s(layer, loading, again, is_go)
+        forward_s, backward_s = _programs_s(layer, loading, remat, is_go)
         row[GPU] = row[PROGRAMS] = forward_s + backward_s
         row[FORWARDS] = forward_s
         row[FIRST] = layer.load_s if alone and update != "device" and loading in (_HELD, _AGAIN) else 0.0
@@ -166,26 +173,40 @@ def _of_layer(profile: Profile, index: int, update: str, alone: bool, places: tu
             row[COPIES_DOWN] = 0.0 if is_go else layer.offload_s
             row[D2H] = min(layer.backward_write_s, backward_s) if is_go else layer.offload_s
         if update != "device":
-            row[COPIES_UP] = _loads_s(layer, loading, again, alone)
-            row[H2D] = row[COPIES_UP] + _reads_s(layer, loading, again, backward_s)
+            row[COPIES_UP] = _loads_s(layer, loading, remat, alone)
+            row[H2D] = row[COPIES_UP] + _reads_s(layer, loading, remat, backward_s)
         if alone and update == "host" and not is_go:
             row[DOWN] = row[OWN] = layer.offload_s
         if alone and update in ("host", "gpu") and loading in (_HELD, _AGAIN):
             row[UP] = layer.load_s
             row[OWN] += layer.load_s
+        leaving = layer.leaving_bytes(remat, waits)
+        if leaving:
+            row[[D2H, COPIES_DOWN, LEAVES]] += leaving * down_s_a_byte
+            row[[H2D, COPIES_UP, RETURNS]] += leaving * up_s_a_byte
+        if (early := profile.once(_last_awaited)) is not None:
+            row[LEAVES] += backward_s if index <= early else 0.0
+            row[RETURNS] += forward_s
         holds = alone and update != "device" and layer.has_backward
         for number, place in enumerate(places):
-            kept = layer.kept_bytes(again) if index <= place else 0
+            kept = layer.kept_bytes(remat) - leaving if index <= place else 0
             row[BYTES + number] = kept + layer.param_bytes * (holds and _is_held(profile, index, loading, place))
         found.append(row)
     return np.array(found)
 
 
-def _choices(layer: LayerProfile, update: str) -> Iterator[tuple[str, bool, bool]]:
-    """How a layer reads its parameters, whether it recomputes, and whether its backward writes the gradient."""
+def _last_awaited(profile: Profile) -> int | None:
+    """The last layer whose backward waits for all activations that leave; None if none may, -1 for no layer."""
+    may_leave = any(layer.offloadable_bytes for layer in profile.layers)
+    return profile.programs[max(len(profile.programs) - 2, 0)][0] - 1 if may_leave else None
+
+
+def _choices(layer: LayerProfile, update: str) -> Iterator[tuple[str, Remat, bool, ActivationPlace]]:
+    """How a layer reads its parameters, what it keeps, whether its backward writes the gradient, where it is kept."""
     loadings = (_HELD,) if update == "device" else (_HELD, _BETWEEN, _AGAIN, _READ)
     by_backward = (True,) if update == "host" and not layer.gradient_rows else ()
-    return itertools.product(loadings, recompute_choices(layer), (False, *by_backward))
+    places = tuple(ActivationPlace) if layer.offloadable_bytes else (ActivationPlace.DEVICE,)
+    return itertools.product(loadings, layer.levels, (False, *by_backward), places)
 
 
 _MODES = {_HELD: Mode.GFGB, _BETWEEN: Mode.DFGB, _AGAIN: Mode.RELOAD, _READ: Mode.DHA}
@@ -197,10 +218,11 @@ def _columns_of(layer: LayerProfile, runs: str, update: UpdatePlace) -> list[Col
         Column(
             Mode.RESIDENT if runs == "device" else _MODES[loading],
             GradientPlace.HOST if is_go else GradientPlace.DEVICE,
-            Remat.FULL if again else Remat.NONE,
+            remat,
             update,
+            waits,
         )
-        for loading, again, is_go in _choices(layer, runs)
+        for loading, remat, is_go, waits in _choices(layer, runs)
     ]
 
 
@@ -211,28 +233,27 @@ def _is_held(profile: Profile, index: int, loading: str, place: int) -> bool:
     return (loading == _HELD and index <= place) or (loading == _AGAIN and index == place)
 
 
-def _programs_s(layer: LayerProfile, loading: str, again: bool, is_go: bool) -> tuple[float, float]:
+def _programs_s(layer: LayerProfile, loading: str, remat: Remat, is_go: bool) -> tuple[float, float]:
     """The time of a layer's forward and backward."""
     forward_s = layer.forward_dha_s if loading in (_READ, _BETWEEN) else layer.forward_s
     forward_s += layer.inter_forward_s
     if not layer.has_backward:
         return forward_s, 0.0
-    return forward_s, layer.inter_backward_s + layer.backward_for(loading == _READ, is_go, again)
+    return forward_s, layer.inter_backward_s + layer.backward_for(loading == _READ, is_go, remat)
 
 
-def _reads_s(layer: LayerProfile, loading: str, again: bool, backward_s: float) -> float:
+def _reads_s(layer: LayerProfile, loading: str, remat: Remat, backward_s: float) -> float:
     """What programs take of the link up. A plan without loads is no slower than its programs, so no more than these."""
     if loading not in (_READ, _BETWEEN):
         return 0.0
-    back_s = layer.backward_reads_for(again) if loading == _READ and layer.has_backward else 0.0
+    back_s = layer.backward_reads_for(remat) if loading == _READ and layer.has_backward else 0.0
     return layer.forward_read_s + min(back_s, backward_s)
 
 
-def _loads_s(layer: LayerProfile, loading: str, again: bool, alone: bool) -> float:
+def _loads_s(layer: LayerProfile, loading: str, remat: Remat, alone: bool) -> float:
     """What loads take of the link up."""
     if loading == _READ or not alone:
         return 0.0
     if loading == _AGAIN:
-        twice = layer.has_backward and (layer.backward_reads or again) and not layer.fused_backward
-        return layer.load_s * (1 + twice)
+        return layer.load_s * (1 + (reads_back(layer, remat) and not layer.fused_backward))
     return layer.load_s * layer.has_gradient

@@ -6,7 +6,9 @@ Each group takes one of the choices of `jaxferry.planner.options`. A period T of
 - each **loop**: from a layer's forward through the forwards and backwards of all layers from there on, and then all
   updates on the host, all transfers up or all transfers down that start after the backward of a group up to that layer.
   In any order, the last of these belongs to a group whose next forward waits for it. Likewise with what one group does
-  alone between its backward and its forward.
+  alone between its backward and its forward;
+- the activations that leave for host memory, and then the backwards but for the first two, which wait for them.
+  Likewise all forwards, and then the activations that return.
 
 **Bytes** count at up to two places: the last forward, and the forward that needs the most if all layers recompute. A
 forward needs the copies that are held across it, the kept activations of all layers so far, and its own workspace.
@@ -34,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from jaxferry.costs import SHARING, Profile
+from jaxferry.modes import ActivationPlace
 from jaxferry.planner.base import Objective
 from jaxferry.planner.columns import Column, Columns
 from jaxferry.planner.options import (
@@ -44,15 +47,16 @@ from jaxferry.planner.options import (
     FORWARDS,
     H2D,
     HOST,
+    LEAVES,
     NUM_LANES,
     OWN,
     PROGRAMS,
+    RETURNS,
     SLOT,
     TASKS,
     UP,
     Options,
     group_options,
-    recompute_choices,
 )
 from jaxferry.step import SLOTS
 
@@ -220,6 +224,8 @@ class _Program:
         lanes[_SHARING] += self.contention.lost_s(lanes[_SHARING])
         lanes[self.idle] = 0.0
         rows = [*lanes]
+        if self.table[:, LEAVES].any():
+            rows += [self.table[:, LEAVES], self.table[:, RETURNS]]
         for start in range(num_starts):
             programs_s = np.where(place > 2 * start, self.table[:, PROGRAMS], 0.0)
             rows += [programs_s + np.where(place <= 2 * start + 1, self.table[:, column], 0.0) for column in _CYCLED]
@@ -340,7 +346,13 @@ class _Program:
 
 def _places(profile: Profile) -> tuple[int, ...]:
     """The layers at whose forward bytes count."""
-    least = np.cumsum([min(layer.kept_bytes(again) for again in recompute_choices(layer)) for layer in profile.layers])
+    waits = ActivationPlace.HOST
+    least = np.cumsum(
+        [
+            min(layer.kept_bytes(each) - layer.leaving_bytes(each, waits) for each in layer.levels)
+            for layer in profile.layers
+        ]
+    )
     needs = [int(kept) + _own_bytes(profile, place) for place, kept in enumerate(least)]
     return tuple({len(needs) - 1, int(np.argmax(needs))})
 
@@ -348,10 +360,9 @@ def _places(profile: Profile) -> tuple[int, ...]:
 def _own_bytes(profile: Profile, place: int) -> int:
     """The least memory of a forward besides copies and kept activations; the last layer's backward follows at once."""
     layer, is_last, both = profile.layers[place], place == len(profile.layers) - 1, (False, True)
-    again = recompute_choices(layer)
-    forward_bytes = min(layer.forward_bytes(by_dha, recomputes) for by_dha in both for recomputes in again)
-    flags = [(by_dha, is_go, recomputes) for by_dha in both for is_go in both for recomputes in again]
-    return max(forward_bytes, min(layer.backward_bytes(*each) for each in flags)) if is_last else forward_bytes
+    forward_bytes = min(layer.forward_bytes(*each) for each in itertools.product(both, layer.levels))
+    variants = itertools.product(both, both, layer.levels)
+    return max(forward_bytes, min(layer.backward_bytes(*each) for each in variants)) if is_last else forward_bytes
 
 
 def _left_bytes(profile: Profile, place: int, budget_bytes: int) -> float:

@@ -6,8 +6,9 @@ one that relies least on the machine model:
 1. plain training, which transfers nothing;
 2. the fewest DHA and DFGB layers and GO gradients, whose programs share the links with transfers;
 3. the fewest RELOAD layers, whose second load must be hidden;
-4. the fewest layers that recompute;
-5. the least memory, then the least time.
+4. the fewest layers whose activations leave, which must find the links free;
+5. the fewest layers that recompute, be it all or a part;
+6. the least memory, then the least time.
 
 So GFGB and RESIDENT come before RELOAD, and RELOAD before DHA, DFGB and GO. Each search first finds the fastest plan.
 The rule then chooses among the plans that the search knows, and among those that moves lead to from there
@@ -21,7 +22,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from jaxferry.costs import Profile
-from jaxferry.modes import GradientPlace, Mode, UpdatePlace
+from jaxferry.modes import ActivationPlace, GradientPlace, Mode, UpdatePlace
 from jaxferry.step import Plan, effective
 
 EQUAL_WITHIN = 0.02
@@ -66,7 +67,8 @@ def score_of(profile: Profile, plan: Plan) -> int:
     layers, found = effective(profile, plan).layers, int(not is_plain)
     in_host_memory = sum(layer.mode in (Mode.DHA, Mode.DFGB) for layer in layers)
     in_host_memory += sum(layer.gradient is GradientPlace.HOST for layer in layers)
-    for count in (in_host_memory, sum(layer.mode is Mode.RELOAD for layer in layers), sum(plan.recomputes)):
+    leave = sum(layer.activations is ActivationPlace.HOST for layer in layers)
+    for count in (in_host_memory, sum(layer.mode is Mode.RELOAD for layer in layers), leave, sum(plan.recomputes)):
         found = found * (2 * len(layers) + 1) + count
     return found
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxferry.modes import GradientPlace, Mode, Remat
+from jaxferry.modes import ActivationPlace, GradientPlace, Mode, Remat
 from jaxferry.planner.columns import Column
 from jaxferry.planner.judge import Judge
 from jaxferry.planner.moves import Estimates
@@ -60,7 +60,9 @@ class Problem:
         """The plan with the least memory: a uniform one by DHA, then moves that save memory, one after another."""
         self.report("the plan with the least memory")
         choices = itertools.product((Mode.DHA, Mode.RELOAD), (GradientPlace.HOST, GradientPlace.DEVICE), Remat)
-        starts = [self.columns.uniform(Column(*choice)) for choice in choices]
+        columns = [Column(*choice) for choice in choices]
+        columns += [Column(Mode.RELOAD, remat=each, activations=ActivationPlace.HOST) for each in Remat]
+        starts = [self.columns.uniform(column) for column in columns]
         best = min(filter(self.allows, starts), key=self.judge.needed_bytes)
         late = np.array([column.mode is Mode.DFGB for column in self.columns.all])
         for _ in range(len(best)):

@@ -112,7 +112,7 @@ class Search(Problem):
         if key not in self.searched:
             if budget_bytes is not None:
                 least, codes = self.judge.needed_bytes(self.leanest), self.leanest
-                again = sum(self.columns.all[code].remat is Remat.FULL for code in codes)
+                again = sum(self.columns.all[code].remat is not Remat.NONE for code in codes)
                 check_budget(self.judge.policy, budget_bytes, least, again)
             self.searched[key] = _BudgetSearch(self, budget_bytes, share)
             with _without_collector():
@@ -402,7 +402,7 @@ class _BudgetSearch:
         seconds = (now_s[holds, None] + moves.seconds[holds]).max(axis=0)
         for move in np.flatnonzero(seconds <= longest_s).tolist():
             less = tuple((reliance[moves.column[move]] - reliance[codes[moves.layers(move)]]).sum(axis=0))
-            if less < (0, 0, 0):
+            if less < (0,) * len(less):
                 ranked.append((less, seconds[move], move))
         failed = 0
         for _, _, move in sorted(ranked, key=lambda each: each[:2])[:MOST_CHECKED]:

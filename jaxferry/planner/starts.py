@@ -4,24 +4,26 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
+from jaxferry.modes import ActivationPlace, GradientPlace, Mode, Remat, UpdatePlace
 from jaxferry.planner.columns import Column, Columns
 from jaxferry.planner.moves import Estimates
 from jaxferry.planner.place_bound import Solution
 
 _LEAST_SHARE = 1e-6
 _POINTS = 24
+_REMATS = list(Remat)[::-1]
 _PLACES = list(UpdatePlace)[::-1]
 """Places of updates: forwards come first, so first the groups that no update on the host holds up."""
 
 
 def _resident_first(column: Column) -> tuple[int, ...]:
-    place, recomputes = _PLACES.index(column.update), column.remat is Remat.FULL
-    return place, column.mode is not Mode.RESIDENT, not recomputes, column.gradient is GradientPlace.HOST
+    place, remat = _PLACES.index(column.update), _REMATS.index(column.remat)
+    leaves = column.activations is not ActivationPlace.HOST, column.gradient is GradientPlace.HOST
+    return place, column.mode is not Mode.RESIDENT, remat, *leaves
 
 
 def _recomputing_first(column: Column) -> tuple[int, ...]:
-    return column.remat is not Remat.FULL, *_resident_first(column)
+    return _REMATS.index(column.remat), *_resident_first(column)
 
 
 _ORDERS: tuple[Callable[[Column], tuple[int, ...]] | None, ...] = (

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jaxferry.costs import LayerProfile, Profile, backward_variant, forward_variant
 from jaxferry.errors import BudgetError
+from jaxferry.modes import Remat
 from jaxferry.partition import Partition
 from jaxferry.planner.place_bound import any_plan_lower_bound_s
 from jaxferry.planner.preference import longest_equal_s
@@ -56,7 +57,7 @@ def levels_of_tiles(profiles: Mapping[int, Profile]) -> list[Profile]:
         choice = tuple(each for each, least in zip(sizes.items(), before, strict=True) if each[1] < least)
         choices += [choice] * len(members)
         most_held[choice] = held_bytes  # equal programs that run later have more beside them
-        held_bytes += sum(layer.kept_bytes(recomputes=True) for layer in (whole.layers[member] for member in members))
+        held_bytes += sum(layer.kept_bytes(Remat.FULL) for layer in (whole.layers[member] for member in members))
     taken, levels = dict.fromkeys(most_held, 0), [whole]
     while open_choices := [choice for choice in taken if taken[choice] + 1 < len(choice)]:
         highest = max(open_choices, key=lambda choice: most_held[choice] + choice[taken[choice]][1])
@@ -69,11 +70,7 @@ def levels_of_tiles(profiles: Mapping[int, Profile]) -> list[Profile]:
 
 def _temporary_bytes(layer: LayerProfile) -> int:
     """The temporaries of its programs that load parameters: in tiles, others copy what they read and write."""
-    names = [
-        name
-        for again in (False, True)
-        for name in (forward_variant(False, again), backward_variant(False, False, again))
-    ]
+    names = [name for remat in Remat for name in (forward_variant(False, remat), backward_variant(False, False, remat))]
     return max(layer.temporary_bytes.get(name, 0) for name in names)
 
 
@@ -102,6 +99,8 @@ def plan_in_tiles(levels: Sequence[Profile], budget_bytes: int, plan: Callable[[
     first_near = next(index for index, bound in enumerate(bounds) if bound <= _NEAR * min(bounds))
     # The bound knows little of gradients that wait on the device, to which the last level leaves the most memory.
     likely = [0, first_near, len(levels) - 1, *sorted(range(len(levels)), key=bounds.__getitem__)]
+    if any(layer.offloadable_bytes for layer in levels[0].layers):  # nor of activations on their way to the host
+        likely.insert(2, len(levels) // 2)
     planned, errors = dict[int, Plan](), list[BudgetError]()
     for number, index in enumerate(dict.fromkeys(likely)):
         if number > 2 and planned:

@@ -9,7 +9,7 @@ from jaxferry.costs import Profile, backward_variant
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.step.copies import Copies, Copy
 from jaxferry.step.effective_plan import EffectivePlan, load_order
-from jaxferry.step.gradient_room import CROSSING_SLOTS, NO_WAIT
+from jaxferry.step.gradient_room import CROSSING_SLOTS, NO_WAIT, Crossings
 from jaxferry.step.plans import UpdateOrder
 from jaxferry.step.streaming import Forwards, LateUpdates, StateStreams
 from jaxferry.step.tasks import Kind, Lane, Schedule, StepTasks
@@ -86,14 +86,17 @@ class StepBuilder:
         self.effective, self.profile, plan = effective, effective.profile, effective.plan
         profile = self.profile
         self.layers, self.modes, self.gradients = profile.layers, plan.modes, plan.gradients
-        self.recomputes, self.after_all = effective.recomputes, effective.after_all
+        self.remats, self.after_all = effective.remats, effective.after_all
         self.on_device, self.through_gpu = effective.on_device, effective.through_gpu
         self.room, self.left_bytes = room, left_bytes
+        chosen = effective.leaving
+        self.crossings = profile.once(Crossings.without_choice) if chosen is None else Crossings.of(profile, chosen)
         self.save_s_a_byte = profile.once(save_seconds_a_byte)
         self.fetch_s_a_byte = profile.once(fetch_seconds_a_byte)
         self.list = StepTasks(profile)
         self.copies = Copies(effective, self.list)
         self.saves_of_programs: list[tuple[int, ...]] = []
+        self.saved: dict[int, tuple[int, ...]] = {}
         self.fetched: dict[int, int] = {}
         self.last_program = -1
         self.forwards: dict[int, int] = {}
@@ -164,16 +167,19 @@ class StepBuilder:
                 waiting = self.waits_for_update if by_dha else self.waits_for_refresh
                 waiting.append((tasks[members[0]], self.profile.group_of[layer]))
         self.copies.note_uses(copies, tasks, self.last_program)
-        self.saves_of_programs.append(self.save(members[0], self.last_program))
+        if members[0] in self.crossings.saving:
+            self.saves_of_programs.append(self.save(members[0], self.last_program))
+            if self.crossings.awaits_saves:
+                self.saved[members[0]] = self.saves_of_programs[-1]
 
     def forward_of(self, layer: int, after: tuple[int, ...]) -> int:
         """Emits the forward of one layer, and the parameterless compute that follows it."""
-        profile, again = self.layers[layer], self.recomputes[layer]
+        profile, remat = self.layers[layer], self.remats[layer]
         by_dha = self.modes[layer] in (Mode.DHA, Mode.DFGB)
         key = "forward_dha_s" if by_dha else "forward_s"
         task = self.list.emit(Kind.FORWARD, Lane.GPU, layer, (key, getattr(profile, key)), after)
-        workspace_bytes = profile.forward_bytes(by_dha, again)
-        self.list[task].start_bytes += profile.kept_bytes(again)
+        workspace_bytes = profile.forward_bytes(by_dha, remat)
+        self.list[task].start_bytes += profile.kept_bytes(remat)
         self.list[task].workspace_bytes += workspace_bytes
         if by_dha and profile.forward_read_s:
             self.list[task].read_s = profile.forward_read_s
@@ -188,7 +194,7 @@ class StepBuilder:
 
     def save(self, layer: int, forward: int) -> tuple[int, ...]:
         """Emits the save of the values that this layer's forward is the last to read, if any."""
-        num_bytes = self.layers[layer].save_bytes
+        num_bytes = int(self.crossings.saves[layer])
         if num_bytes == 0:
             return ()
         duration = ("offload_s", num_bytes * self.save_s_a_byte)
@@ -197,13 +203,18 @@ class StepBuilder:
         return (task,)
 
     def fetch_for_next(self, layer: int) -> None:
-        """Emits the fetch for the backward after this first layer of a program; it precedes the program in the list."""
-        following = self.next_backward(layer)
-        num_bytes = 0 if following is None else self.layers[following].fetch_bytes
+        """Emits the fetch that may run beside the backward of a program, which it precedes in the list.
+
+        Args:
+          layer: the first layer of the program.
+        """
+        following = self.crossings.fetched_at.get(layer)
+        num_bytes = 0 if following is None else int(self.crossings.fetches[following])
         if following is None or num_bytes == 0:
             return
         duration = ("load_s", num_bytes * self.fetch_s_a_byte)
-        self.fetched[following] = self.list.emit(Kind.FETCH, Lane.H2D, following, duration, (self.last_program,))
+        own = {self.last_program, *self.saved.get(following, ())}
+        self.fetched[following] = self.list.emit(Kind.FETCH, Lane.H2D, following, duration, tuple(sorted(own)))
         self.list[self.fetched[following]].start_bytes += num_bytes
 
     def next_backward(self, layer: int) -> int | None:
@@ -243,18 +254,18 @@ class StepBuilder:
 
     def backward_of(self, layer: int, after: tuple[int, ...]) -> int:
         """Emits the backward of one layer, and the parameterless compute before it."""
-        profile, again = self.layers[layer], self.recomputes[layer]
+        profile, remat = self.layers[layer], self.remats[layer]
         if profile.inter_backward_s > 0:
             self.list.emit(Kind.INTER_BACKWARD, Lane.GPU, layer, ("inter_backward_s", profile.inter_backward_s))
         by_dha, grad_on_host = self.modes[layer] is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
-        variant = backward_variant(by_dha, grad_on_host, again)
-        duration = (f"{variant}_s", profile.backward_for(by_dha, grad_on_host, again))
+        variant = backward_variant(by_dha, grad_on_host, remat)
+        duration = (f"{variant}_s", profile.backward_for(by_dha, grad_on_host, remat))
         task = self.list.emit(Kind.BACKWARD, Lane.GPU, layer, duration, after)
-        workspace_bytes = profile.backward_bytes(by_dha, grad_on_host, again)
-        self.list[task].end_bytes += profile.kept_bytes(again)
+        workspace_bytes = profile.backward_bytes(by_dha, grad_on_host, remat)
+        self.list[task].end_bytes += profile.kept_bytes(remat)
         self.list[task].workspace_bytes += workspace_bytes
         if self.profile.shares_links:
-            read_s, write_s = by_dha * profile.backward_reads_for(again), grad_on_host * profile.backward_write_s
+            read_s, write_s = by_dha * profile.backward_reads_for(remat), grad_on_host * profile.backward_write_s
             self.list[task].read_s = read_s
             self.list[task].write_s = write_s
         return task

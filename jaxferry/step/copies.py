@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from jaxferry.modes import Mode
-from jaxferry.step.effective_plan import EffectivePlan
+from jaxferry.step.effective_plan import EffectivePlan, reads_back
 from jaxferry.step.tasks import Kind, Lane, StepTasks
 
 
@@ -30,7 +30,7 @@ class Copies:
     """
 
     def __init__(self, effective: EffectivePlan, tasks: StepTasks):
-        self.profile, self.modes, self.recomputes = effective.profile, effective.modes, effective.recomputes
+        self.profile, self.modes, self.remats = effective.profile, effective.modes, effective.remats
         self.tasks = tasks
         self.all: list[Copy] = []
         self.first_loads: list[tuple[int, int]] = []
@@ -82,7 +82,7 @@ class Copies:
             return self.fused[layer]
         if mode is not Mode.RELOAD or self.still_held(layer, group):
             return self.held[group]
-        if not self.profile.layers[layer].backward_reads and not self.recomputes[layer]:
+        if not reads_back(self.profile.layers[layer], self.remats[layer]):
             return None
         return self.load(Kind.RELOAD, layer, tuple(sorted({forward, *self.reload_uses[-2:-1]})))
 

@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 
 from jaxferry.costs import LayerProfile, Profile
-from jaxferry.modes import GradientPlace, Mode
+from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.step.plans import Loads, Plan, UpdateOrder, Updates
 from jaxferry.step.streaming import kept_gradients
 
@@ -22,14 +22,14 @@ MODES = {code: mode for mode, code in CODES.items()}
 _NONE = -1
 
 
-def of_program(profile: Profile, recomputes: Sequence[bool]) -> list[bool]:
-    """Whether each layer's backward runs its forward again: the first layer of a program decides."""
-    return [recomputes[first] for first, _ in profile.program_ends]
+def of_program(profile: Profile, remats: Sequence[Remat]) -> list[Remat]:
+    """What each layer keeps: the first layer of a program decides."""
+    return [remats[first] for first, _ in profile.program_ends]
 
 
-def reads_back(layer: LayerProfile, recomputes: bool) -> bool:
-    """Whether a layer's backward reads parameters: one that runs its forward again always does."""
-    return layer.has_backward and (layer.backward_reads or recomputes)
+def reads_back(layer: LayerProfile, remat: Remat) -> bool:
+    """Whether a layer's backward reads parameters: one that computes anything again always does."""
+    return layer.has_backward and (layer.backward_reads or remat is not Remat.NONE)
 
 
 def effective(profile: Profile, plan: Plan) -> Plan:
@@ -39,10 +39,10 @@ def effective(profile: Profile, plan: Plan) -> Plan:
     forward. A gradient that leaves as rows of lookups counts as on the device. So does a missing gradient. Updates are
     in backward order unless `may_reorder`.
     """
-    again, layers = of_program(profile, plan.recomputes), list(plan.layers)
+    remats, layers = of_program(profile, plan.remats), list(plan.layers)
     for index, (given, layer) in enumerate(zip(plan.layers, profile.layers, strict=True)):
         mode, gradient = given.mode, given.gradient
-        if mode is Mode.DFGB and (layer.fused_backward or not reads_back(layer, again[index])):
+        if mode is Mode.DFGB and (layer.fused_backward or not reads_back(layer, remats[index])):
             mode = Mode.DHA
         if gradient is GradientPlace.HOST and (layer.gradient_rows or not layer.has_gradient):
             gradient = GradientPlace.DEVICE
@@ -75,6 +75,18 @@ def streamed_groups(profile: Profile, plan: Plan) -> frozenset[int]:
     return _updated_groups(profile, plan.updates_streamed)
 
 
+def leaving_bytes(profile: Profile, plan: Plan) -> list[int]:
+    """What each layer's forward lets leave by the plan's choice, to return for its backward; `save_bytes` are more."""
+    pairs = zip(profile.layers, plan.layers, strict=True)
+    return [layer.leaving_bytes(own.remat, own.activations) for layer, own in pairs]
+
+
+def saved_bytes(profile: Profile, plan: Plan) -> int:
+    """The host memory of each process in which values wait for their backward."""
+    num_bytes = sum(layer.save_bytes for layer in profile.layers) + sum(leaving_bytes(profile, plan))
+    return num_bytes * profile.num_devices // profile.num_processes
+
+
 def streamed_state_bytes(profile: Profile, plan: Plan) -> int:
     """The bytes of masters and optimizer state that a plan streams through the GPU, which are pinned."""
     return sum(profile.layers[profile.groups[group][0]].state_bytes for group in streamed_groups(profile, plan))
@@ -100,7 +112,8 @@ class EffectivePlan:
       on_device, through_gpu, staying: the groups that are updated on the device where they stay, that stream through
         the GPU, and of these the ones whose compute copy stays.
       kept: bytes of gradients that stay until an update which streams, see `kept_gradients`.
-      recomputes: whether the backward runs the forward again.
+      remats: what is kept on the device from the forward to the backward.
+      leaving: bytes that leave after its forward and return for its backward by the plan's choice; None if none do.
       param_bytes: bytes of a copy; of a group that is updated on the device, with the optimizer state beside it and the
         gradients that stay there: all if updates wait for all gradients, else all of the group's but the last one.
       gradient_bytes: the gradient on the device; 0 if it stays and is counted elsewhere.
@@ -122,7 +135,8 @@ class EffectivePlan:
         self.profile, self.plan, layers = profile, effective(profile, plan), profile.layers
         plan = self.plan
         self.after_all, self.bulk = plan.updates is Updates.AFTER_ALL, plan.loads is Loads.BULK
-        self.recomputes, self.modes = of_program(profile, plan.recomputes), plan.modes
+        self.remats, self.modes = of_program(profile, plan.remats), plan.modes
+        self.leaving = leaving_bytes(profile, plan) if plan.offloads_activations else None
         self.on_device, self.through_gpu = updated_on_device(profile, plan), streamed_groups(profile, plan)
         self.staying = _updated_groups(profile, plan.copies_stay)
         self.kept = kept_gradients(profile, self.through_gpu, self.after_all)
@@ -140,8 +154,8 @@ class EffectivePlan:
         self.loads_forward = [mode in (Mode.GFGB, Mode.RELOAD) for mode in self.modes]
         self.loads_between = [mode is Mode.DFGB for mode in self.modes]
         self.loads_backward = [
-            mode is Mode.RELOAD and reads_back(layer, again) and not layer.fused_backward
-            for mode, layer, again in zip(self.modes, layers, self.recomputes, strict=True)
+            mode is Mode.RELOAD and reads_back(layer, remat) and not layer.fused_backward
+            for mode, layer, remat in zip(self.modes, layers, self.remats, strict=True)
         ]
         self.first_end, self.second_end = list(range(len(layers))), list(range(len(layers)))
         self.first_ends_by_backward = [

@@ -30,12 +30,13 @@ So a chain of steps never exceeds the limit, for any duration of the transfers.
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
 
 from jaxferry.costs import LayerProfile, Profile
-from jaxferry.modes import GradientPlace, Mode
+from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.step.effective_plan import EffectivePlan, Spans, copy_bytes
 from jaxferry.step.streaming import slots_bytes
 
@@ -47,12 +48,12 @@ UNLIMITED = 2**62
 """A limit in bytes under which no backward waits for room."""
 
 
-def program_bytes(layer: LayerProfile, mode: Mode, gradient: GradientPlace, recomputes: bool) -> tuple[int, int, int]:
+def program_bytes(layer: LayerProfile, mode: Mode, gradient: GradientPlace, remat: Remat) -> tuple[int, int, int]:
     """What a layer's forward and its backward need of their own, and what it keeps from one to the other, in bytes."""
     return (
-        layer.forward_bytes(mode in (Mode.DHA, Mode.DFGB), recomputes),
-        layer.backward_bytes(mode is Mode.DHA, gradient is GradientPlace.HOST, recomputes),
-        layer.kept_bytes(recomputes),
+        layer.forward_bytes(mode in (Mode.DHA, Mode.DFGB), remat),
+        layer.backward_bytes(mode is Mode.DHA, gradient is GradientPlace.HOST, remat),
+        layer.kept_bytes(remat),
     )
 
 
@@ -84,8 +85,10 @@ class Demand:
         size, spans = len(layers), Spans.of(effective)
         now, free, following = copy_bytes(effective, spans)
         now += _all_the_time(effective)
-        left, fetched = profile.once(_crossing_bytes)
-        chosen = zip(layers, effective.modes, effective.plan.gradients, effective.recomputes, strict=True)
+        left, fetched, twice = profile.once(_crossing_without_choice)
+        if effective.leaving is not None:
+            left, fetched, twice = _crossing_bytes(profile, Crossings.of(profile, effective.leaving))
+        chosen = zip(layers, effective.modes, effective.plan.gradients, effective.remats, strict=True)
         own_forward, own_backward, kept = np.array(list(itertools.starmap(program_bytes, chosen)), dtype=np.int64).T
         own_backward = own_backward + _of_program_so_far(profile, np.array(effective.until_update, dtype=np.int64))
         kept = np.cumsum(kept)
@@ -99,7 +102,8 @@ class Demand:
         def backward(copies: np.ndarray) -> np.ndarray:
             """The need while it runs and until the next program starts."""
             during = copies[back] + kept + fetched[back] + own_backward
-            found: np.ndarray = np.maximum(during, copies[back + 1] + kept_after + fetched[back + 1]) - left[back]
+            ended = copies[back + 1] + kept_after + fetched[back + 1] - twice[back]
+            found: np.ndarray = np.maximum(during, ended) - left[back]
             return found
 
         beside_below = max(each if each < size else 0 for each in spans.next_waits_for)
@@ -152,28 +156,85 @@ def _all_the_time(effective: EffectivePlan) -> int:
     return found + sum(effective.kept.values())
 
 
-def _crossing_bytes(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
+@dataclasses.dataclass(frozen=True)
+class Crossings:
+    """Which values leave for host memory and return in a step; programs are given by their first layers.
+
+    Attributes:
+      saves, fetches: bytes that leave after each layer's forward, and that return for its backward, (layers,).
+      saving: the programs with saves, each with its number. Every program waits for the save of the last but one before
+        it.
+      fetched_at: by backward, the later backward whose values may return while it runs.
+      awaits_saves: whether a fetch waits for its own save. Else programs have waited for that.
+    """
+
+    saves: np.ndarray
+    fetches: np.ndarray
+    saving: dict[int, int]
+    fetched_at: dict[int, int]
+    awaits_saves: bool
+
+    @classmethod
+    def of(cls, profile: Profile, leaving: Sequence[int] = ()) -> Self:
+        """The crossings of a step in which these bytes leave by a plan's choice, by layer; empty for none.
+
+        Then only programs whose values move count: those between them give the links more time.
+        """
+        more = np.array(leaving or [0] * len(profile.layers), dtype=np.int64)
+        saves, fetches = (more + [getattr(x, f"{way}_bytes") for x in profile.layers] for way in ("save", "fetch"))
+        firsts = [members[0] for members in profile.programs]
+        backwards = [first for first in reversed(firsts) if profile.layers[first].has_backward]
+        before, returning = dict(zip(backwards[1:], backwards, strict=False)), backwards
+        if leaving:
+            firsts = [first for first in firsts if saves[first]]
+            returning = [first for first in backwards if fetches[first]]
+            returning = [*(before[first] for first in returning[:1] if first in before), *returning]
+        saving, fetched_at = {first: place for place, first in enumerate(firsts)}, dict(itertools.pairwise(returning))
+        return cls(saves, fetches, saving, fetched_at, bool(leaving))
+
+    @classmethod
+    def without_choice(cls, profile: Profile) -> Self:
+        """The crossings of plans that choose none."""
+        return cls.of(profile)
+
+
+def _crossing_bytes(profile: Profile, crossings: Crossings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """At each place: saved bytes that have certainly left, and fetched bytes that may be back; (2 * layers + 1,).
 
-    Kept activations include both. So fetched bytes still count here once their backward has freed them.
+    Kept activations include both. So fetched bytes still count here once their backward has freed them. The third array
+    has the bytes that may be back before the next program, but only if they have left, which is not certain here.
     """
-    size, programs = len(profile.layers), profile.programs
-    saved = np.cumsum([0, *(sum(profile.layers[layer].save_bytes for layer in members) for members in programs)])
+    size, programs, saving = len(profile.layers), profile.programs, crossings.saving
+    saved = np.cumsum([0, *(crossings.saves[list(members)].sum() for members in programs if members[0] in saving)])
     left, fetched = np.zeros(2 * size + 1, dtype=np.int64), np.zeros(2 * size + 2, dtype=np.int64)
-    backwards = [members for members in reversed(programs) if profile.layers[members[0]].has_backward]
-    for number, members in enumerate(programs):
-        left[list(members)] = saved[max(number + 1 - CROSSING_SLOTS, 0)]
-    number, last_place = len(programs), size - 1
-    for members, following in itertools.zip_longest(backwards, backwards[1:]):
+    twice = np.zeros(2 * size + 1, dtype=np.int64)
+    number, num_left, last_place, returning = 0, 0, size - 1, list[int]()
+    for members in programs:
+        num_left = max(number + 1 - CROSSING_SLOTS, 0)
+        left[list(members)] = saved[num_left]
+        number += members[0] in saving
+    for members in reversed(programs):
+        if not profile.layers[members[0]].has_backward:
+            continue
         places = [2 * size - 1 - layer for layer in members]
-        left[places] = left[last_place]
         if not profile.layers[members[0]].fused_backward:
-            left[places] = saved[min(max(number + 1 - CROSSING_SLOTS, 0), len(programs))]
+            num_left = min(max(number + 1 - CROSSING_SLOTS, 0), len(saving))
             number += 1
-        if following is not None:
-            fetched[last_place + 1] += profile.layers[following[0]].fetch_bytes
+        left[places] = saved[num_left]
+        # What waits for its own save is not on the device twice.
+        late = [each for each in returning if saving[each] < num_left]
+        twice[last_place] += sum(crossings.fetches[each] for each in late)
+        if (following := crossings.fetched_at.get(members[0])) is not None:
+            is_early = crossings.awaits_saves and saving.get(following, -1) >= num_left
+            (returning if is_early else late).append(following)
+        fetched[last_place + 1] += sum(crossings.fetches[each] for each in late)
+        returning = [each for each in returning if each not in late]
         last_place = places[0]
-    return left, np.cumsum(fetched)[:-1]
+    return left, np.cumsum(fetched)[:-1], twice
+
+
+def _crossing_without_choice(profile: Profile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return _crossing_bytes(profile, profile.once(Crossings.without_choice))
 
 
 def _of_program_so_far(profile: Profile, sizes: np.ndarray) -> np.ndarray:

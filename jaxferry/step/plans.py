@@ -7,7 +7,9 @@
      "layers": [{"name": "wte", "mode": "DHA", "gradient": "device"}, ...],
      "predicted": {"forward_s": 0.1, "step_s": 0.5, "steady_step_s": 0.45, "peak_device_bytes": 1000}}
 
-A layer may have the key `remat`: `"full"` if its backward runs its forward again; the default is `"none"`. It may have
+A layer may have the key `remat`: `"full"` if its backward runs its forward again, `"products"` if it keeps the results
+of large products and computes the rest again; the default is `"none"`. It may have the key `activations`: `"host"` if
+what it keeps waits for its backward in host memory; the default is `"device"`. It may have
 the key `update`: `"resident"` if its parameters are updated on the device, where their optimizer state stays; `"gpu"`
 if masters and state come to the device for the update only, while the compute copy of a RESIDENT layer stays there; the
 default is `"host"`. A plan may have the key `update_order`: `"need"` if the host picks the update that the next forward
@@ -24,9 +26,9 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
-from jaxferry.costs import Profile
+from jaxferry.costs import RECOMPUTATION, Profile
 from jaxferry.errors import InputError
-from jaxferry.modes import GradientPlace, Mode, Remat, Subgroups, UpdatePlace
+from jaxferry.modes import ActivationPlace, GradientPlace, Mode, Remat, Subgroups, UpdatePlace
 from jaxferry.records import (
     check_bytes,
     check_choice,
@@ -87,6 +89,7 @@ class LayerPlan:
       update: where its parameters are updated. `"resident"` needs mode RESIDENT and a gradient on the device. `"gpu"`
         needs a gradient on the device: the new compute copy goes to host memory with masters and state, or replaces the
         copy on the device in mode RESIDENT.
+      activations: where what it keeps waits for its backward.
       tiles: in how many tiles along the rows of the batch its programs run, one after the other.
 
     Raises:
@@ -98,6 +101,7 @@ class LayerPlan:
     gradient: GradientPlace = GradientPlace.DEVICE
     remat: Remat = Remat.NONE
     update: UpdatePlace = UpdatePlace.HOST
+    activations: ActivationPlace = ActivationPlace.DEVICE
     tiles: int = 1
 
     def __post_init__(self) -> None:
@@ -108,6 +112,8 @@ class LayerPlan:
         object.__setattr__(self, "remat", Remat(check_choice(self.remat, "remat", tuple(Remat), where)))
         update = UpdatePlace(check_choice(self.update, "update", tuple(UpdatePlace), where))
         object.__setattr__(self, "update", update)
+        activations = check_choice(self.activations, "activations", tuple(ActivationPlace), where)
+        object.__setattr__(self, "activations", ActivationPlace(activations))
         check_count(self.tiles, "tiles", where)
         stays = self.mode is Mode.RESIDENT and self.gradient is GradientPlace.DEVICE
         if update is UpdatePlace.RESIDENT and not stays:
@@ -126,14 +132,16 @@ class LayerPlan:
         name, where = name_of_element(document, index)
         check_keys(document, tuple(field.name for field in dataclasses.fields(cls)), where)
         modes = required(document, "mode", where), required(document, "gradient", where)
-        more = {key: document[key] for key in ("remat", "update", "tiles") if key in document}
+        more = {key: document[key] for key in ("remat", "update", "activations", "tiles") if key in document}
         return cls(name, *modes, **more)
 
     def to_json(self) -> dict[str, Any]:
-        """The layer as an element of `layers`; `remat`, `update` and `tiles` only if they are not the defaults."""
+        """The layer as an element of `layers`; its other keys only if they are not the defaults."""
         document: dict[str, Any] = {"name": self.name, "mode": self.mode.value, "gradient": self.gradient.value}
         document |= {} if self.remat is Remat.NONE else {"remat": self.remat.value}
         document |= {} if self.update is UpdatePlace.HOST else {"update": self.update.value}
+        is_kept = self.activations is ActivationPlace.DEVICE
+        document |= {} if is_kept else {"activations": self.activations.value}
         return document | ({} if self.tiles == 1 else {"tiles": self.tiles})
 
 
@@ -261,8 +269,18 @@ class Plan:
 
     @property
     def recomputes(self) -> tuple[bool, ...]:
-        """Whether the backward of each layer runs its forward again."""
-        return tuple(layer.remat is Remat.FULL for layer in self.layers)
+        """Whether the backward of each layer computes anything again."""
+        return tuple(layer.remat is not Remat.NONE for layer in self.layers)
+
+    @property
+    def remats(self) -> tuple[Remat, ...]:
+        """What each layer keeps on the device between forward and backward."""
+        return tuple(layer.remat for layer in self.layers)
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether any layer lets what it keeps wait in host memory."""
+        return any(layer.activations is ActivationPlace.HOST for layer in self.layers)
 
     def updated_on_host(self, places: Collection[UpdatePlace] = tuple(UpdatePlace)) -> Self:
         """The plan with all updates on the host, or those of some places; without a prediction if that changes it."""
@@ -316,10 +334,10 @@ class Plan:
                     f'the plan is for another profile: layer {index} is "{mine.name}" in the plan '
                     f'and "{theirs.name}" in the profile'
                 )
-            if mine.remat is Remat.FULL and not theirs.can_recompute:
+            if mine.remat not in theirs.levels:
                 raise InputError(
-                    f'layer "{mine.name}": remat "full" needs the keys recompute_s and recompute_activation_bytes in '
-                    "the profile"
+                    f'layer "{mine.name}": remat "{mine.remat}" needs the keys '
+                    f"{' and '.join(RECOMPUTATION[mine.remat])} in the profile"
                 )
         for members in profile.groups:
             first, *others = (self.layers[member] for member in members)

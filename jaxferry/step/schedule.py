@@ -48,7 +48,8 @@ Rules (the machine model; MemFerry, section IV-B):
   the backward, RESIDENT always. While a group's copy is held, every layer of the group uses it and loads no other. The
   copy is freed when the last backward that reads it has ended.
 - **Recomputation** (`remat: "full"`): the backward takes `recompute_s` longer, and by DHA also the extra time of the
-  forward by DHA. The layer keeps `recompute_activation_bytes` instead of `activation_bytes`.
+  forward by DHA. The layer keeps `recompute_activation_bytes` instead of `activation_bytes`. With `remat: "products"`,
+  the backward takes `products_recompute_s` longer, and the layer keeps `products_activation_bytes`.
 - **State in a scratch file** (`state_read_s`): the file is a lane of its own. Before a group's update on the host, its
   masters and optimizer state are read, and afterwards written back. The first reads begin with the step, each further
   one when a write has left its slot, of which there are `DISK_SLOTS`.
@@ -59,10 +60,11 @@ Rules (the machine model; MemFerry, section IV-B):
 - **Several groups in a program** (`shares_program`): the layers of a program follow each other on the GPU. The first of
   them waits for what any of them needs. When the last of them has ended, their copies are free and their gradients may
   leave. RELOAD layers of a program take one slot together.
-- **Values in host memory** (`save_bytes` and `fetch_bytes`): a save follows the last forward that reads its values. The
-  second program after that forward waits for the save, so at most `CROSSING_SLOTS` programs' values are in flight. A
-  fetch starts when the second program before its backward has ended. Saves share D2H with offloads, fetches share H2D
-  with loads. They take the average time per byte of all offloads, or all loads, of the profile.
+- **Values in host memory** (`save_bytes` and `fetch_bytes`; with `activations: "host"` also `offloadable_bytes`): a
+  save follows the last forward that reads its values. The second program after that forward waits for the save, so at
+  most `CROSSING_SLOTS` programs' values are in flight. A fetch starts when the second program before its backward has
+  ended. Saves share D2H with offloads, fetches share H2D with loads. They take the average time per byte of all
+  offloads, or all loads, of the profile.
 - **Chain of steps**: a forward that reads host memory, and a load for the forward, wait for the previous step's update
   of these parameters. A forward on a RESIDENT copy waits for its refresh, or for its update on the GPU. If there is no
   update, a load waits for the last use of the previous step's copy.

@@ -81,7 +81,8 @@ class Task:
       lane: what it occupies; tasks of a lane run in the order of the list.
       duration_key: the profile's key of its duration. `backward_dha_go_s` means a backward that reads its parameters
         and writes its gradient in host memory. A key that ends in `_recompute_s` means a backward that runs its forward
-        again. A save and a fetch have the key of the transfer with the same speed per byte.
+        again, `_products_s` one that keeps its large products. A save and a fetch have the key of the transfer with the
+        same speed per byte.
       duration_s: seconds.
       after: indices of tasks in the same list that must have ended; all are lower than its own.
       after_previous: indices of tasks of the previous step that must have ended. The first step waits for none.

@@ -98,7 +98,7 @@ def planning_profile(
         profile = profile.without_streaming()  # those times are AdamW's
     else:
         profile = without_times(parts)
-    is_offloaded, staging_bytes = planning.offload_activations, conditions.staging_bytes
+    is_offloaded, staging_bytes = planning.offloads, conditions.staging_bytes
     profile = with_program_facts(profile, parts, variants.derivatives, is_offloaded, staging_bytes)
     # A given plan may update groups on any device, and its tasks follow each other by the given times.
     may_update = conditions.has_own_memory or planning.plan is not None

@@ -225,6 +225,9 @@ class Compiler:
         lets_choose, is_first = self._options.planning.lets_policy_choose, not self._has_decided
         if lets_choose and not self.model.holds_whole_masters(variants.base.layers, is_first):
             profile = profile.without_streaming()
+        is_open = lets_choose and self._options.planning.offloads == AUTO
+        if is_open and (left_bytes := self.model.left_bytes(is_first)) is not None:
+            profile = profile.offloading_at_most(left_bytes)
         if sizes := self.model.disk.bytes_by_name(variants.base.layers):
             rates = self.model.disk.seconds_a_byte if profile.has_times else (0.0, 0.0)
             profile = with_state_on_disk(profile, variants.base, sizes, rates, may_update=not lets_choose)
@@ -320,7 +323,7 @@ class Compiler:
         """The segments with their rematerialized variants, and their uncompiled programs."""
         self._shared.warn_once(cut.parts)
         variants = cut.variants(self._options.planning.remat, tiles)
-        if self._options.planning.offload_activations:
+        if self._options.planning.offload_activations is True:
             _check_fixed_remat(variants.base, self._options.planning.plan)
         self.model.optimizer.check_parts(cut.parts.layers)
         is_scaled = self._options.numerics.loss_scale is not None
@@ -342,10 +345,10 @@ class Compiler:
 
 def _check_fixed_remat(parts: Partition, plan: Plan | None) -> None:
     """Raises InputError if a plan could decide what recomputes: that would change which values leave the device."""
-    recomputes = [False] * len(parts.uses) if plan is None else plan.recomputes
-    planned = [recomputes[uses[0]] for uses in parts.uses_of if uses[0] < len(recomputes)]
-    for segment, again in zip(parts.segments, planned, strict=False):
-        if segment.remat == AUTO or (again and segment.remat != Remat.FULL):
+    remats = [Remat.NONE] * len(parts.uses) if plan is None else plan.remats
+    planned = [remats[uses[0]] for uses in parts.uses_of if uses[0] < len(remats)]
+    for segment, remat in zip(parts.segments, planned, strict=False):
+        if segment.remat == AUTO or (remat is not Remat.NONE and segment.remat != remat):
             raise InputError(
                 f"offload_activations=True needs a remat= that no plan changes, such as 'full' or 'none', but whether "
                 f"{segment.name!r} recomputes is left to the plan"

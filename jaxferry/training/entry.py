@@ -45,7 +45,7 @@ def train_step(
     profile: Profile | str | os.PathLike[str] | None = None,
     remat: Any = "none",
     tiles: Any = "off",
-    offload_activations: bool = False,
+    offload_activations: bool | str = False,
     gradient_buffers: int | str = AUTO,
     scratch: str | os.PathLike[str] | None = None,
     host_memory: int | str | None = None,
@@ -103,9 +103,10 @@ def train_step(
         With `mesh`, one device runs its share of the batch, and all devices time what they exchange; a loss function
         that names the mesh cannot be measured so.
       remat: what segments keep on the device between forward and backward. `"none"`: everything that their derivatives
-        need. `"full"`: only their inputs; the backward runs the forward again. A policy, such as
-        `jax.checkpoint_policies.dots_saveable`: what it names. `"auto"`: policy `"auto"` chooses between none and full;
-        if the step does not fit into the memory budget even with every layer RELOAD, segments recompute as well. Or one
+        need. `"full"`: only their inputs; the backward runs the forward again. `"products"`: also the results of large
+        products and of kernels; the backward computes the rest again. A policy, such as
+        `jax.checkpoint_policies.dots_saveable`: what it names. `"auto"`: policy `"auto"` chooses among these three; if
+        the step does not fit into the memory budget even with every layer RELOAD, segments recompute as well. Or one
         of these for each segment: a mapping from names of segments or layers (`"none"` for the others), or a function
         of the segment's name. Segments that recompute in `plan` always do.
       tiles: in how many tiles along the rows of the batch the programs of segments run. Of logits, attention scores and
@@ -124,7 +125,7 @@ def train_step(
         device after the last forward that reads it and returns while the program before its first backward runs.
         Arrays whose backward is fewer than four programs later stay, as do those below 1 KiB. The device then holds
         what a few segments keep, however deep the model is, and each array crosses the link twice. Results are
-        bit-identical.
+        bit-identical. `"auto"`: policy `"auto"` chooses for each segment, also with `remat="auto"`, and a plan says so.
       gradient_buffers: the most programs of a step (of a block, as a rule) whose gradients are in host memory at one
         time. `"all"`: all of them, each with memory of its own. A number of 1 or more: a backward waits until the
         update has ended that many programs before it, so the host holds fewer bytes; `JAXFERRY_HOST_MEMORY` and errors

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxferry.costs import LayerCosts, LayerProfile, Profile, Report, partition_costs
+from jaxferry.costs import LayerCosts, LayerProfile, Profile, Report, partition_costs, recomputing
 from jaxferry.engine import DeviceUpdateCompiler, Programs, widened_groups, with_program_facts
+from jaxferry.modes import Remat
 from jaxferry.optimizer import HostOptimizer
 from jaxferry.partition import Partition, RowGradient
 from jaxferry.step import (
@@ -54,14 +55,14 @@ class Work:
 
     Attributes:
       partition: the segments.
-      recomputing: the same segments, with rematerialized variants where a plan may recompute.
+      recomputing: the same segments, with rematerialized variants where a plan may recompute, by what these keep.
       programs: the programs of both; compiled as far as they are measured.
       optimizer: the host optimizer; its update of each layer is measured.
       placement: where arrays live.
     """
 
     partition: Partition
-    recomputing: Partition
+    recomputing: Mapping[Remat, Partition]
     programs: Programs
     optimizer: HostOptimizer
     placement: Placement
@@ -77,7 +78,7 @@ def measure_profile(
     transport: str,
     *,
     remat: str = "none",
-    offload_activations: bool = False,
+    offload_activations: bool | str = False,
     cache: MeasurementCache | None = None,
     progress: Report | None = None,
     budget_s: float | None = None,
@@ -88,7 +89,7 @@ def measure_profile(
       work: what is measured.
       transport: the transport to measure, one of `TRANSPORTS`.
       remat: what is kept between forward and backward; recorded in `machine`.
-      offload_activations: whether values wait in host memory for their backward.
+      offload_activations: whether values wait in host memory for their backward, or `"auto"`: plans choose.
       cache: earlier measurements; None for the user's own cache (`MeasurementCache`).
       progress: called with the next subject.
       budget_s: seconds to spend; three repetitions of everything may exceed it. None for `BUDGET_S`.
@@ -206,7 +207,7 @@ class MeasuredLayers:
         self._stores: list[Any] = []
         self._sums: dict[int, list[Any]] = {}
         self._widened = widened_groups(work.partition, work.programs.derivatives)
-        self._recomputations: dict[int, ProgramKey] = {}
+        self._recomputations: dict[tuple[int, Remat], ProgramKey] = {}
         self._variants = [] if transport is None else work.variants
         last = len(work.partition.segments) - 1
         for number, segment in enumerate(work.partition.segments):
@@ -216,11 +217,12 @@ class MeasuredLayers:
             if transport is None:  # programs that touch no host memory in place of those that do
                 keys = {name: keys[f"{name.split('_')[0]}_s"] for name in keys}
             self.keys.append(keys)
-            again = work.recomputing.segments[number].program
-            if again != segment.program:
-                self._recomputations[number] = ProgramKey(ProgramKind.BACKWARD, again)
-            recomputation = {"recompute": self._recomputations[number]} if again != segment.program else {}
-            for name, key in (self.keys[-1] | recomputation).items():
+            measured = dict(self.keys[-1])
+            for remat, parts in work.recomputing.items():
+                if (again := parts.segments[number].program) != segment.program:
+                    key = measured[f"recompute {remat}"] = ProgramKey(ProgramKind.BACKWARD, again)
+                    self._recomputations[number, remat] = key
+            for name, key in measured.items():
                 label = f"{name.removesuffix('_s').replace('_', ' ')} {segment.name}"
                 self._measure(key, program_subject, work.programs, key, work.placement, label)
             if transport is not None:
@@ -305,11 +307,10 @@ class MeasuredLayers:
         times |= {name: self._seconds[key] for name, key in self.keys[number].items()}
         if number == len(self._partition.segments) - 1:
             times = _halves(times)
-        again: dict[str, Any] = {}
-        if number in self._recomputations and costs[0].recomputation is not None:
-            again_s = self._seconds[self._recomputations[number]]
-            again["recompute_s"] = max(again_s - times["backward_s"], 0.0)
-            again["recompute_activation_bytes"] = costs[0].recomputation.activation_bytes
+        costs_again = costs[0].recomputation
+        compiled = {remat: key for (of, remat), key in self._recomputations.items() if of == number}
+        more_s = {each: max(self._seconds[compiled[each]] - times["backward_s"], 0.0) for each in compiled}
+        again = recomputing(costs_again, {remat: own for remat, own in more_s.items() if remat in costs_again})
         if self._variants:
             again["temporary_bytes"] = {name: self._temporaries[key] for name, key in self._variants[number].items()}
         uses, split = self._partition.uses_of[number], _split(times, costs)

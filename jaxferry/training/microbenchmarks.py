@@ -15,7 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxferry.costs import forward_variant
 from jaxferry.engine import DeviceUpdateCompiler, Programs, joined, widened_groups
+from jaxferry.modes import Remat
 from jaxferry.optimizer import HostOptimizer, MasterForm, UpdateGroup, in_order, split_unit, vectors_arriving
 from jaxferry.partition import Derivative, Layer, Partition, RowGradient
 from jaxferry.step import Arrival, ProgramKey, ProgramKind, Source, Target
@@ -319,17 +321,18 @@ def adds_there(partition: Partition, number: int, widened: Collection[int]) -> l
 
 
 def program_variants(
-    partition: Partition, recomputing: Partition, derivatives: Mapping[int, Derivative]
+    partition: Partition, recomputing: Mapping[Remat, Partition], derivatives: Mapping[int, Derivative]
 ) -> list[dict[str, ProgramKey]]:
     """For each segment, all programs that a step of any plan may run, by the names of their temporaries in a profile.
 
     `recomputing` are the same segments, with rematerialized variants where a plan may recompute.
     """
     found, last, widened = [], len(partition.segments) - 1, widened_groups(partition, derivatives)
-    for number, (segment, again) in enumerate(zip(partition.segments, recomputing.segments, strict=True)):
+    for number, segment in enumerate(partition.segments):
         found.append(dict[str, ProgramKey]())
-        for program, suffix in {again.program: "_recompute", segment.program: ""}.items():
-            is_last = number == last and not suffix
+        levels = {parts.segments[number].program: remat for remat, parts in recomputing.items()}
+        for program, remat in (levels | {segment.program: Remat.NONE}).items():
+            is_last, suffix = number == last and remat is Remat.NONE, forward_variant(False, remat)[len("forward") :]
             keys = keys_of(program, derivatives[program], is_last, adds_there(partition, number, widened))
             if "backward_s" in keys:
                 writes = keys["backward_go_s"].writes

@@ -261,6 +261,16 @@ class Model:
             return True
         return not needed[_WHOLE]
 
+    def left_bytes(self, is_first: bool) -> int | None:
+        """What host memory has left for activations beside training, `is_first` as of `check_step`; None for any."""
+        known = self._known_bytes()
+        needed = sum(known[name] for name in _OF_STEPS if is_first and name in known)
+        left_bytes = host_memory.left_bytes(needed, sum(known.values()) - needed)
+        if self._placement.is_cpu:
+            return left_bytes
+        pinned_bytes = max(host_memory.pinned_limit().num_bytes - host_memory.pinned_bytes(known), 0)
+        return pinned_bytes if left_bytes is None else min(left_bytes, pinned_bytes)
+
     def check_step(self, prepared: Prepared, is_first: bool, kept_bytes: int, is_begun: bool) -> None:
         """Checks that host memory can hold what a prepared step keeps there beside the state.
 

@@ -75,7 +75,7 @@ class Planning:
     profile: Profile | str | None = None
     remat: Any = "none"
     tiles: Any = 1
-    offload_activations: bool = False
+    offload_activations: bool | str = False
     gradient_buffers: int | str = AUTO
     merge_small: bool = True
     granularity: str = BLOCK
@@ -92,6 +92,12 @@ class Planning:
         if self.policy is None and self.reserve_factor is not None and self.reserve_factor < 1:
             return "native-overlapped"
         return self.policy
+
+    @property
+    def offloads(self) -> bool | str:
+        """Whether activations wait in host memory, or `AUTO`: a plan says which."""
+        is_planned = self.plan is not None and self.plan.offloads_activations
+        return AUTO if is_planned and not self.offload_activations else self.offload_activations
 
     @property
     def lets_policy_choose(self) -> bool:
@@ -137,7 +143,10 @@ def read_options(given: Mapping[str, Any]) -> Options:
         raise InputError(f"clip_norm must be a positive number or None, got {clip_norm!r}")
     if weight is not None and not (isinstance(weight, str) and weight):
         raise InputError(f"weight must be the name of an entry of the loss function's aux, or None, got {weight!r}")
-    flags = {name: _read_flag(given, name) for name in ("skip_nonfinite", "offload_activations", "merge_small")}
+    flags = {name: _read_flag(given, name) for name in ("skip_nonfinite", "merge_small")}
+    offload = given["offload_activations"]
+    if not (isinstance(offload, bool) or (isinstance(offload, str) and offload == AUTO)):
+        raise InputError(f'offload_activations must be True, False or "auto", got {offload!r}')
     budget, dtype = given["memory_budget"], read_compute_dtype(dtype)
     numerics = Numerics(
         clip_norm=clip_norm,
@@ -160,7 +169,7 @@ def read_options(given: Mapping[str, Any]) -> Options:
         profile=profile if profile in (MEASURE, ESTIMATE) else _read_record(Profile, profile, "profile"),
         remat=check_remat(given["remat"]),
         tiles=check_tiles(given["tiles"]),
-        offload_activations=flags["offload_activations"],
+        offload_activations=offload,
         gradient_buffers=_read_gradient_buffers(given["gradient_buffers"], numerics.rules, plan),
         merge_small=flags["merge_small"],
         granularity=given["granularity"],

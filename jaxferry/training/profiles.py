@@ -62,7 +62,7 @@ class NotMeasurable(InputError):
 
 
 def measure_shares(
-    share: Callable[[], Work], work: Work, transport: str, remat: str, offload_activations: bool, progress: Report
+    share: Callable[[], Work], work: Work, transport: str, remat: str, offload_activations: bool | str, progress: Report
 ) -> Profile:
     """Measures the profile of a partition on several devices; each process must call this.
 
@@ -153,7 +153,7 @@ def share_of_one(
     variants = _cut(cutter, partition.graph, args, kwargs).variants(planning.remat, planning.tiles)
     is_scaled = model.numerics.loss_scale is not None
     programs = Programs(variants.base, variants.derivatives, alone, own.is_native, is_scaled)
-    return Work(variants.base, variants.of(variants.may_recompute), programs, own.optimizer, alone)
+    return Work(variants.base, variants.recomputing, programs, own.optimizer, alone)
 
 
 def _cut(cutter: Cutter, graph: Graph, args: Any, kwargs: Mapping[str, Any]) -> Cut:
@@ -320,9 +320,8 @@ class Profiler:
     def _measured(self, variants: RematVariants, programs: Programs, share: Callable[[], Work]) -> Profile:
         planning, placement, transport = self._planning, self._placement, self._model.transport
         remat = planning.remat if isinstance(planning.remat, str) else "per segment"
-        recomputing = variants.of(variants.may_recompute)
-        work = Work(variants.base, recomputing, programs, self._model.optimizer, placement)
-        how: dict[str, Any] = {"remat": remat, "offload_activations": planning.offload_activations}
+        work = Work(variants.base, variants.recomputing, programs, self._model.optimizer, placement)
+        how: dict[str, Any] = {"remat": remat, "offload_activations": planning.offloads}
         with progress_bar("measuring") as report:
             if placement.num_devices > 1:
                 profile = measure_shares(share, work, transport, **how, progress=report)

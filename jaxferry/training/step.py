@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxferry.costs import Profile
+from jaxferry.costs import LayerProfile, Profile, Recomputation, recomputing
 from jaxferry.engine import (
     DeviceUpdateCompiler,
     Norms,
@@ -32,7 +32,7 @@ from jaxferry.engine import (
     with_sum_bytes,
 )
 from jaxferry.errors import InputError
-from jaxferry.modes import Mode, UpdatePlace
+from jaxferry.modes import Mode, Remat, UpdatePlace
 from jaxferry.optimizer import HostOptimizer
 from jaxferry.partition import AUTO, Partition
 from jaxferry.planner import (
@@ -56,6 +56,7 @@ from jaxferry.step import (
     Updates,
     arrivals_of,
     groups_summed_on_host,
+    saved_bytes,
     simulate_schedule,
     variants_of,
 )
@@ -100,7 +101,7 @@ class Prepared:
     @property
     def saved_bytes(self) -> int:
         """The host memory of this process in which activations wait for their backward (`offload_activations`)."""
-        return self.profile.saved_bytes
+        return saved_bytes(self.profile, self.plan)
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -109,7 +110,7 @@ class Prepared:
 
     @property
     def remat(self) -> tuple[Any, ...]:
-        """What each segment keeps between forward and backward: `"none"`, `"full"`, or a policy."""
+        """What each segment keeps between forward and backward: `"none"`, `"products"`, `"full"`, or a policy."""
         return tuple("none" if segment.remat == AUTO else segment.remat for segment in self.partition.segments)
 
 
@@ -327,7 +328,7 @@ class StepCompiler:
         return with_sum_bytes(self._profile, self._variants.base, {*self._summed_groups()} - apart)
 
     def _lower(self, plan: Plan, summed: frozenset[int] = frozenset()) -> StepProgram:
-        parts, is_offloaded = self._variants.of(plan.recomputes), self._planning.offload_activations
+        parts, is_offloaded = self._variants.of(plan.remats), self._planning.offload_activations is True
         profile = self._profile_of(plan, summed)
         lowered = lower(parts, self._variants.derivatives, plan, profile, is_offloaded, self._joins)
         return dataclasses.replace(lowered, summed=summed, widened=self._widened)
@@ -393,12 +394,13 @@ def _tasks_of(program: StepProgram) -> TaskList:
 
 def _recomputable(profile: Profile) -> Profile:
     """The profile with estimated recomputation costs for the programs that state none."""
-    return profile.with_layers(
-        {}
-        if layer.can_recompute or layer.shares_program
-        else {"recompute_s": layer.forward_s, "recompute_activation_bytes": layer.activation_bytes}
-        for layer in profile.layers
-    )
+
+    def missing(layer: LayerProfile) -> dict[str, Any]:
+        seconds = {Remat.PRODUCTS: 0.0, Remat.FULL: layer.forward_s}
+        costs = {remat: Recomputation(activation_bytes=layer.activation_bytes, flops=0, bytes=0) for remat in seconds}
+        return recomputing(costs, {remat: own for remat, own in seconds.items() if remat not in layer.levels})
+
+    return profile.with_layers({} if layer.shares_program else missing(layer) for layer in profile.layers)
 
 
 def _all_on_host(plan: Plan) -> bool:

@@ -82,7 +82,8 @@ def test_the_report_states_the_answer_memory_speed_and_plan(jaxferry, user_model
     shown = jaxferry("fit", name, *A100, "--batch", 2, "-o", path).out
     assert "memory budget 55.9 GiB: 75% of the device memory of a100-pcie4" in shown
     assert f"{name} on a100-pcie4: fits, with batches of at least 16777215" in shown
-    for text in ("host memory", "(of an unknown size: --host-memory)", "samples a second", "limited by"):
+    rows = ("samples a second", "limited by", "recomputed operations")
+    for text in ("host memory", "(of an unknown size: --host-memory)", *rows):
         assert text in shown
     assert "batches of 2 are limited by the" in shown
     assert Plan.load(path).layers[0].name == "layer_0"

@@ -13,6 +13,7 @@ from jaxferry.cli.batch_sizes import Sizes
 from jaxferry.cli.fit import find_fit
 from jaxferry.cli.profile import trace
 from jaxferry.costs import find_machine
+from jaxferry.modes import Remat
 from jaxferry.step import needed_bytes
 from jaxferry.training import StepCompiler
 from jaxferry.transport import Allocator, Placement
@@ -161,15 +162,15 @@ def test_residuals_count_as_saved_activations_where_they_are_kept():
         return trace(4096, deep, params, batch, MACHINE, None, remat=remat, offload_activations=is_offloaded)
 
     # Of eight segments, all but the last two keep a product until their backward, and all but the first an input.
-    assert saving("full").profile.saved_bytes == saving("auto").profile.saved_bytes == 5 * 2**20
-    assert saving("none").profile.saved_bytes == (5 + 6) * 2**20
+    assert saving("full").saved_bytes == saving("auto").saved_bytes == 5 * 2**20
+    assert saving("none").saved_bytes == (5 + 6) * 2**20
     assert saving("none").loading_bytes < saving("none", is_offloaded=False).loading_bytes / 1.5
 
 
 def test_saved_activations_bound_the_batch_by_host_memory_and_are_stated():
     sizes = {"model": "m", "machine": "a100", "host_bytes": lambda traced, streamed, num: KEPT}
-    one = offloading(1).profile.saved_bytes
-    assert one > 0 and offloading(7).profile.saved_bytes == 7 * one
+    one = offloading(1).saved_bytes
+    assert one > 0 and offloading(7).saved_bytes == 7 * one
     budget = offloading(64).loading_bytes
     for rows in (1, 23):
         fit = find_fit(offloading, 4, budget_bytes=budget, host_memory_bytes=1000 + rows * one, **sizes)
@@ -181,3 +182,36 @@ def test_saved_activations_bound_the_batch_by_host_memory_and_are_stated():
     needed, available = format_apart(1000 + one, 1000 + one - 1)
     assert f"training needs {needed} of host memory, and there are {available}" in fit.problem
     assert find_fit(offloading, 4, budget_bytes=budget, **sizes).largest_batch_size >= 64
+
+
+def test_activations_that_plans_let_leave_take_no_more_host_memory_than_training_leaves():
+    def choosing(size):
+        params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 6
+        batch = {"x": jax.ShapeDtypeStruct((size, 16, WIDTH), jnp.float32)}
+        return trace(size, loss_fn, params, batch, MACHINE, None, offload_activations="auto")
+
+    sizes = {"model": "m", "machine": "a100", "host_bytes": lambda traced, streamed, num: KEPT}
+    budget, one = choosing(64).loading_bytes, offloading(1).saved_bytes
+    for left in (0, 20 * one, 2**30):
+        fit = find_fit(choosing, 4, budget_bytes=budget, host_memory_bytes=1000 + left, **sizes)
+        saved = fit.host_bytes.get("saved activations", 0)
+        assert saved <= left and (saved > 0) == fit.rows[-1].plan.offloads_activations == (left == 2**30)
+
+
+def test_the_share_of_recomputed_operations_is_that_of_the_products():
+    params = {f"w{i}": jax.ShapeDtypeStruct((64, 64), np.float32) for i in range(6)}
+    deep, batch = chain(residual=True), jax.ShapeDtypeStruct((512, 64), np.float32)
+
+    traced = trace(512, deep, params, batch, MACHINE, None)
+    can = [Remat.FULL in layer.levels for layer in traced.profile.layers]
+    plan = traced.leanest(2**40)
+    layers = tuple(
+        dataclasses.replace(own, remat="full" if may else "none") for own, may in zip(plan.layers, can, strict=True)
+    )
+    # A product for each forward, two for each backward but the first one's, and one for each that recomputes.
+    expected = sum(can) / (3 * 6 - 1 + sum(can))
+    assert traced.recomputed_share(dataclasses.replace(plan, layers=layers)) == pytest.approx(expected, rel=0.03)
+    layers = tuple(dataclasses.replace(own, remat="none") for own in plan.layers)
+    assert traced.recomputed_share(dataclasses.replace(plan, layers=layers)) == 0
+    fixed = trace(512, deep, params, batch, MACHINE, None, remat="full")
+    assert fixed.recomputed_share(fixed.leanest(2**40)) > expected

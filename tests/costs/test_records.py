@@ -8,6 +8,7 @@ from hypothesis import given
 
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import InputError
+from jaxferry.modes import ActivationPlace, Remat
 from profiles import deterministic, profiles, transformer
 
 
@@ -161,36 +162,44 @@ def test_numbers_with_more_digits_than_python_reads_are_malformed(tmp_path):
         Profile.load(path)
 
 
-def test_what_recomputation_costs_is_given_whole_or_not_at_all():
-    both = {"recompute_s": 2, "recompute_activation_bytes": 3}
+@pytest.mark.parametrize("prefix", ["", "products_"])
+def test_what_recomputation_costs_is_given_whole_or_not_at_all(prefix):
+    both = {f"{prefix}recompute_s": 2, f"{prefix or 'recompute_'}activation_bytes": 3}
     (layer,) = Profile.from_json(document(**both)).layers
-    assert layer.can_recompute and layer.kept_bytes(True) == 3 and layer.to_json().items() >= both.items()
+    remat = Remat.PRODUCTS if prefix else Remat.FULL
+    assert layer.levels == (Remat.NONE, remat) and layer.kept_bytes(remat) == 3
+    assert layer.can_recompute and layer.to_json().items() >= both.items()
     (without,) = Profile.from_json(document()).layers
     assert not without.can_recompute and not both.keys() & without.to_json().keys()
     for key, other in (tuple(both), tuple(reversed(both))):
         with pytest.raises(InputError, match=f'layer "mlp": {key} needs {other} beside it'):
             Profile.from_json(document(**{key: both[key]}))
-    for changes in ({"recompute_s": None}, {"recompute_s": -1}, {"recompute_activation_bytes": 1.5}):
-        with pytest.raises(InputError, match=r'layer "mlp": recompute_.* must be'):
+    seconds, size = both
+    for changes in ({seconds: None}, {seconds: -1}, {size: 1.5}):
+        with pytest.raises(InputError, match=r'layer "mlp": (products_)?(recompute|activation)_.* must be'):
             Profile.from_json(document(**(both | changes)))
 
 
-def test_recomputation_adds_the_forward_once_more_and_by_dha_the_slower_one():
+def test_recomputation_adds_the_forward_once_more_and_by_dha_the_slower_one_unless_products_are_kept():
     times = {"forward_s": 1, "forward_dha_s": 4, "backward_s": 2, "backward_dha_s": 3, "backward_go_s": 5}
+    times |= {"products_recompute_s": 0.25, "products_activation_bytes": 1, "backward_read_s": 2, "forward_read_s": 1}
     (layer,) = Profile.from_json(document(**times, recompute_s=1.5, recompute_activation_bytes=0)).layers
-    assert layer.backward_for(by_dha=False, grad_on_host=False, recomputes=True) == 2 + 1.5
-    assert layer.backward_for(by_dha=False, grad_on_host=True, recomputes=True) == 5 + 1.5
-    assert layer.backward_for(by_dha=True, grad_on_host=False, recomputes=True) == 3 + 1.5 + 3
-    assert layer.backward_for(by_dha=True, grad_on_host=True, recomputes=True) == 6 + 1.5 + 3
+    for remat, more_s, more_by_dha_s in ((Remat.NONE, 0, 0), (Remat.PRODUCTS, 0.25, 0), (Remat.FULL, 1.5, 3)):
+        assert layer.backward_for(False, False, remat) == 2 + more_s
+        assert layer.backward_for(False, True, remat) == 5 + more_s
+        assert layer.backward_for(True, False, remat) == 3 + more_s + more_by_dha_s
+        assert layer.backward_for(True, True, remat) == 6 + more_s + more_by_dha_s
+        assert layer.backward_reads_for(remat) == 2 + (remat is Remat.FULL)
 
 
 def test_temporaries_are_bytes_by_program():
-    given = {"forward": 3, "forward_dha": 0, "backward_dha_go": 7, "backward_recompute": 5}
+    given = {"forward": 3, "forward_dha": 0, "backward_dha_go": 7, "backward_recompute": 5, "backward_products": 4}
     text = document(temporary_bytes=given, forward_workspace_bytes=10, backward_workspace_bytes=20)
     (layer,) = Profile.from_json(text).layers
     assert layer.to_json()["temporary_bytes"] == {name: size for name, size in given.items() if size}
     assert [layer.forward_bytes(by_dha) for by_dha in (False, True)] == [13, 10]
-    assert layer.backward_bytes(True, True) == 27 and layer.backward_bytes(False, False, recomputes=True) == 25
+    assert layer.backward_bytes(True, True) == 27 and layer.backward_bytes(False, False, Remat.FULL) == 25
+    assert layer.backward_bytes(False, False, Remat.PRODUCTS) == 24
     (without,) = Profile.from_json(document(temporary_bytes={})).layers
     assert "temporary_bytes" not in without.to_json()
 
@@ -231,3 +240,19 @@ def test_values_that_leave_return_and_none_before_it_has_left(saves, fetches, me
     else:
         with pytest.raises(InputError, match=message):
             Profile({}, layers)
+
+
+def test_activations_that_may_leave_are_bytes_by_what_is_kept():
+    given = {"none": 30, "full": 4, "products": 0}
+    (layer,) = Profile.from_json(document(offloadable_bytes=given)).layers
+    assert layer.to_json()["offloadable_bytes"] == {"none": 30, "full": 4}
+    assert [layer.leaving_bytes(remat, ActivationPlace.HOST) for remat in Remat] == [30, 0, 4]
+    assert not any(layer.leaving_bytes(remat, ActivationPlace.DEVICE) for remat in Remat)
+    assert "offloadable_bytes" not in Profile.from_json(document()).layers[0].to_json()
+    for wrong, message in (
+        ({"all": 3}, "unknown key"),
+        ({"none": -1}, "offloadable_bytes of none"),
+        (3, "an object of"),
+    ):
+        with pytest.raises(InputError, match=f'layer "mlp": .*{message}'):
+            Profile.from_json(document(offloadable_bytes=wrong))

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -19,10 +21,12 @@ from jaxferry.step import (
     LayerPlan,
     Operation,
     Plan,
+    schedule_step,
 )
 from models import random_streams
 from planned import assert_same_bits, plan_of, prepared, train
-from profiles import lowered, transformer, with_modes
+from profiles import fused, lowered, transformer, with_modes
+from slowly import slow_cases
 
 MOVES = (Kind.SAVE, Kind.FETCH)
 
@@ -131,6 +135,88 @@ def test_what_segments_keep_waits_in_host_memory_and_no_bit_changes(kept, tiles)
     assert made.saved_bytes == sum(aval_bytes(aval_of(made, value)) for value in moved)
 
 
+def waiting(made, remat, waits):
+    """The plan whose blocks keep this, some of them in host memory: `waits` says which, in turn."""
+    layers = [
+        dataclasses.replace(
+            layer, activations=waits[number % len(waits)], **({"remat": remat} if layer.name.startswith("h_") else {})
+        )
+        for number, layer in enumerate(made.layers)
+    ]
+    return dataclasses.replace(made, layers=tuple(layers))
+
+
+@functools.cache
+def deep():
+    return dataclasses.replace(models.gpt(depth=5), batch=jax.random.randint(jax.random.key(1), (8, 33), 0, 128))
+
+
+PATTERNS = {"all": ["host"], "every second": ["host", "device"], "two of three": ["device", "host", "host"]}
+
+
+@pytest.mark.parametrize(
+    ("remat", "pattern"),
+    [("products", "every second"), *slow_cases(*itertools.product(("none", "products", "full"), PATTERNS))],
+)
+def test_what_a_plan_names_waits_in_host_memory_and_no_bit_changes(remat, pattern):
+    made = plan_of(deep(), [Mode.RELOAD, Mode.GFGB])
+    steps = [
+        jaxferry.train_step(deep().loss_fn, optax.adamw(1e-3), plan=waiting(made, remat, waits))
+        for waits in (PATTERNS[pattern], ["device"])
+    ]
+    (state, losses), (others, expected) = (train(each, deep(), 3) for each in steps)
+    assert losses == expected
+    assert_same_bits(state.params, others.params)
+    prepared, other = (step.prepare(deep().batch) for step in steps)
+    saves, fetches = moves_of(prepared.program)
+    moved = [value for values in saves.values() for value in values]
+    assert sorted(map(str, moved)) == sorted(str(value) for values in fetches.values() for value in values)
+    assert prepared.saved_bytes == sum(aval_bytes(aval_of(prepared, value)) for value in moved) > 0
+    assert set(saves) <= {n for n, layer in enumerate(prepared.plan.layers) if layer.activations == "host"}
+    assert other.saved_bytes == 0 and prepared.peak.counted <= other.peak.counted
+
+
+def test_what_a_later_segment_reads_again_leaves_after_that_one():
+    """All layers read the first one's result, and the last of them lets it leave."""
+    params = {f"l{i}": {"w": np.full((16, 16), 0.1 + i / 50, np.float32)} for i in range(8)}
+
+    def loss_fn(params, x):
+        x = first = jnp.tanh(x @ params["l0"]["w"])
+        for i in range(1, 8):
+            x = jnp.tanh(x @ params[f"l{i}"]["w"] + (first if i < 5 else 0))
+        return jnp.mean(x**2)
+
+    task = models.Task(loss_fn, params, np.ones((64, 16), np.float32))
+    layers = tuple(LayerPlan(f"l{i}", Mode.RELOAD, remat="full", activations="host") for i in range(8))
+    (_, losses), (_, expected) = (
+        train(jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=Plan("any", 1.0, own)), task, 3)
+        for own in (layers, [dataclasses.replace(layer, activations="device") for layer in layers])
+    )
+    assert losses == expected
+    made = prepared(task, optax.sgd(0.1), plan=Plan("any", 1.0, layers))
+    saves, fetches = moves_of(made.program)
+    moved = [value for values in saves.values() for value in values]
+    assert len(moved) == len(set(moved)) == sum(map(len, fetches.values()))
+    assert made.saved_bytes == sum(aval_bytes(aval_of(made, value)) for value in moved)
+    assert len(saves[4]) == 2 and all(len(saves[number]) == 1 for number in (2, 3, 5))
+
+
+@pytest.mark.cpu_device
+def test_auto_lets_activations_wait_where_a_budget_asks_for_it_and_recomputes_where_it_must():
+    step_of = functools.partial(jaxferry.train_step, deep().loss_fn, optax.adamw(1e-3), policy="auto", remat="auto")
+    options = {"profile": "estimate", "offload_activations": "auto"}
+    with pytest.raises(jaxferry.BudgetError) as caught:
+        prepared(deep(), optax.adamw(1e-3), policy="auto", remat="auto", memory_budget=1, **options)
+    budget = int(1.1 * caught.value.smallest_bytes)
+    step = step_of(memory_budget=budget, **options)
+    _, losses = train(step, deep(), 2)
+    made = step.prepare(deep().batch)
+    assert made.plan.offloads_activations and made.saved_bytes > 0 and made.peak.total <= budget
+    roomy = step_of(memory_budget=2**31, **options)
+    np.testing.assert_allclose(losses, train(roomy, deep(), 2)[1], rtol=1e-5)
+    assert not roomy.prepare(deep().batch).plan.offloads_activations
+
+
 # The tasks
 
 
@@ -168,3 +254,26 @@ def test_programs_wait_for_saves_two_before_them_and_fetches_for_the_program_two
         assert tasks[fetch].after == (index_of[Kind.BACKWARD, layer + 2],)
         assert fetch < index_of[Kind.BACKWARD, layer + 1] and fetch in tasks[index_of[Kind.BACKWARD, layer]].after
         assert tasks[save].end_bytes == tasks[fetch].start_bytes == 100
+
+
+def test_between_activations_that_a_plan_lets_leave_the_links_have_the_time_of_the_programs_that_keep_theirs():
+    size, moving_layers = 10, (1, 2, 5)
+    profile = fused(transformer(size)).with_layers([{"offloadable_bytes": {"none": 100}}] * (size - 2) + [{}] * 2)
+    made = with_modes(profile, [Mode.GFGB] * size)
+    places = ["host" if layer in moving_layers else "device" for layer in range(size)]
+    layers = (dataclasses.replace(x, activations=place) for x, place in zip(made.layers, places, strict=True))
+    tasks = schedule_step(profile, dataclasses.replace(made, layers=tuple(layers))).tasks
+    index_of = {(task.kind, task.segment): index for index, task in enumerate(tasks)}
+    assert [task.segment for task in tasks if task.kind is Kind.SAVE] == list(moving_layers)
+    waits = {
+        task.segment: [tasks[i].segment for i in task.after if tasks[i].kind is Kind.SAVE]
+        for task in tasks[::-1]
+        if task.kind is Kind.FORWARD
+    }
+    # Every program waits for the last but one of the saves before it.
+    assert waits == {0: [], 1: [], 2: [], 3: [1], 4: [1], 5: [1], 6: [2], 7: [2], 8: [2], 9: [2]}
+    for layer, after in ((5, 7), (2, 6), (1, 3)):
+        # It returns beside the backward of the layer that returns before it, and never before it has left.
+        fetch = tasks[index_of[Kind.FETCH, layer]]
+        assert set(fetch.after) == {index_of[Kind.BACKWARD, after], index_of[Kind.SAVE, layer]}
+        assert index_of[Kind.FETCH, layer] in tasks[index_of[Kind.BACKWARD, layer]].after

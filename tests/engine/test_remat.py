@@ -15,6 +15,7 @@ from jaxferry.engine import derivatives_of
 from jaxferry.modes import Mode, Remat
 from jaxferry.step import LayerPlan, Plan
 from planned import assert_same_bits, plan_of, prepared, train
+from slowly import slow
 from watched import watched_steps
 
 POLICY = jax.checkpoint_policies.dots_saveable
@@ -37,20 +38,21 @@ def smallest_of(task, **options):
     return caught.value.smallest_bytes
 
 
-@pytest.mark.slow
-def test_a_plan_that_recomputes_has_the_bits_of_the_same_remat(gpt):
-    plan = plan_of(gpt, [Mode.GFGB])
-    layers = [dataclasses.replace(x, remat=Remat.FULL if x.name in ("h_0", "h_3") else Remat.NONE) for x in plan.layers]
-    by_plan = jaxferry.train_step(gpt.loss_fn, ADAMW, plan=dataclasses.replace(plan, layers=tuple(layers)))
-    by_name = jaxferry.train_step(gpt.loss_fn, ADAMW, remat={"h_0": "full", "h_3": "full"})
-    (state, losses), (other, others) = train(by_plan, gpt, 4), train(by_name, gpt, 4)
+@pytest.mark.parametrize("levels", [{"h_0": "products", "h_2": "full"}, *slow({"h_0": "full", "h_3": "full"})])
+def test_a_plan_that_recomputes_has_the_bits_of_the_same_remat_and_about_the_losses_of_none(levels):
+    task = with_large_batch(models.gpt())
+    plan = plan_of(task, [Mode.RELOAD, Mode.GFGB])
+    layers = [dataclasses.replace(x, remat=levels.get(x.name, "none")) for x in plan.layers]
+    by_plan = jaxferry.train_step(task.loss_fn, ADAMW, plan=dataclasses.replace(plan, layers=tuple(layers)))
+    by_name = jaxferry.train_step(task.loss_fn, ADAMW, remat=levels)
+    (state, losses), (other, others) = train(by_plan, task, 4), train(by_name, task, 4)
     assert losses == others
     assert_same_bits(state.params, other.params)
-    chosen = by_plan.prepare(gpt.batch)
-    assert [s.name for s, kept in zip(chosen.partition.segments, chosen.remat, strict=True) if kept == "full"] == [
-        "h_0",
-        "h_3",
-    ]
+    np.testing.assert_allclose(losses, train(jaxferry.train_step(task.loss_fn, ADAMW), task, 4)[1], rtol=1e-6)
+    chosen = by_plan.prepare(task.batch)
+    names = [segment.name for segment in chosen.partition.segments]
+    assert {name: kept for name, kept in zip(names, chosen.remat, strict=True) if kept != "none"} == levels
+    assert by_plan.prepare(task.batch).peak.counted < by_name.prepare(task.batch).peak.counted
 
 
 def test_full_recomputation_keeps_what_crosses_segments_alone(gpt):

@@ -69,8 +69,7 @@ class CompiledModel:
           profile: of the variants' layers.
           variants: the model's segments, as `RematVariants`.
         """
-        recomputing = variants.of(variants.may_recompute)
-        named = program_variants(variants.base, recomputing, variants.derivatives)
+        named = program_variants(variants.base, variants.recomputing, variants.derivatives)
         with _compiling_for_gpu([]):
             # Held, since steps run some of these programs.
             self._programs = Programs(variants.base, variants.derivatives, make_placement(HOST), native=True)

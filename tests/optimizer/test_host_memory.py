@@ -283,14 +283,30 @@ def test_the_peak_is_what_is_kept_and_a_bounded_piece(way, peaks):
 
 def offloading(**options):
     """Twelve layers of 4 KiB; what crosses between them is as large as a batch: 128 bytes a row."""
-    step = jaxferry.train_step(
-        chain(residual=True), optax.sgd(0.1), offload_activations=True, remat="full", merge_small=False, **options
-    )
+    options = {"offload_activations": True, "remat": "full", "merge_small": False} | options
+    step = jaxferry.train_step(chain(residual=True), optax.sgd(0.1), **options)
     return step, {f"w{i:02d}": np.full((32, 32), 0.01, np.float32) for i in range(12)}
 
 
 def batch(rows):
     return np.ones((rows, 32), np.float32)
+
+
+@pytest.mark.cpu_device
+def test_plans_let_no_more_activations_leave_than_host_memory_has_room_for(monkeypatch):
+    training, rows = 12 * 32 * 32 * 4 * 3, 4096
+    options = {"offload_activations": "auto", "policy": "auto", "profile": "estimate", "remat": "auto"}
+    # On the device, all segments' inputs take more than that.
+    options["memory_budget"] = 12 * 128 * rows
+    monkeypatch.setenv(host_memory.VARIABLE, str(training + 2**30))
+    step, params = offloading(**options)
+    state, _ = step(step.init(params), batch(rows))
+    saved = step.prepare(batch(rows)).saved_bytes
+    assert state.step == 1 and saved > 0
+    monkeypatch.setenv(host_memory.VARIABLE, str(training + 128 * rows - 1))
+    step, params = offloading(**options)
+    with pytest.raises(jaxferry.BudgetError):
+        step(step.init(params), batch(rows))
 
 
 def test_saved_activations_are_checked_before_the_first_step_and_for_longer_batches(monkeypatch):

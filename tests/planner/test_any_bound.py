@@ -25,7 +25,11 @@ def test_no_plan_is_below_the_bound(case):
 
 
 @many
-@given(st.booleans().flatmap(lambda programs: planned(max_layers=5, programs=programs, recomputing=True)))
+@given(
+    st.tuples(st.booleans(), st.booleans()).flatmap(
+        lambda has: planned(max_layers=5, programs=has[0], recomputing=True, offloading=has[1])
+    )
+)
 def test_no_plan_is_below_the_bound_within_the_memory_that_it_needs(case):
     profile, plan = case
     budget = needed_bytes(profile, plan)

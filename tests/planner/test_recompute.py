@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 
 from every_plan import every_plan
+from jaxferry.costs import LayerProfile, Profile
 from jaxferry.errors import BudgetError
-from jaxferry.modes import Mode
-from jaxferry.planner import EQUAL_WITHIN, AutoSearch, Request, make_plan
+from jaxferry.modes import ActivationPlace, GradientPlace, Mode
+from jaxferry.planner import EQUAL_WITHIN, AutoSearch, Request, any_plan_lower_bound_s, make_plan
 from jaxferry.step import predict
 from profiles import examples, profiles, recomputing, smallest_peak_bytes, transformer
 
@@ -85,3 +86,68 @@ def test_other_policies_never_recompute():
     profile = recomputing(transformer(6))
     for policy in ("exact", "memferry", "native-overlapped", "l2l"):
         assert not any(make_plan(profile, policy).recomputes)
+
+
+def computing(size=6, **more):
+    """Equal layers whose programs take far longer than anything else, and keep far more than they have parameters."""
+    names = ("load_s", "offload_s", "update_s")
+    times = dict.fromkeys(names, 1 / 64) | {"forward_s": 1.0, "forward_dha_s": 1.5, "backward_s": 2.0}
+    times |= {"backward_dha_s": 2.5, "backward_go_s": 2.5, "recompute_s": 1.0, "products_recompute_s": 0.125}
+    kept = {"activation_bytes": 1000, "recompute_activation_bytes": 100, "products_activation_bytes": 400}
+    costs = times | kept | {"param_bytes": 1, "grad_bytes": 1} | more
+    return Profile({}, tuple(LayerProfile(name=f"layer{index}", **costs) for index in range(size)))
+
+
+@pytest.mark.parametrize(("bytes_a_layer", "kept"), [(1000, "none"), (400, "products"), (100, "full")])
+def test_plans_keep_what_the_budget_allows_and_recompute_no_more(bytes_a_layer, kept):
+    profile = computing()
+    plan = make_plan(profile, "auto", memory_budget_bytes=6 * bytes_a_layer + 20)
+    assert {layer.remat for layer in plan.layers} == {kept}
+
+
+def test_some_layers_keep_products_and_others_all_or_nothing_where_that_is_the_fastest():
+    profile = computing()
+    for extra in (0, 300, 600, 900, 1500, 3000):
+        budget = 600 + extra + 20
+        plan = make_plan(profile, "auto", memory_budget_bytes=budget)
+        least_s = AutoSearch(profile, Request()).fastest(budget).objective_s
+        # By hand: each layer's products for 300 bytes save 7 eighths of a second, all for 600 more an eighth.
+        whole = min(extra, 1800) // 300
+        by_hand_s = 6 * 4.0 - whole * 0.875 - max(extra - 1800, 0) // 600 * 0.125
+        assert least_s == pytest.approx(by_hand_s, rel=0.02)
+        assert by_hand_s * 0.99 <= plan.predicted.steady_step_s <= least_s * (1 + EQUAL_WITHIN)
+
+
+@pytest.mark.parametrize(("link_s", "has_time"), [(0.125, True), (4.0, False)])
+def test_activations_wait_in_host_memory_where_the_links_have_time_and_are_recomputed_where_not(link_s, has_time):
+    """A layer's activations are a thousand times its parameters, so they take `link_s`."""
+    costs = {"load_s": link_s / 1000, "offload_s": link_s / 1000}
+    costs |= {"products_recompute_s": None, "products_activation_bytes": None}
+    profile = computing(size=8, **costs)
+    profile = profile.with_layers([{"offloadable_bytes": {"none": 1000, "full": 100}}] * 6 + [{}] * 2)
+    budget = 2000 + 3 * 1000 + 60
+    plan = make_plan(profile, "auto", memory_budget_bytes=budget)
+    stays = make_plan(profile.offloading_at_most(0), "auto", memory_budget_bytes=budget)
+    assert stays.predicted.steady_step_s > 8 * 3.0 * 1.05 and any(stays.recomputes)
+    number = sum(layer.activations is ActivationPlace.HOST for layer in plan.layers)
+    assert number >= 3 if has_time else number <= 2
+    assert (plan.predicted.steady_step_s < 8 * 3.0 * 1.05, any(plan.recomputes)) == (has_time, not has_time)
+    assert any_plan_lower_bound_s(profile, budget) <= plan.predicted.steady_step_s
+
+
+def test_no_more_may_leave_than_host_memory_has_room_for():
+    profile = computing(size=5).with_layers([{"offloadable_bytes": {"none": 1000, "full": 100}}] * 3 + [{}] * 2)
+    for num_bytes, layers in ((999, 0), (1000, 1), (2500, 2), (3000, 3)):
+        limited = profile.offloading_at_most(num_bytes)
+        assert [bool(layer.offloadable_bytes) for layer in limited.layers] == [True] * layers + [False] * (5 - layers)
+
+
+@examples(6)
+@given(profiles(min_layers=3, max_layers=3, recomputing=True, offloading=True), st.integers(20, 160))
+def test_no_plan_that_lets_activations_leave_is_faster_than_what_counts_as_equal_or_below_the_bound(profile, budget):
+    loaded = [Mode.GFGB, Mode.RELOAD]
+    found = list(every_plan(profile, loaded, [GradientPlace.DEVICE], activations=tuple(ActivationPlace)))
+    least_s = min((step_s for _, step_s, needed in found if needed <= budget), default=np.inf)
+    assert any_plan_lower_bound_s(profile, budget) <= least_s * NEARLY
+    if least_s < np.inf:
+        assert AutoSearch(profile, Request()).fastest(budget).objective_s <= least_s * (1 + EQUAL_WITHIN)

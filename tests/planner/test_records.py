@@ -67,7 +67,7 @@ def test_a_missing_key_of_a_layer_is_named_with_its_layer(key):
         ({"layers": [{"name": "a", "mode": "DHA", "gradient": 3}]}, 'layer "a": gradient must be one of device, host'),
         (
             {"layers": [{"name": "a", "mode": "DHA", "gradient": "host", "remat": "dots"}]},
-            'layer "a": remat must be one of none, full, got .dots.',
+            'layer "a": remat must be one of none, products, full, got .dots.',
         ),
         ({"layers": [{"name": "a", "mode": "DHA", "gradient": "host"}] * 2}, '"a" occurs twice'),
         ({"predicted": {"forward_s": 1}}, 'predicted: key "step_s"'),
@@ -121,3 +121,16 @@ def test_a_plan_recomputes_only_layers_of_which_the_profile_says_what_that_costs
     plan.check_profile(recomputing(transformer(4)))
     with pytest.raises(InputError, match='layer "table0": remat "full" needs the keys recompute_s'):
         plan.check_profile(transformer(4))
+
+
+def test_where_activations_wait_is_an_optional_key_of_a_layer():
+    plan = Plan("auto", 1.0, (LayerPlan("a", Mode.GFGB, activations="host"), LayerPlan("b", Mode.GFGB)))
+    assert plan.offloads_activations
+    first, second = plan.to_json()["layers"]
+    assert first["activations"] == "host" and "activations" not in second
+    assert Plan.from_json(plan.to_json()) == plan
+    explicit = plan.to_json()
+    explicit["layers"] = [{**layer, "activations": "device"} for layer in explicit["layers"]]
+    assert not Plan.from_json(explicit).offloads_activations
+    with pytest.raises(InputError, match=r'layer "a": activations must be one of device, host, got .disk.'):
+        LayerPlan("a", Mode.GFGB, activations="disk")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 
 from jaxferry.errors import BudgetError
+from jaxferry.modes import Remat
 from jaxferry.partition import partition
 from jaxferry.planner import Request, levels_of_tiles, numbers_to_try, plan_for, plan_in_tiles
 from jaxferry.step import needed_bytes
@@ -38,7 +39,7 @@ def in_tiles(profile, sizes, seconds_a_tile=0.0):
 
 def peaks(level):
     """What each program needs: the activations kept so far, and its temporaries."""
-    kept = np.cumsum([0, *(sum(level.layers[i].kept_bytes(True) for i in members) for members in level.programs)])
+    kept = np.cumsum([0, *(sum(level.layers[i].kept_bytes(Remat.FULL) for i in members) for members in level.programs)])
     sizes = [level.layers[members[0]].temporary_bytes.get("forward", 0) for members in level.programs]
     return kept[:-1] + sizes
 

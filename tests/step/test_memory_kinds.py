@@ -13,7 +13,7 @@ def held_at(changes, time):
 
 
 @examples(25)
-@given(planned(recomputing=True, programs=True))
+@given(planned(recomputing=True, programs=True, offloading=True))
 def test_the_kinds_add_up_to_the_memory_of_the_schedule(case):
     profile, plan = case
     of = run(schedule_chain(profile, plan, 2))

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
@@ -41,7 +42,7 @@ def peak_bytes(step, steps=4):
 
 
 @many
-@given(planned(programs=True))
+@given(st.booleans().flatmap(lambda moves: planned(programs=True, recomputing=moves, offloading=moves)))
 def test_a_chain_never_holds_more_than_the_limit_however_long_tasks_take(case):
     profile, plan = case
     _, needs = step_demand(profile, plan)
@@ -50,6 +51,25 @@ def test_a_chain_never_holds_more_than_the_limit_however_long_tasks_take(case):
     assert peak_bytes(step) <= limit
     for seed in range(4):
         assert peak_bytes(any_durations(step, seed)) <= limit
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_of_activations_that_leave_those_of_two_programs_are_on_the_device_however_long_tasks_take(number):
+    """Of each `number` of layers, the first one's leave; what is kept is far larger than anything else."""
+    size, kept = 14, 10**12
+    sizes = {"activation_bytes": kept, "offloadable_bytes": {"none": kept}}
+    profile = fused(transformer(size)).with_layers([sizes] * (size - 2) + [{"activation_bytes": 0}] * 2)
+    plan = with_modes(profile, [Mode.RELOAD] * size)
+    leave = [layer % number == 0 for layer in range(size - 2)] + [False] * 2
+    layers = [
+        dataclasses.replace(own, activations="host" if each else "device")
+        for own, each in zip(plan.layers, leave, strict=True)
+    ]
+    plan = dataclasses.replace(plan, layers=tuple(layers))
+    natural, stay = step_demand(profile, plan)[1].natural, (size - 2 - sum(leave)) * kept
+    assert stay + kept <= natural < stay + 2.5 * kept
+    step = schedule_step(profile, plan)
+    assert max(peak_bytes(any_durations(step, seed)) for seed in range(20)) <= natural
 
 
 def program_ancestors(step):

@@ -3,21 +3,26 @@
 import dataclasses
 import itertools
 
-from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
+from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.step import LayerPlan, Plan, UpdateOrder, needed_bytes, simulate
 
 
-def every_choice(layer, modes, gradients, places):
+def every_choice(layer, modes, gradients, places, activations=("device",)):
     """All choices for a layer, as plans have them."""
-    remats = tuple(Remat) if layer.can_recompute else (Remat.NONE,)
-    for mode, gradient, remat, place in itertools.product(modes, gradients, remats, places):
+    waits = activations if layer.offloadable_bytes else ("device",)
+    for mode, gradient, remat, place, wait in itertools.product(modes, gradients, layer.levels, places, waits):
         is_on_host = place is UpdatePlace.HOST
         if is_on_host or (gradient is GradientPlace.DEVICE and (place is UpdatePlace.GPU or mode is Mode.RESIDENT)):
-            yield LayerPlan(layer.name, mode, gradient, remat, place)
+            yield LayerPlan(layer.name, mode, gradient, remat, place, wait)
 
 
 def every_plan(
-    profile, modes=tuple(Mode), gradients=tuple(GradientPlace), places=(UpdatePlace.HOST,), memory_bytes=None
+    profile,
+    modes=tuple(Mode),
+    gradients=tuple(GradientPlace),
+    places=(UpdatePlace.HOST,),
+    memory_bytes=None,
+    activations=("device",),
 ):
     """Yields all plans, each with its steady step in seconds and the memory in bytes that it needs; in both orders.
 
@@ -25,7 +30,9 @@ def every_plan(
 
     Without DFGB, unless in modes of the paper alone: `oracle` knows the window of those.
     """
-    for layers in itertools.product(*(every_choice(layer, modes, gradients, places) for layer in profile.layers)):
+    for layers in itertools.product(
+        *(every_choice(layer, modes, gradients, places, activations) for layer in profile.layers)
+    ):
         plan = Plan("any", 1.0, layers, memory_bytes=memory_bytes)
         try:
             plan.check_profile(profile)

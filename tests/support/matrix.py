@@ -41,7 +41,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "accumulate": ("once", "twice"),
     "weight": ("alike", "weighed"),
     "clip": ("whole", "clipped"),
-    "remat": ("none", "full", "dots"),
+    "remat": ("none", "full", "dots", "products"),
     "tiles": ("untiled", "tiled"),
     "offload": ("stays", "offloaded"),
     "buffers": ("all", "few"),

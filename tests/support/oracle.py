@@ -31,7 +31,7 @@ class Oracle:
         self.layers, self.size = profile.layers, len(profile.layers)
         self.mode = [layer.mode for layer in plan.layers]
         self.on_host = [layer.gradient is GradientPlace.HOST for layer in plan.layers]
-        self.recomputes = [layer.remat == "full" for layer in plan.layers]
+        self.remat = [str(layer.remat) for layer in plan.layers]
         self.bulk, self.after_all = plan.loads == "bulk", plan.updates == "after-all"
         self._cached = functools.cache(self._end)
         names = [layer.parameters for layer in self.layers]
@@ -101,7 +101,7 @@ class Oracle:
 
     def _read_again(self, layer, step):
         profile = self.layers[layer]
-        seconds = profile.backward_read_s + profile.forward_read_s * self.recomputes[layer]
+        seconds = profile.backward_read_s + profile.forward_read_s * (self.remat[layer] == "full")
         return self._queued(self.link_order, ("read_again", layer), step) + seconds
 
     def _forward(self, layer, step):
@@ -138,7 +138,9 @@ class Oracle:
             later = [other for other in self.same[layer] if other > layer and not self.on_host[other]]
             start = max([start, *(self._cached("offload", other, step) for other in later)])
             duration = max(duration + profile.backward_go_s - profile.backward_s, 0.0)
-        if self.recomputes[layer]:
+        if self.remat[layer] == "products":
+            duration += profile.products_recompute_s
+        if self.remat[layer] == "full":
             duration += profile.recompute_s
             if self.mode[layer] is Mode.DHA:
                 duration += max(profile.forward_dha_s - profile.forward_s, 0.0)

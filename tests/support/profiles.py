@@ -7,7 +7,7 @@ import hypothesis
 import hypothesis.strategies as st
 
 from jaxferry.costs import NO_CONTENTION, SHARING, Contention, LayerProfile, Profile
-from jaxferry.modes import GradientPlace, Mode, Remat
+from jaxferry.modes import ActivationPlace, GradientPlace, Mode
 from jaxferry.step import LayerPlan, Loads, Plan, UpdateOrder, Updates, schedule_step
 
 INSTANCE = {
@@ -35,10 +35,13 @@ UNLIMITED_BYTES = 2**53
 
 
 @st.composite
-def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False, programs=False, links=None):
+def profiles(
+    draw, min_layers=1, max_layers=6, tied=None, recomputing=False, programs=False, links=None, offloading=False
+):
     """Profiles with any times; where `tied`, the last layer shares the first one's parameters.
 
-    Where `recomputing`, some layers say what recomputation costs. Where `programs`, some say more of their programs.
+    Where `recomputing`, some layers say what recomputation costs. Where `offloading`, plans of some layers may let
+    activations wait in host memory. Where `programs`, some say more of their programs.
     Where `links`, programs share the links with transfers; by default some profiles do, and lanes of some of them
     contend for host memory.
     """
@@ -52,6 +55,8 @@ def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False, pro
         again = {}
         if recomputing and draw(st.booleans()):
             again = {"recompute_s": draw(seconds), "recompute_activation_bytes": draw(st.integers(0, 60))}
+        if recomputing and draw(st.booleans()):
+            again |= {"products_recompute_s": draw(seconds), "products_activation_bytes": draw(st.integers(0, 60))}
         layers.append(
             LayerProfile(
                 name=f"layer{index}",
@@ -72,6 +77,8 @@ def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False, pro
         )
     if links:
         layers = [draw(link_shares(layer)) for layer in layers]
+    if offloading:
+        layers[:-2] = [draw(with_offloading(layer)) for layer in layers[:-2]]
     if programs and shares and size > 1:
         layers[0] = dataclasses.replace(layers[0], has_gradient=layers[-1].has_gradient)
     profile = Profile({"name": "any"}, tuple(layers), contention=contention)
@@ -85,6 +92,13 @@ def contentions(draw):
     """Any contention between lanes, with shares whose products with any times are exact."""
     share = st.integers(0, 8).map(lambda eighths: eighths / 8)
     return Contention({lane: {other: draw(share) for other in SHARING if other != lane} for lane in SHARING})
+
+
+@st.composite
+def with_offloading(draw, layer):
+    """The layer, if drawn, with parts of what it keeps that may leave."""
+    sizes = {str(remat): draw(st.integers(0, layer.kept_bytes(remat))) for remat in layer.levels}
+    return dataclasses.replace(layer, offloadable_bytes=sizes if draw(st.booleans()) else {})
 
 
 @st.composite
@@ -105,7 +119,9 @@ def program_facts(draw, index, size, is_shared):
     facts = {"backward_reads": draw(st.booleans()), "gradient_rows": draw(st.booleans())}
     facts["row_gradient_bytes"] = draw(few_bytes)
     facts |= {f"{key}_workspace_bytes": draw(few_bytes) for key in ("forward", "backward")}
-    variants = st.sampled_from(["forward", "forward_dha", "backward", "backward_dha_go", "backward_recompute"])
+    variants = st.sampled_from(
+        ["forward", "forward_dha", "backward", "backward_dha_go", "backward_recompute", "backward_products"]
+    )
     facts["temporary_bytes"] = draw(st.dictionaries(variants, few_bytes))
     if index == size - 1:
         return facts | {"fused_backward": draw(st.booleans())}
@@ -128,7 +144,8 @@ def plans(draw, profile, modes=tuple(Mode), plain=False):
             layer.name,
             draw(st.sampled_from(modes)),
             draw(st.sampled_from(tuple(GradientPlace))),
-            draw(st.sampled_from(tuple(Remat))) if layer.can_recompute else Remat.NONE,
+            draw(st.sampled_from(layer.levels)),
+            activations=draw(st.sampled_from(tuple(ActivationPlace))) if layer.offloadable_bytes else "device",
         )
         for layer in profile.layers
     )
@@ -157,7 +174,7 @@ def with_programs(profile, draw):
     programs = [[profile.layers[0]]]
     for layer in profile.layers[1:]:
         before = programs[-1]
-        moves = layer.save_bytes or layer.fetch_bytes or layer.can_recompute
+        moves = layer.save_bytes or layer.fetch_bytes or layer.can_recompute or layer.offloadable_bytes
         alike = before[-1].has_backward == layer.has_backward
         if alike and not moves and layer.parameters not in {x.parameters for x in before} and draw():
             before.append(dataclasses.replace(layer, shares_program=True, activation_bytes=0))
@@ -310,4 +327,4 @@ def smallest_peak_bytes(profile):
     Each layer that can recompute counts with what it then keeps. Without workspaces and temporaries, a plan with all
     layers DHA and all gradients GO reaches it.
     """
-    return sum(min(layer.kept_bytes(False), layer.kept_bytes(layer.can_recompute)) for layer in profile.layers)
+    return sum(min(map(layer.kept_bytes, layer.levels)) for layer in profile.layers)

@@ -158,7 +158,7 @@ def any_plan(profile, generator):
             layer.name,
             mode,
             GradientPlace.HOST if generator.random() < share else GradientPlace.DEVICE,
-            Remat.FULL if layer.can_recompute and generator.random() < 0.3 else Remat.NONE,
+            layer.levels[int(generator.integers(len(layer.levels)))] if generator.random() < 0.3 else Remat.NONE,
         )
         for layer, mode in zip(profile.layers, modes, strict=True)
     )
