@@ -12,7 +12,7 @@ from profiles import transformer
 
 PREDICTED = {"forward_s": 1, "step_s": 2, "steady_step_s": 2, "peak_device_bytes": 3}
 DOCUMENTS = {
-    Profile: {**transformer(2).to_json(), "updates_after_all": True, "updates_together": True},
+    Profile: {**transformer(2).to_json(), "updates_after_all": True, "updates_together": True, "gradient_buffers": 1},
     Plan: {
         "format": "jaxferry.plan/1",
         "policy": "exact",

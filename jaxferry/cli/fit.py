@@ -321,7 +321,7 @@ def find_fit(
     rows = []
     for size, each in wanted.items():
         report(f"planning for batches of {size}")
-        rows.append(forecast(layout.planned(each), budget_bytes, layout.num_buffers))
+        rows.append(forecast(layout.planned(each), budget_bytes))
     pairs = [(wanted[row.batch_size], row.plan) for row in rows]
     saved = [saved_bytes(each.profile, plan) for each, plan in pairs]
     host = kept(max([smallest.saved_bytes, *(each.saved_bytes for each in wanted.values()), *saved]))

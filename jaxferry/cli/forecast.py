@@ -52,7 +52,7 @@ class BatchForecast:
         return {key: value for key, value in document.items() if key != "bottleneck"}
 
 
-def forecast(traced: Traced, budget_bytes: int, gradient_buffers: int | None = None) -> BatchForecast:
+def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
     """Plans by `auto` for a budget; raises `BudgetError` if no plan fits."""
     levels = (traced, *traced.in_tiles)
     chosen, plan = plan_in_tiles(
@@ -60,9 +60,6 @@ def forecast(traced: Traced, budget_bytes: int, gradient_buffers: int | None = N
     )
     traced = levels[chosen]
     plan = plan.in_tiles([layer.tiles for layer in traced.profile.layers])
-    if gradient_buffers is not None:
-        plan = with_update_order(traced.profile, dataclasses.replace(plan, gradient_buffers=gradient_buffers))
-        plan = predict(traced.profile, plan)
     simulation = simulate(traced.profile, plan)
     step_s = simulation.steady_step_s
     busy = {lane: use.busy_s / step_s if step_s > 0 else 0.0 for lane, use in simulation.lanes.items()}

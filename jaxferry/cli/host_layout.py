@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -71,6 +72,8 @@ class HostLayout:
         """The model with what plans must know of the layout."""
         if not self._streams:
             traced = traced.changed(Profile.without_streaming)
+        if self.num_buffers is not None:
+            traced = traced.changed(lambda own: dataclasses.replace(own, gradient_buffers=self.num_buffers))
         return traced.changed(functools.partial(self._with_disk, traced)) if self.on_disk else traced
 
     def of_plan(self, traced: Traced, plan: Plan) -> dict[str, int]:

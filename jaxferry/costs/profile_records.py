@@ -132,7 +132,8 @@ _Made = TypeVar("_Made")
 PROFILE_FORMAT = "jaxferry.profile/1"
 
 _PROFILE_FLAGS = ("updates_after_all", "updates_together")
-_PROFILE_COUNTS = ("num_devices", "num_processes")
+_BUFFERS = "gradient_buffers"
+_PROFILE_COUNTS = ("num_devices", "num_processes", _BUFFERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +154,8 @@ class Profile:
         optimizer that looks at all parameters at once.
       updates_together: whether one update covers several parameter groups, or all, so that none streams and a policy
         has all groups updated in the same place.
+      gradient_buffers: the most programs whose gradients host memory holds under any plan whose updates do not wait for
+        all gradients; None for all. See `Plan.gradient_buffers`.
       num_devices: the number of devices that share a batch, each with the sizes and times of the layers.
       num_processes: the number of processes that they belong to, equally many devices each.
       contention: what the work of the links and of the host takes of each other's time.
@@ -162,6 +165,7 @@ class Profile:
     layers: tuple[LayerProfile, ...]
     updates_after_all: bool = False
     updates_together: bool = False
+    gradient_buffers: int | None = None
     num_devices: int = 1
     num_processes: int = 1
     contention: Contention = NO_CONTENTION
@@ -170,7 +174,8 @@ class Profile:
         for name in _PROFILE_FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        for name in _PROFILE_COUNTS:
+        counts = [name for name in _PROFILE_COUNTS if name != _BUFFERS or self.gradient_buffers is not None]
+        for name in counts:
             num = getattr(self, name)
             if isinstance(num, bool) or not isinstance(num, int) or num < 1:
                 raise InputError(f"{name} must be a whole number of at least 1, got {num!r}")
@@ -336,12 +341,13 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """The profile as `jaxferry.profile/1`."""
+        counts = [(name, getattr(self, name)) for name in _PROFILE_COUNTS]
         return {
             "format": PROFILE_FORMAT,
             "machine": dict(self.machine),
             "layers": [layer.to_json() for layer in self.layers],
             **{name: True for name in _PROFILE_FLAGS if getattr(self, name)},
-            **{name: getattr(self, name) for name in _PROFILE_COUNTS if getattr(self, name) > 1},
+            **{name: num for name, num in counts if num is not None and (num > 1 or name == _BUFFERS)},
             **({"contention": self.contention.to_json()} if self.contention else {}),
         }
 

@@ -15,7 +15,7 @@ from jaxferry.planner.exact import Exact, gap_details
 from jaxferry.planner.memferry import GOMemFerry, MemFerry
 from jaxferry.planner.place_bound import any_plan_lower_bound_s
 from jaxferry.planner.twin_flow import TwinFlow
-from jaxferry.step import Plan, Updates, predict
+from jaxferry.step import Plan, Updates, buffers_of, predict
 
 Planner = Callable[[int | None], Plan]
 """The plan for a memory budget in bytes, or for none."""
@@ -117,13 +117,15 @@ def with_gap(profile: Profile, plan: Plan, budget_bytes: int | None) -> Plan:
 
 
 def as_run(profile: Profile, plan: Plan) -> Plan:
-    """The plan; with updates after all gradients if the profile says that they wait.
+    """The plan; with updates after all gradients, or as many gradient buffers, as the profile says.
 
     Of several devices, updates that would stream are on the host; so are all updates of several processes.
     """
     if profile.num_devices > 1:
         plan = plan.without_streams() if profile.num_processes == 1 else plan.updated_on_host()
-    return dataclasses.replace(plan, updates=Updates.AFTER_ALL) if profile.updates_after_all else plan
+    updates, num = Updates.AFTER_ALL if profile.updates_after_all else plan.updates, buffers_of(profile, plan)
+    is_same = (updates, num) == (plan.updates, plan.gradient_buffers)
+    return plan if is_same else dataclasses.replace(plan, updates=updates, gradient_buffers=num)
 
 
 def check_updates(profile: Profile, plan: Plan) -> None:

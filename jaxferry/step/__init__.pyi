@@ -7,6 +7,7 @@ from .effective_plan import GFGB as GFGB
 from .effective_plan import MODES as MODES
 from .effective_plan import RELOAD as RELOAD
 from .effective_plan import Spans as Spans
+from .effective_plan import buffers_of as buffers_of
 from .effective_plan import copy_bytes as copy_bytes
 from .effective_plan import effective as effective
 from .effective_plan import reads_back as reads_back

@@ -37,7 +37,7 @@ def effective(profile: Profile, plan: Plan) -> Plan:
 
     DFGB becomes DHA if no backward could read the copy: a lookup's backward, a missing one, or one fused with its
     forward. A gradient that leaves as rows of lookups counts as on the device. So does a missing gradient. Updates are
-    in backward order unless `may_reorder`.
+    in backward order unless `may_reorder`. There are as many gradient buffers as `buffers_of` says.
     """
     remats, layers = of_program(profile, plan.remats), list(plan.layers)
     for index, (given, layer) in enumerate(zip(plan.layers, profile.layers, strict=True)):
@@ -50,15 +50,23 @@ def effective(profile: Profile, plan: Plan) -> Plan:
             layers[index] = dataclasses.replace(given, mode=mode, gradient=gradient)
     updates = Updates.AFTER_ALL if profile.updates_after_all else plan.updates
     order = plan.update_order if may_reorder(profile, plan) else UpdateOrder.BACKWARD
-    is_same = (updates, order) == (plan.updates, plan.update_order)
+    num = buffers_of(profile, plan)
+    is_same = (updates, order, num) == (plan.updates, plan.update_order, plan.gradient_buffers)
     if is_same and all(map(lambda own, given: own is given, layers, plan.layers)):
         return plan
-    return dataclasses.replace(plan, layers=tuple(layers), updates=updates, update_order=order)
+    return dataclasses.replace(plan, layers=tuple(layers), updates=updates, update_order=order, gradient_buffers=num)
 
 
 def may_reorder(profile: Profile, plan: Plan) -> bool:
     """Whether updates by need are possible: nothing within the step waits for an update on the host."""
-    return plan.gradient_buffers is None and not profile.once(_has_state_on_disk)
+    return buffers_of(profile, plan) is None and not profile.once(_has_state_on_disk)
+
+
+def buffers_of(profile: Profile, plan: Plan) -> int | None:
+    """The most programs whose gradients host memory holds, by the plan and by the profile; None for all."""
+    waits = profile.updates_after_all or plan.updates is Updates.AFTER_ALL
+    known = (plan.gradient_buffers, None if waits else profile.gradient_buffers)
+    return min((num for num in known if num is not None), default=None)
 
 
 def _has_state_on_disk(profile: Profile) -> bool:

@@ -47,6 +47,7 @@ class Conditions:
     Attributes:
       device_kind: the device's own name, such as `"NVIDIA H200"`.
       updates_after_all: whether updates wait for all gradients under any plan.
+      gradient_buffers: as of `Profile`.
       updates_together: whether one update covers several groups.
       staging_bytes: device memory that transfers need besides the moved bytes.
       state_bytes: bytes of masters and optimizer state of each parameter group, by name.
@@ -56,6 +57,7 @@ class Conditions:
 
     device_kind: str
     updates_after_all: bool = False
+    gradient_buffers: int | None = None
     updates_together: bool = False
     staging_bytes: int = 0
     state_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -67,7 +69,12 @@ class Conditions:
         groups = summed_groups(variants.base, variants.derivatives, self.accumulate)
         after_all, together = self.updates_after_all, self.updates_together
         profile = with_sum_bytes(profile, variants.base, groups)
-        return dataclasses.replace(profile, updates_after_all=after_all, updates_together=together)
+        return dataclasses.replace(
+            profile,
+            updates_after_all=after_all,
+            updates_together=together,
+            gradient_buffers=self.gradient_buffers,
+        )
 
 
 def planning_profile(

@@ -275,6 +275,7 @@ class Profiler:
             placement.device_kind,
             updates_after_all=self._model.numerics.rules.need_all_gradients or not is_by_layer,
             updates_together=not is_by_layer,
+            gradient_buffers=self._model.gradient_buffers,
             staging_bytes=staging_bytes,
             state_bytes=state_bytes,
             has_own_memory=placement.updates,

@@ -11,7 +11,7 @@ from every_plan import every_plan, least_within
 from jaxferry.errors import BudgetError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.planner import EQUAL_WITHIN, AutoSearch, Request, make_plan, policies, score_of
-from jaxferry.step import predict
+from jaxferry.step import UpdateOrder, predict, simulate
 from profiles import UNLIMITED_BYTES, examples, profiles, smallest_peak_bytes, transformer
 
 few = examples(15)
@@ -148,3 +148,15 @@ def test_the_stated_factor_is_rounded_up_so_that_the_plan_satisfies_it():
     plan = AutoSearch(dataclasses.replace(transformer(3), layers=tuple(layers)), Request()).fastest(None).plan
     assert [place == "device" for place in plan.gradients] == [False, False, True]
     assert plan.reserve_factor == 0.333334
+
+
+@few
+@given(profiles(max_layers=2), st.integers(1, 2))
+def test_a_plan_is_the_fastest_with_the_gradient_buffers_that_there_are(profile, num):
+    whole = dataclasses.replace(profile, updates_after_all=False)
+    buffered = dataclasses.replace(whole, gradient_buffers=num)
+    plan = make_plan(buffered, "auto")
+    assert plan.gradient_buffers == num and plan.update_order is UpdateOrder.BACKWARD
+    assert simulate(whole, plan).steady_step_s == plan.predicted.steady_step_s
+    found = every_plan(buffered, modes=tuple(mode for mode in Mode if mode is not Mode.DFGB))
+    assert plan.predicted.steady_step_s <= min(step_s for _, step_s, _ in found) * (1 + EQUAL_WITHIN)
