@@ -128,8 +128,8 @@ _KERNELS = frozenset({"ffi_call", "pallas_call", "custom_partitioning"})
 def _products(eqn: Any, avals: Callable[[Any], Any], inner: int = 1) -> list[tuple[float, float]]:
     """The terms of each result, and the operations, of the products of an equation and of programs nested in it."""
     name, params = eqn.primitive.name, eqn.params
-    operands = list(map(avals, eqn.inputs if isinstance(eqn, Equation) else eqn.invars))
-    results = math.prod(avals((eqn.outputs if isinstance(eqn, Equation) else eqn.outvars)[0]).shape) * inner
+    atoms = (eqn.inputs, eqn.outputs) if isinstance(eqn, Equation) else (eqn.invars, eqn.outvars)
+    operands, results = (list(map(avals, each)) for each in atoms)
     if name in _KERNELS or name.startswith("dot_product_attention"):
         return [(math.inf, 0.0)]
     if name in ("dot_general", "ragged_dot_general"):
@@ -142,7 +142,7 @@ def _products(eqn: Any, avals: Callable[[Any], Any], inner: int = 1) -> list[tup
         times = inner * params.get("length", 1)
         nested = itertools.chain.from_iterable(each.eqns for each in jaxprs_in(eqn))
         return [found for each in nested for found in _products(each, lambda atom: atom.aval, times)]
-    return [(float(depth), float(depth * results))]
+    return [(float(depth), float(depth * inner * math.prod(results[0].shape)))]
 
 
 def _keeps_products(graph: Graph) -> Callable[[Equation], bool]:

@@ -15,6 +15,7 @@ import jaxferry
 from jaxferry.modes import Mode
 from jaxferry.step import LayerPlan, Plan
 from slowly import slow_cases
+from watched import becomes
 
 NAMES = ("a", "b", "c")
 OF_COPIES = {"jit_load", "jit_load_onto", "jit_arrived", "jit_store", "jit_ferry_wait", "jit_ferry_vacate"}
@@ -174,8 +175,7 @@ def test_a_partition_is_freed_with_its_loss_function(counted):
 
     graph = weakref.ref(prepared_by(local).partition.graph)
     del local
-    gc.collect()
-    assert graph() is None
+    assert becomes(lambda: graph() is None)
 
 
 @pytest.mark.parametrize("kind", ["method", "callable object", "partial with an array"])

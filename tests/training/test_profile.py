@@ -47,7 +47,7 @@ class Setting:
             return measure_profile(self.work(), self.kind, cache=cache, **options)
 
     def work(self):
-        return Work(self.partition, self.partition, self.programs, self.optimizer, self.placement)
+        return Work(self.partition, {}, self.programs, self.optimizer, self.placement)
 
     def text(self, segment, kind, reads=Source.DEVICE, writes=Target.DEVICE):
         program = self.partition.segments[segment].program
