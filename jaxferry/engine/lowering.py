@@ -81,11 +81,9 @@ def lower(
     offloaded = offloaded_values(partition, derivatives) if is_moving else {}
     if not offload_activations:
         chosen = (plan.layers[uses[0]].activations is ActivationPlace.HOST for uses in partition.uses_of)
-        waiting = itertools.chain.from_iterable(
-            leaving_values(partition, derivatives[partition.segments[number].program], number)
-            for number in itertools.compress(range(len(partition.segments)), chosen)
-        )
-        offloaded = {value: offloaded[value] for value in waiting}
+        numbers, leaving = itertools.compress(range(len(partition.segments)), chosen), LeavingValues(partition)
+        waiting = (leaving.of(derivatives[partition.segments[number].program], number) for number in numbers)
+        offloaded = {value: offloaded[value] for value in itertools.chain.from_iterable(waiting)}
     return dataclasses.replace(program, instructions=_Lowering(program, offloaded, joins).instructions())
 
 
@@ -392,28 +390,28 @@ def offloaded_values(partition: Partition, derivatives: Mapping[int, Derivative]
 
 
 def _may_wait(aval: Any) -> bool:
-    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
-    return not is_key and aval_bytes(aval) >= MIN_OFFLOADED_BYTES
+    return not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) and aval_bytes(aval) >= MIN_OFFLOADED_BYTES
 
 
-def leaving_values(partition: Partition, derivative: Derivative, number: int) -> list[Value]:
-    """The values of a segment that a plan may let wait in host memory: residuals, and inputs that no later one reads.
+class LeavingValues:
+    """What a plan may let wait in host memory of each segment: residuals, and inputs that no later one reads."""
 
-    Args:
-      partition: the segments.
-      derivative: the segment's, whatever it keeps.
-      number: the segment.
-    """
-    segment, order, own = partition.segments[number], places(partition), (ProgramKind.BACKWARD, number)
-    if own not in order or order.index(own) - number < 2 * CROSSING_SLOTS:
-        return []
-    made = {v for each in partition.segments[:number] for v in (*each.outputs, *each.nondiff_outputs)}
-    made.update(partition.prelude_outputs)
-    later = {v for each in partition.segments[number + 1 :] for v in (*each.inputs, *each.nondiff_inputs)}
-    later |= {partition.loss, *(atom for atom in partition.aux if isinstance(atom, int))}
-    inputs = itertools.chain(*backward_reads(segment, derivative)[:2])
-    found: list[Value] = [v for v in dict.fromkeys(inputs) if v in made - later and _may_wait(partition.graph.avals[v])]
-    return found + [(number, index) for index, aval in enumerate(derivative.saved) if _may_wait(aval)]
+    def __init__(self, partition: Partition) -> None:
+        self._partition, segments = partition, partition.segments
+        self._backward = {own: place for place, own in enumerate(places(partition)) if own[0] is ProgramKind.BACKWARD}
+        made = {v for each in segments for v in (*each.outputs, *each.nondiff_outputs)} | {*partition.prelude_outputs}
+        read = [(v, n) for n, each in enumerate(segments) for v in (*each.inputs, *each.nondiff_inputs) if v in made]
+        end, results = len(segments), (partition.loss, *partition.aux)
+        self._last_read = dict(read) | {atom: end for atom in results if isinstance(atom, int)}
+
+    def of(self, derivative: Derivative, number: int) -> list[Value]:
+        """Those of the segment with this number; `derivative` is the segment's, whatever it keeps."""
+        if self._backward.get((ProgramKind.BACKWARD, number), -1) - number < 2 * CROSSING_SLOTS:
+            return []
+        inputs, avals = backward_reads(self._partition.segments[number], derivative)[:2], self._partition.graph.avals
+        alone = [v for v in dict.fromkeys(itertools.chain(*inputs)) if self._last_read.get(v) == number]
+        residuals = ((number, index) for index, aval in enumerate(derivative.saved) if _may_wait(aval))
+        return [*(v for v in alone if _may_wait(avals[v])), *residuals]
 
 
 def last_readers(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[int, list[int]]:

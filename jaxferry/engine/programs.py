@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxferry.costs import NO_RECOMPUTATION, LayerProfile, Profile
-from jaxferry.engine.lowering import aval_of, last_readers, leaving_values, offloaded_values
+from jaxferry.engine.lowering import LeavingValues, aval_of, last_readers, offloaded_values
 from jaxferry.engine.memory import LiveValues
 from jaxferry.engine.program_functions import ProgramTracer
 from jaxferry.modes import Remat
@@ -239,8 +239,9 @@ def with_program_facts(
     order, first = places(partition), [uses[0] for uses in partition.uses_of]
     # Values and residuals that wait in host memory.
     moved = offloaded_values(partition, derivatives) if offload_activations is True else {}
+    leaving = LeavingValues(partition)
     for number, uses in enumerate(partition.uses_of if offload_activations == AUTO else ()):
-        fields[uses[0]]["offloadable_bytes"] = _offloadable_bytes(partition, derivatives, number)
+        fields[uses[0]]["offloadable_bytes"] = _offloadable_bytes(partition, derivatives, leaving, number)
     for value, (last_forward, backward) in moved.items():
         num_bytes = partition.graph.device_bytes(aval_of(partition, derivatives, value))
         fields[first[order[last_forward][1]]]["save_bytes"] += num_bytes
@@ -260,14 +261,16 @@ def with_program_facts(
     return profile.with_layers(fields)
 
 
-def _offloadable_bytes(partition: Partition, derivatives: Mapping[int, Derivative], number: int) -> dict[Remat, int]:
+def _offloadable_bytes(
+    partition: Partition, derivatives: Mapping[int, Derivative], leaving: LeavingValues, number: int
+) -> dict[Remat, int]:
     """By what a segment keeps, the bytes of it that may wait in host memory."""
     graph, segment, found = partition.graph, partition.segments[number], dict[Remat, int]()
     for remat in Remat if segment.runs_back else ():
         derivative = derivatives[segment.program]
         if remat is not Remat.NONE:
             derivative = differentiate(graph, segment, remat.value)
-        values = leaving_values(partition, derivative, number)
+        values = leaving.of(derivative, number)
         avals = (graph.avals[value] if isinstance(value, int) else derivative.saved[value[1]] for value in values)
         found[remat] = graph.device_bytes(*avals)
     return found
