@@ -62,7 +62,7 @@ _RECORDED_STEPS = 8
 _KEPT = (
     *("optimizer", "learning_rate", "policy", "plan", "profile", "memory_budget", "reserve_factor", "clip_norm"),
     *("accumulate", "weight", "compute_dtype", "remat", "tiles", "offload_activations", "granularity", "devices"),
-    "gradient_buffers",
+    *("gradient_buffers", "scratch", "host_memory"),
 )
 """Options that a resumed run has from the saved one, unless they are given again."""
 
@@ -165,8 +165,7 @@ def train(
         user = call_model(model)
         user.check_is_whole()
     num_recorded = 0 if trace is None and record is None else _RECORDED_STEPS
-    disk = {"scratch": scratch, "host_memory": host_memory}
-    step = _step_of(user, values, record_steps=num_recorded, mesh=mesh, **disk)
+    step = _step_of(user, values, record_steps=num_recorded, mesh=mesh)
     with user_code(model):
         state = user.new_state(step, seed) if resume is None else step.restore(resume, user.shapes())
         run = _Run(user, step, state, console, saves)
@@ -317,7 +316,7 @@ class _Run:
 def save_options(folder: Path, options: Mapping[str, Any]) -> None:
     """Writes options that are not at their defaults into a saved state's folder."""
     # The run may be resumed in another folder, so files are named by absolute paths.
-    files = [name for name in ("plan", "profile") if options.get(name) not in (None, MEASURE, ESTIMATE)]
+    files = [name for name in ("plan", "profile", "scratch") if options.get(name) not in (None, MEASURE, ESTIMATE)]
     named = {**options, **{name: str(Path(options[name]).absolute()) for name in files}}
     fresh = folder / f"{_FILE}.new"
     write_json(fresh, {"format": FORMAT, "options": named})

@@ -403,4 +403,5 @@ def _update_unit(step: StepContext, unit: UpdateGroup, gradients: Sequence[Vecto
     made = update(unit, [vectors[group] for group in unit.layers], gradients, norm, step.scale, step.extra(False))
     for group, new in zip(unit.layers, made, strict=True):
         vectors[group] = new
+        step.host.whole_copies.outdate(group, len(step.host.layers[group].trained.vectors))
     step.gradients.recycle(unit)

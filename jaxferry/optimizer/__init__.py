@@ -3,8 +3,8 @@
 optimizer     which leaves are updated together   update_programs          their update
 replay        the update of some parameters       on_devices               updates on the GPU
 arrays        the arrays of a state               pieces                   arrays whole or in parts
-optimizers    adamw ...; the fused update         host_memory              how much is left
-transformations   what users write, traced
+optimizers    adamw ..., for the library          fused_update             their update by the library
+transformations   what users write, traced        host_memory              how much is left
 """
 
 import lazy_loader

@@ -1,5 +1,7 @@
 from .arrays import Disk as Disk
 from .arrays import HostArrays as HostArrays
+from .fused_update import FusedUpdate as FusedUpdate
+from .fused_update import in_order as in_order
 from .host_memory import PINNED_VARIABLE as PINNED_VARIABLE
 from .host_memory import pinned_advice as pinned_advice
 from .host_memory import pinned_bytes as pinned_bytes
@@ -21,12 +23,10 @@ from .optimizer import given_leaves as given_leaves
 from .optimizer import hyperparameters as hyperparameters
 from .optimizer import taken_extra_args as taken_extra_args
 from .optimizers import FusedTransformation as FusedTransformation
-from .optimizers import FusedUpdate as FusedUpdate
 from .optimizers import HostRule as HostRule
 from .optimizers import adam as adam
 from .optimizers import adamw as adamw
 from .optimizers import fused_rule as fused_rule
-from .optimizers import in_order as in_order
 from .optimizers import lion as lion
 from .optimizers import master_form as master_form
 from .optimizers import sgd as sgd

@@ -16,13 +16,24 @@ from jaxferry.native import host_sums
 from jaxferry.optimizer.on_devices import OnDevices, Streamed, subgroups_of
 from jaxferry.optimizer.on_disk import OnDisk, put_on_disk
 from jaxferry.optimizer.optimizer import HostOptimizer
-from jaxferry.optimizer.pieces import Key, Pieces, Stored, Where, WholeCopies, cut, filled, on_host
+from jaxferry.optimizer.pieces import Key, Pieces, Stored, Where, WholeCopies, cut, on_host
 from jaxferry.optimizer.scratch import Scratch
 from jaxferry.optimizer.split_masters import LazyArray, MasterForm
 from jaxferry.optimizer.update_group import UpdateGroup
 from jaxferry.optimizer.update_programs import split_unit
 from jaxferry.partition import Layer, Leaf
-from jaxferry.transport import ORPHANED_COPIES, Placement, Vectors, from_shares, on_cpu, to_pinned, writes_in_place
+from jaxferry.processes import empty
+from jaxferry.transport import (
+    ORPHANED_COPIES,
+    Placement,
+    Vectors,
+    can_view,
+    from_shares,
+    on_cpu,
+    shares_of,
+    to_pinned,
+    unwritten,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,11 +327,11 @@ class HostArrays:
             return
         form = self._optimizer.updates.form_of(unit, self.layers)
         if form is not MasterForm.WHOLE:
-            layers = [self._placement.ownership.of(self.layers[group].trained) for group in unit.layers]
+            layers = [self.layers[group].trained for group in unit.layers]
             was_on_disk = unit.is_on_disk
             if was_on_disk:
                 self.to_host(unit)
-            split_unit(unit, layers, [made[group] for group in unit.layers], form)
+            split_unit(unit, layers, [made[group] for group in unit.layers], form, self._placement)
             if was_on_disk:
                 self.to_disk(unit)
 
@@ -384,21 +395,22 @@ class HostArrays:
 
     def _packed(self, layer: Layer, arrays: Sequence[jax.Array]) -> Vectors:
         """A layer's arrays in host memory, or what this process holds of them, in new vectors in pinned memory."""
-        placement, own = self._placement, self._placement.ownership.of(layer)
-        if not (placement.is_cpu or writes_in_place(placement)):
+        placement = self._placement
+        if not (placement.is_cpu or can_view(placement)):
             in_memory = [on_host(array, placement) if isinstance(array, LazyArray) else array for array in arrays]
-            return to_pinned(self._packing(own)(in_memory), placement, layer)
-        pairs = list(zip(own.leaves, arrays, strict=True))
-
-        def write(made: np.ndarray, number: int) -> None:
-            for leaf, array in pairs:
-                if leaf.vector == number:
-                    host_sums.copy(made[leaf.offset : leaf.offset + leaf.size], np.asarray(array).reshape(-1))
-
-        return tuple(
-            filled(v.shape, v.dtype, placement, functools.partial(write, number=number), is_pinned=True)
-            for number, v in enumerate(own.vectors)
-        )
+            return to_pinned(self._packing(placement.ownership.of(layer))(in_memory), placement, layer)
+        if placement.num_devices == 1:
+            made = tuple(unwritten(v.shape, v.dtype, placement, is_pinned=True) for v in layer.vectors)
+        else:
+            there, where = placement.ownership.shared(layer), placement.pinned_of(layer)
+            made = tuple(empty(v.size, v.dtype, where) for v in there.vectors)
+        shares = [shares_of(vector, placement) for vector in made]
+        for (leaf, pieces), array in zip(placement.ownership.placed(layer), arrays, strict=True):
+            flat = np.asarray(array).reshape(-1)
+            for piece in pieces:
+                share = shares[leaf.vector][piece.device]
+                host_sums.copy(share[piece.start : piece.start + piece.size], flat[piece.first : piece.stop])
+        return made
 
     def _packing(self, layer: Layer) -> Callable[[Sequence[jax.Array]], Vectors]:
         def pack(masters: Any) -> Vectors:

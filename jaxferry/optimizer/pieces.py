@@ -28,8 +28,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxferry.native import MOMENT_BLOCK, host_sums
 from jaxferry.optimizer.scratch import OnDiskArray
 from jaxferry.partition import Layer, Part, Span, bits_of
-from jaxferry.processes import copied_zeros, is_key
-from jaxferry.transport import DATA, ORPHANED_COPIES, Placement, Vectors, as_numpy
+from jaxferry.processes import is_key
+from jaxferry.transport import DATA, ORPHANED_COPIES, Placement, Vectors, as_numpy, unwritten
 
 Where = Part | Span | None
 """Which elements of an array: those of a part, consecutive ones of the array or of a part, or all (None)."""
@@ -221,16 +221,12 @@ def filled(
     is_pinned: bool = False,
 ) -> jax.Array:
     """Returns a new array in host memory; no other one of its size exists meanwhile."""
-    where = placement.pinned if is_pinned else placement.host
     if bits_of(dtype) < 8:
         # JAX stores several elements in a byte, and NumPy does not.
         source = np.empty(shape, dtype)
         fill(source)
-        return jax.device_put(source, where)
-    # Of memory that JAX owns, since it would alias aligned NumPy memory, which updates cannot overwrite.
-    made = host_sums.empty(tuple(shape), dtype, where) if placement.is_cpu or not is_pinned else None
-    if made is None:
-        made = jax.device_put(copied_zeros(shape, np.dtype(dtype)), where)
+        return jax.device_put(source, placement.pinned if is_pinned else placement.host)
+    made = unwritten(tuple(shape), dtype, placement, is_pinned)
     fill(as_numpy(made))
     return made
 
@@ -289,7 +285,7 @@ class WholeCopies:
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
-        self._made_of: dict[int, list[weakref.ref[jax.Array]]] = {}
+        self._made_of: dict[int, list[Callable[[], Any]]] = {}
         # What holds the copies outlives this object until the device has read them.
         self._held: dict[int, list[jax.Array]] = {}
         ORPHANED_COPIES.keep(self, placement, self._held)
@@ -311,6 +307,11 @@ class WholeCopies:
         self._held[group] = [copies[i] for i in range(len(vectors))]
         return list(self._held[group])
 
+    def outdate(self, group: int, num: int) -> None:
+        """Notes that the first vectors of a group have new numbers, maybe in the same memory."""
+        made_of = self._made_of.get(group, [])
+        made_of[:num] = [_gone] * min(num, len(made_of))
+
     @property
     def num_bytes(self) -> int:
         """The bytes of all copies in this process."""
@@ -323,6 +324,9 @@ class WholeCopies:
             ORPHANED_COPIES.drop(self._placement, dict(self._held))
         self._made_of.clear()
         self._held.clear()
+
+
+def _gone() -> None: ...
 
 
 @functools.cache

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import abc
 import enum
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -19,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.native import library, rest_size
-from jaxferry.partition import Leaf
-from jaxferry.transport import as_numpy
+from jaxferry.partition import Leaf, Piece
 
 _IN_A_WORD = 16  # of the bits that say whether a master was rounded up
 _LEAST_SIZE = 1024
@@ -98,13 +99,13 @@ class LazyArray(abc.ABC):
 class SplitMaster(LazyArray):
     """A master that NumPy reads as an fp32 array; `rest` is a uint16 array of what its compute copy lacks.
 
-    It is written by writing both. An empty `rest` is that of a master in bf16.
+    It is written by writing both. `copies` are views of the compute copy as uint16: of its share on each device, in
+    their order; `rest` has what each of them lacks, one after the other. An empty `rest` is that of a master in bf16.
     """
 
-    def __init__(self, rest: Any, vector: jax.Array, offset: int, shape: tuple[int, ...]) -> None:
+    def __init__(self, rest: Any, copies: Sequence[np.ndarray], shape: tuple[int, ...]) -> None:
         super().__init__(shape, np.dtype(np.float32))
-        self.rest = rest
-        self._vector, self._offset = vector, offset
+        self.rest, self._copies = rest, copies
 
     @property
     def form(self) -> MasterForm:
@@ -113,44 +114,65 @@ class SplitMaster(LazyArray):
 
     def with_rest(self, rest: Any) -> SplitMaster:
         """The same master with what its compute copy lacks elsewhere."""
-        return SplitMaster(rest, self._vector, self._offset, self.shape)
+        return SplitMaster(rest, self._copies, self.shape)
 
     def elements(self, start: int, size: int) -> np.ndarray:
         """See `LazyArray`."""
+        made = np.empty(size, np.float32)
+        for copy, first, at in zip(self._copies, *_starts([copy.size for copy in self._copies]), strict=True):
+            low, stop = max(start - first, 0), min(start + size - first, copy.size)
+            if low < stop:
+                self._join(copy, at, low, stop, made[first + low - start : first + stop - start])
+        return made
+
+    def _join(self, copy: np.ndarray, at: int, start: int, stop: int, made: np.ndarray) -> None:
+        """Elements of a share of the compute copy, with what it lacks from `at` on."""
         if self.form is MasterForm.COPY:
-            return self._copy()[start : start + size].view(jnp.bfloat16).astype(np.float32)
-        first, stop = start // _IN_A_WORD * _IN_A_WORD, start + size
-        low = self.rest[first:stop]
-        up = self.rest[self.size + first // _IN_A_WORD : self.size + -(-stop // _IN_A_WORD)].view(np.uint8)
-        made = np.empty(stop - first, np.float32)
-        library("cpu").join(self._copy()[first:stop], low, up, made)
-        return made[start - first :]
-
-    def _copy(self) -> np.ndarray:
-        bits = as_numpy(self._vector).view(np.uint16)
-        return bits[self._offset : self._offset + self.size]
+            made[:] = copy[start:stop].view(jnp.bfloat16)
+            return
+        first, up = start // _IN_A_WORD * _IN_A_WORD, at + copy.size
+        bits = self.rest[up + first // _IN_A_WORD : up + -(-stop // _IN_A_WORD)].view(np.uint8)
+        joined = made if first == start else np.empty(stop - first, np.float32)
+        library("cpu").join(copy[first:stop], self.rest[at + first : at + stop], bits, joined)
+        if joined is not made:
+            made[:] = joined[start - first :]
 
 
-def split(master: jax.Array, vector: jax.Array, leaf: Leaf, form: MasterForm) -> Any:
-    """The master in a form, whose compute copy is `leaf` of a vector; itself if it is small or cannot be split.
+def rests(rest: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """What shares of these sizes of a compute copy lack each."""
+    if not rest.size:
+        return [rest] * len(sizes)
+    return [rest[at : at + rest_size(size)] for size, at in zip(sizes, _starts(sizes)[1], strict=True)]
+
+
+def _starts(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """For shares of these sizes, the first element of each, and where what it lacks begins."""
+    own, lacking = (list(itertools.accumulate(each, initial=0))[:-1] for each in (sizes, map(rest_size, sizes)))
+    return own, lacking
+
+
+def split(master: jax.Array, copies: Sequence[np.ndarray], form: MasterForm) -> Any:
+    """The master in a form, whose compute copy is in these shares; itself if it is small or cannot be split.
 
     Only signalling NaNs cannot.
     """
     if master.size < _LEAST_SIZE or form is MasterForm.WHOLE:
         return master
-    num = rest_size(master.size) if form is MasterForm.SPLIT else 0
-    made = SplitMaster(np.empty(num, np.uint16), vector, leaf.offset, tuple(master.shape))
-    if form is MasterForm.COPY:
-        return made
-    is_exact = library("cpu").split(np.asarray(master), made._copy(), made.rest)
-    return made if is_exact else master
+    sizes = [copy.size for copy in copies]
+    rest = np.empty(sum(map(rest_size, sizes)) if form is MasterForm.SPLIT else 0, np.uint16)
+    whole = np.asarray(master).reshape(-1)
+    if form is MasterForm.SPLIT:
+        for copy, first, own in zip(copies, _starts(sizes)[0], rests(rest, sizes), strict=True):
+            if not library("cpu").split(whole[first : first + copy.size], copy, own):
+                return master
+    return SplitMaster(rest, copies, tuple(master.shape))
 
 
-def master_bytes(leaf: Leaf, form: MasterForm) -> int:
+def master_bytes(leaf: Leaf, form: MasterForm, pieces: Sequence[Piece]) -> int:
     """The bytes of a master in host memory, in this form if that is possible."""
     if form is MasterForm.WHOLE or not is_split(leaf) or leaf.size < _LEAST_SIZE:
         return leaf.size * leaf.master_dtype.itemsize
-    return 2 * rest_size(leaf.size) if form is MasterForm.SPLIT else 0
+    return 2 * sum(rest_size(piece.size) for piece in pieces) if form is MasterForm.SPLIT else 0
 
 
 def is_split(leaf: Leaf) -> bool:

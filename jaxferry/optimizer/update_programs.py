@@ -19,15 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.native import host_sums
-from jaxferry.optimizer.optimizers import (
-    Factors,
-    FusedUpdate,
-    HostRule,
-    factors_program,
-    fused_rule,
-    in_order,
-    master_form,
-)
+from jaxferry.optimizer.fused_update import Factors, FusedUpdate, factors_program, in_order
+from jaxferry.optimizer.optimizers import HostRule, fused_rule, master_form
 from jaxferry.optimizer.pieces import filled, on_host
 from jaxferry.optimizer.replay import TreeUpdate
 from jaxferry.optimizer.split_masters import LazyArray, MasterForm, SplitMaster, is_split, split
@@ -44,13 +37,15 @@ from jaxferry.optimizer.update_group import (
 from jaxferry.partition import Layer, bits_of, trace, zeros_of
 from jaxferry.settings import traced_settings
 from jaxferry.step import Arrival
-from jaxferry.transport import Compiling, Placement, begin_shared, finished, updated_vectors, writes_in_place
+from jaxferry.transport import Compiling, Placement, begin_shared, can_view, finished, shares_of, updated_vectors
 
 _FACTORS = "factors"
 
 
 class Update(Protocol):
-    """Updates units of one layout on the host."""
+    """Updates units of one layout on the host; `reads_shares` where gradients may be as several devices share them."""
+
+    reads_shares: bool
 
     def __call__(
         self, unit: UpdateGroup, vectors: OfLayers, gradients: OfLayers, norm: Any, scale: Any, extra: Any = ()
@@ -76,6 +71,8 @@ class CompiledUpdate:
     there are none.
     """
 
+    reads_shares = False
+
     def __init__(self, program: Any, placement: Placement, layers: Sequence[Layer]) -> None:
         self.program, self._placement, self._layers = program, placement, layers
         self._nums = [len(layer.vectors) for layer in layers]
@@ -95,7 +92,7 @@ class CompiledUpdate:
         else:
             found = updated_vectors(vectors, new, self._placement, self._layers)
         for form in forms:  # a unit that the library updates, but for a batch without gradients of some of its layers
-            split_unit(unit, self._layers, found, form)
+            split_unit(unit, self._layers, found, form, self._placement)
         return found
 
     def begin_step(self, unit: UpdateGroup, norm: Any, scale: Any) -> None:
@@ -128,13 +125,20 @@ class _InitialState:
         return list(made)
 
 
-def split_unit(unit: UpdateGroup, layers: Sequence[Layer], vectors: OfLayers, form: MasterForm) -> None:
-    """Stores masters of a unit by the bf16 copy that a vector has of them; `layers` are its trained parts."""
-    pairs = zip(unit.masters, in_order(layers), strict=True)
-    unit.masters = [
-        split(master, vectors[number][leaf.vector], leaf, form) if is_split(leaf) else master
-        for master, (number, leaf) in pairs
-    ]
+def split_unit(
+    unit: UpdateGroup, layers: Sequence[Layer], vectors: OfLayers, form: MasterForm, placement: Placement
+) -> None:
+    """Stores masters of a unit by the bf16 copy that its vectors have of them; `layers` are its trained parts."""
+    made, shares = [], dict[tuple[int, int], list[np.ndarray]]()
+    for master, (number, leaf, pieces) in zip(unit.masters, in_order(layers, placement.ownership), strict=True):
+        if is_split(leaf):
+            key = number, leaf.vector
+            if key not in shares:
+                shares[key] = [own.view(np.uint16) for own in shares_of(vectors[number][leaf.vector], placement)]
+            copies = [shares[key][piece.device][piece.start : piece.start + piece.size] for piece in pieces]
+            master = split(master, copies, form)
+        made.append(master)
+    unit.masters = made
 
 
 class UpdatePrograms:
@@ -164,10 +168,15 @@ class UpdatePrograms:
     @functools.cached_property
     def master_form(self) -> MasterForm:
         """The form of masters: whole ones unless the library updates compute copies in place."""
-        where = self._placement
-        in_place = where.num_devices == 1 and (where.is_cpu or writes_in_place(where))
         state = self._tree.state_of(self._tree.leaves)
-        return master_form(self._tree.optimizer, state) if in_place else MasterForm.WHOLE
+        return master_form(self._tree.optimizer, state) if self._writes_in_place else MasterForm.WHOLE
+
+    @functools.cached_property
+    def _writes_in_place(self) -> bool:
+        """Whether the library may write compute copies where they are; shares of devices do not end where blocks do."""
+        where, rule = self._placement, fused_rule(self._tree.optimizer, self._tree.state_of(self._tree.leaves), [], [])
+        has_blocks = rule is not None and rule.moment_dtype == np.uint8
+        return where.is_cpu or (can_view(where) and not (has_blocks and where.num_devices > 1))
 
     def form_of(self, unit: UpdateGroup, layers: Sequence[Layer]) -> MasterForm:
         """That of a unit's masters; equal units share the answer."""
@@ -284,7 +293,7 @@ class UpdatePrograms:
             return text
         layouts = [layer.layout for layer in self._owned(unit, layers)]
         dtypes = self._dtypes_arriving(unit, layers, reads)
-        return f"fused {rule.step} {dtypes} {writes_in_place(self._placement)} {layouts}"
+        return f"fused {rule.step} {dtypes} {self._writes_in_place} {layouts}"
 
     def _lower_factors(self, unit: UpdateGroup, rule: HostRule) -> Any:
         state, where = self._tree.state_of(unit.leaves), self._placement.host_compute
@@ -297,13 +306,13 @@ class UpdatePrograms:
         self, rule: HostRule, unit: UpdateGroup, reads: Sequence[Arrival], layers: Sequence[Layer]
     ) -> FusedUpdate:
         assert self._factors is not None
-        own, state, placement = self._owned(unit, layers), self._tree.state_of(unit.leaves), self._placement
+        trained, state = [layers[i].trained for i in unit.layers], self._tree.state_of(unit.leaves)
         found: list[bool] = []
         jax.eval_shape(lambda params: found.extend(rule.decays(params)), self._tree.params)
         of_leaves = dict(zip(self._tree.leaves, found, strict=True))
         decays, dtypes = [of_leaves[leaf] for leaf in unit.leaves], self._dtypes_arriving(unit, layers, reads)
-        in_place = placement.is_cpu or writes_in_place(placement)
-        return FusedUpdate(rule, self._factors, own, state, decays, dtypes, placement, in_place)
+        where = self._placement, self._writes_in_place
+        return FusedUpdate(rule, self._factors, trained, state, decays, dtypes, *where)
 
     def _lower(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[Arrival]) -> Any:
         placement, unit_layers = self._placement, self._owned(unit, layers)

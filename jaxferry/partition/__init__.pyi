@@ -33,6 +33,7 @@ from .layout import Span as Span
 from .layout import make_layer as make_layer
 from .layout import wide_dtype as wide_dtype
 from .owners import Ownership as Ownership
+from .owners import Piece as Piece
 from .owners import SharedLayer as SharedLayer
 from .owners import held_whole as held_whole
 from .owners import shared as shared

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxferry.native import host_sums
 from jaxferry.partition.layout import Layer, Leaf, Span
 from jaxferry.partition.rows import RowGradient
 
@@ -178,6 +179,27 @@ class OwnedLayer(Layer):
 
 
 @dataclasses.dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of a parameter that one device has.
+
+    Attributes:
+      device: the device's number among those of its process.
+      start: the first one's place in the device's share of the vector.
+      first, stop: which of the process's elements they are.
+    """
+
+    device: int
+    start: int
+    first: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self.stop - self.first
+
+
+@dataclasses.dataclass(frozen=True)
 class Ownership:
     """The elements that one process owns.
 
@@ -237,6 +259,18 @@ class Ownership:
             return 0
         return sum(v.size * v.dtype.itemsize for v in self.shared(layer).vectors)
 
+    def placed(self, layer: Layer) -> list[tuple[Leaf, list[Piece]]]:
+        """The process's elements of each parameter, and where its devices have them in their shares of the vectors."""
+        num, leaves = self.num_shares(layer), self.of(layer).leaves
+        if num == 1:
+            return [(leaf, [Piece(0, leaf.offset, 0, leaf.size)]) for leaf in leaves]
+        places = SharedLayer(layer.name, layer.leaves, num_devices=num).places
+        return [
+            (leaf, [Piece(i, start, first, min(first + share, leaf.size)) for i, first in enumerate(firsts)])
+            for leaf, (start, share) in zip(leaves, places, strict=True)
+            for firsts in [range(0, leaf.size, max(share, 1))]
+        ]
+
     def to_shares(self, layer: Layer, vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Copies vectors of the process's elements, all of a layer or the first ones, as its devices have them.
 
@@ -245,25 +279,28 @@ class Ownership:
         """
         sizes = [v.size // self.num_shares(layer) for v in self.shared(layer).vectors[: len(vectors)]]
         made = [np.zeros((self.num_own, size), v.dtype) for size, v in zip(sizes, vectors, strict=True)]
-        for leaf, start, share in self._places(layer, len(vectors)):
-            filled = np.zeros(self.num_own * share, vectors[leaf.vector].dtype)
-            filled[: leaf.size] = vectors[leaf.vector][leaf.offset : leaf.offset + leaf.size]
-            made[leaf.vector][:, start : start + share] = filled.reshape(self.num_own, share)
+        self.write_shares(layer, vectors, [list(rows) for rows in made])
         return made
 
-    def from_shares(self, layer: Layer, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The inverse of `to_shares`."""
-        made = [np.empty(v.size, of_one.dtype) for v, of_one in zip(self.of(layer).vectors, rows, strict=False)]
-        for leaf, start, share in self._places(layer, len(rows)):
-            own = rows[leaf.vector][:, start : start + share]
-            made[leaf.vector][leaf.offset : leaf.offset + leaf.size] = own.reshape(-1)[: leaf.size]
-        return made
+    def write_shares(self, layer: Layer, vectors: Sequence[np.ndarray], rows: Sequence[Sequence[np.ndarray]]) -> None:
+        """Likewise into the shares of each vector; what fills them up stays as it is."""
+        for own, there in self._pairs(layer, vectors, rows):
+            host_sums.copy(there, own)
 
-    def _places(self, layer: Layer, num_vectors: int) -> list[tuple[Leaf, int, int]]:
-        """The leaves of the process in these vectors, each with the first element and the size of a device's share."""
-        there = SharedLayer(layer.name, layer.leaves, num_devices=self.num_shares(layer))
-        pairs = zip(self.of(layer).leaves, there.places, strict=True)
-        return [(leaf, start, share) for leaf, (start, share) in pairs if leaf.vector < num_vectors]
+    def from_shares(self, layer: Layer, rows: Sequence[Sequence[np.ndarray]], vectors: Sequence[np.ndarray]) -> None:
+        """The inverse of `write_shares`."""
+        for own, there in self._pairs(layer, vectors, rows):
+            host_sums.copy(own, there)
+
+    def _pairs(
+        self, layer: Layer, vectors: Sequence[np.ndarray], rows: Sequence[Sequence[np.ndarray]]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The same elements of these vectors and in shares of them."""
+        for leaf, pieces in self.placed(layer):
+            for piece in pieces if leaf.vector < len(vectors) else ():
+                first = leaf.offset + piece.first
+                share = rows[leaf.vector][piece.device]
+                yield vectors[leaf.vector][first : first + piece.size], share[piece.start : piece.start + piece.size]
 
 
 def held_whole(layers: Sequence[Layer], leaves: Collection[int]) -> tuple[Layer, ...]:

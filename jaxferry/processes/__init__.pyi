@@ -20,5 +20,4 @@ from .global_arrays import is_raw_key as is_raw_key
 from .global_arrays import joined_rows as joined_rows
 from .global_arrays import merged as merged
 from .global_arrays import moved as moved
-from .global_arrays import rows_of as rows_of
 from .global_arrays import spread as spread

@@ -47,12 +47,6 @@ def moved(arrays: Sequence[jax.Array], where: Sequence[NamedSharding]) -> list[j
     return made
 
 
-def rows_of(vector: jax.Array) -> np.ndarray:
-    """Waits for the shards of a vector on this process's devices; returns one in each row."""
-    parts = {shard.index[0].start or 0: shard.data for shard in vector.addressable_shards}
-    return np.stack([np.asarray(parts[start]) for start in sorted(parts)])
-
-
 def from_rows(rows: np.ndarray, size: int, where: NamedSharding) -> jax.Array:
     """Makes a vector of `size` elements; the rows are the shards of this process's devices."""
     places = where.addressable_devices_indices_map((size,))

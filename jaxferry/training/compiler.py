@@ -39,7 +39,7 @@ from jaxferry.training.model import Model, buffered_groups
 from jaxferry.training.options import Options
 from jaxferry.training.profiles import OfBatches, Profiler, share_of_one
 from jaxferry.training.step import Prepared, StepCompiler
-from jaxferry.transport import Placement, Transport, make_transport, writes_in_place
+from jaxferry.transport import Placement, Transport, can_view, make_transport
 
 Value = TypeVar("Value")
 
@@ -268,7 +268,7 @@ class Compiler:
         or None.
         """
         placement, submit = self._shared.placement, self._shared.memory.submit
-        if state is None or placement.is_cpu or not writes_in_place(placement):
+        if state is None or placement.is_cpu or not can_view(placement):
             return None
         state.begin(layers, submit)
         # A state that never trains leaves nothing.

@@ -10,7 +10,7 @@ from typing import Self
 
 from jaxferry.errors import InputError
 from jaxferry.optimizer import HostOptimizer, Scratch, Stored, host_memory, master_bytes, put_on_disk
-from jaxferry.partition import Layer, aval_bytes
+from jaxferry.partition import Layer, Ownership, aval_bytes
 from jaxferry.settings import users_stacklevel
 from jaxferry.step import DISK_SLOTS
 from jaxferry.units import format_apart
@@ -60,13 +60,17 @@ class StateOnDisk:
     ) -> None:
         self.scratch, self._most_bytes, self._optimizer = options.scratch, options.host_memory_bytes, optimizer
         self._needs, self._fits = needs, fits
-        self._known: dict[tuple[Layer, ...], frozenset[int]] = {}
+        self._known: dict[tuple[Layer, ...], Mapping[int, Bytes]] = {}
         self._least_bytes: int | None = None
 
     def groups(self, layers: Sequence[Layer]) -> frozenset[int]:
         """The chosen groups; raises `InputError` if one update covers several."""
+        return frozenset(self._chosen(layers))
+
+    def _chosen(self, layers: Sequence[Layer]) -> Mapping[int, Bytes]:
+        """The bytes of each chosen group."""
         if self.scratch is None:
-            return frozenset()
+            return {}
         key = tuple(layers)
         if key not in self._known:
             if not self._optimizer.is_by_layer(layers):
@@ -81,8 +85,8 @@ class StateOnDisk:
                     return sum(map(sum, on_disk)) >= self._least_bytes
                 return self._fits(left_in_memory(needed, on_disk))
 
-            self._known[key] = chosen = frozenset(fewest_on_disk(sizes, is_enough))
-            on_disk = [sizes[group] for group in chosen]
+            self._known[key] = {group: sizes[group] for group in fewest_on_disk(sizes, is_enough)}
+            on_disk = list(self._known[key].values())
             if self._least_bytes is None:
                 self._warn(left_in_memory(needed, on_disk))
                 self._least_bytes = sum(map(sum, on_disk))
@@ -104,20 +108,18 @@ class StateOnDisk:
         """The bytes of masters, as they are stored, and of the optimizer's state, by group; without counts."""
         form, found = self._optimizer.updates.master_form, dict[int, Bytes]()
         for unit in self._optimizer.units_of(layers):
-            own = [leaf for group in unit.layers for leaf in layers[group].trained.leaves]
+            own = [pair for group in unit.layers for pair in Ownership().placed(layers[group].trained)]
             state_bytes = sum(aval_bytes(leaf) for leaf in unit.state if leaf.ndim)
-            found[unit.layers[0]] = sum(master_bytes(leaf, form) for leaf in own), state_bytes
+            found[unit.layers[0]] = sum(master_bytes(leaf, form, pieces) for leaf, pieces in own), state_bytes
         return found
 
     def left(self, needed: dict[str, int], layers: Sequence[Layer]) -> dict[str, int]:
         """What host memory holds of these bytes, with the slots into which updates read."""
-        groups = self.groups(layers)
-        return left_in_memory(needed, [own for group, own in self._sizes(layers).items() if group in groups])
+        return left_in_memory(needed, list(self._chosen(layers).values()))
 
     def bytes_by_name(self, layers: Sequence[Layer]) -> dict[str, int]:
         """The bytes in the file, by group."""
-        groups = self.groups(layers)
-        return {layers[group].name: sum(own) for group, own in self._sizes(layers).items() if group in groups}
+        return {layers[group].name: sum(own) for group, own in self._chosen(layers).items()}
 
     @functools.cached_property
     def seconds_a_byte(self) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from jaxferry.partition import Derivative, Layer, Partition, RowGradient
 from jaxferry.step import Arrival, ProgramKey, ProgramKind, Source, Target
 from jaxferry.training.samples import ProgramArguments, sample, sample_gradient, sample_vectors
 from jaxferry.training.timers import MOST_REPETITIONS, Copy, Effort, cold_caches, device_timer, median_s, timed_call
-from jaxferry.transport import DeviceLayer, HostGradient, Placement, TaskMark, Vectors, as_numpy, make_transport
+from jaxferry.transport import DeviceLayer, HostGradient, Placement, TaskMark, Vectors, make_transport, shares_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,19 +202,27 @@ class HostUpdate:
         state = self._optimizer.updates.init_state(self._unit, masters)
         own = dataclasses.replace(self._unit, masters=masters, state=state, programs={})
         self._optimizer.updates.compile([own], self._layers, self._arrivals)
-        vectors = [sample_vectors(part, self._placement.pinned) for part in self._parts]
+        there = list(map(self._placement.ownership.shared, self._parts))
+        pairs = zip(there, self._parts, strict=True)
+        vectors = [sample_vectors(shared, self._placement.pinned_of(part)) for shared, part in pairs]
         form = self._optimizer.updates.form_of(own, self._layers)
         if form is not MasterForm.WHOLE:
             # As training has them: masters that are the compute copy, and what it lacks.
-            for master, (number, leaf) in zip(masters, in_order(self._parts), strict=True):
-                copy = as_numpy(vectors[number][leaf.vector])[leaf.offset : leaf.offset + leaf.size]
-                copy[:] = np.asarray(master).reshape(-1)
-            split_unit(own, self._parts, vectors, form)
-        where = self._placement.update_output
-        gradients = [
-            tuple(sample(vector, where) for vector in vectors_arriving(part, self._arrivals[i]))
-            for i, part in zip(self._unit.layers, self._parts, strict=True)
-        ]
+            shares = [[shares_of(vector, self._placement) for vector in of_layer] for of_layer in vectors]
+            placed = in_order(self._parts, self._placement.ownership)
+            for master, (number, leaf, pieces) in zip(masters, placed, strict=True):
+                flat = np.asarray(master).reshape(-1)
+                for piece in pieces:
+                    share = shares[number][leaf.vector][piece.device]
+                    share[piece.start : piece.start + piece.size] = flat[piece.first : piece.stop]
+            split_unit(own, self._parts, vectors, form, self._placement)
+        [update] = own.programs.values()
+        gradients = []
+        for i, part, shared in zip(self._unit.layers, self._parts, there, strict=True):
+            are_shares = update.reads_shares and self._arrivals[i] is Arrival.OWN
+            layer = shared if are_shares else self._placement.ownership.of(part)
+            where = self._placement.pinned_of(part) if are_shares else self._placement.update_output
+            gradients.append(tuple(sample(vector, where) for vector in vectors_arriving(layer, self._arrivals[i])))
         return [own, vectors, jax.block_until_ready(gradients)]
 
     def __call__(self, held: list[Any]) -> None:

@@ -385,9 +385,13 @@ def _host_bytes(
     forms: Sequence[MasterForm],
     with_buffers: Collection[int],
 ) -> dict[str, int]:
-    pairs = [(leaf, form) for layer, form in zip(layers, forms, strict=True) for leaf in ownership.of(layer).leaves]
     # The compute copy of a frozen parameter is its only copy if the dtypes agree.
-    masters = [master_bytes(*pair) for pair in pairs if pair[0].is_trained or pair[0].master_dtype != pair[0].dtype]
+    masters = [
+        master_bytes(leaf, form, pieces)
+        for layer, form in zip(layers, forms, strict=True)
+        for leaf, pieces in ownership.placed(layer)
+        if leaf.is_trained or leaf.master_dtype != leaf.dtype
+    ]
     trained = [layer.trained for layer in layers]
     # Where gradients of fewer bits are summed, these arrive in memory of their own: all of a step, unless a CPU adds
     # each at once.

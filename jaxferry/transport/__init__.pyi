@@ -30,11 +30,13 @@ from .pinned import ORPHANED_COPIES as ORPHANED_COPIES
 from .pinned import OrphanedCopies as OrphanedCopies
 from .pinned import Vectors as Vectors
 from .pinned import as_numpy as as_numpy
+from .pinned import can_view as can_view
 from .pinned import from_shares as from_shares
 from .pinned import on_cpu as on_cpu
+from .pinned import shares_of as shares_of
 from .pinned import to_pinned as to_pinned
+from .pinned import unwritten as unwritten
 from .pinned import updated_vectors as updated_vectors
-from .pinned import writes_in_place as writes_in_place
 from .placement import DATA as DATA
 from .placement import PROCESS as PROCESS
 from .placement import Placement as Placement

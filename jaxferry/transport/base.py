@@ -23,7 +23,7 @@ from jaxferry.processes import empty
 from jaxferry.step import NO_JOINS, Joins
 from jaxferry.transport.copies import Addend, CopyInFlight, DeviceLayer, HostGradient, LoadedBytes, PutCopy, delete_all
 from jaxferry.transport.marks import TaskMark
-from jaxferry.transport.pinned import Vectors, as_numpy, borrowed, can_view, from_shares, on_cpu, writes_in_place
+from jaxferry.transport.pinned import Vectors, as_numpy, borrowed, can_view, from_shares, on_cpu
 from jaxferry.transport.placement import Placement
 from jaxferry.transport.shared_programs import shared_function
 
@@ -181,7 +181,7 @@ class Transport(abc.ABC):
     def _begun_on_host(self, layer: int, widens: bool) -> HostGradient:
         """A gradient of which nothing is written yet; the host will begin it."""
         placement = self._placement
-        if placement.is_cpu or writes_in_place(placement):
+        if placement.is_cpu or (placement.num_devices == 1 and can_view(placement)):
             return HostGradient(self.destinations(layer, is_sum=widens), placement.is_cpu)
         # Nothing else would be read through the memory that the device can write.
         shapes = self._here[2 if widens else 1][layer].vectors
@@ -285,10 +285,21 @@ class Transport(abc.ABC):
                 gradient.addends.popleft()(list(map(as_numpy, gradient.vectors)))
             return gradient.vectors
 
+    def shares(self, layer: int, gradient: HostGradient) -> Vectors:
+        """As `gather`, but as several devices share the vectors if nothing has been joined or added."""
+        with gradient.lock:
+            if not (gradient.is_gathered or gradient.addends):
+                if gradient.copy is not None:
+                    gradient.copy.wait()
+                gradient.copy = None
+                return gradient.vectors
+        return self.gather(layer, gradient)
+
     def recycle(self, layer: int, gradient: HostGradient) -> None:
         """Reuses the vectors of a gradient once the optimizer has read it; earlier, its program may still fail."""
-        if gradient.is_gathered and gradient.is_reusable:
-            vectors, is_pinned = gradient.written or gradient.vectors, bool(gradient.written) or self._placement.is_cpu
+        if gradient.is_reusable:
+            vectors = gradient.written or gradient.vectors
+            is_pinned = bool(gradient.written) or self._placement.is_cpu or not gradient.is_gathered
             spare = self._spares(layer, vectors, is_pinned)
             # Of those that the optimizer reads, some are copies that nothing takes again.
             if is_pinned or len(spare) < self._num_begun[self._owner(layer)]:

@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.native import NativeLibrary
+from jaxferry.native import NativeLibrary, host_sums
 from jaxferry.partition import Layer
-from jaxferry.processes import from_rows, rows_of
+from jaxferry.processes import copied_zeros, from_rows
 from jaxferry.settings import with_own_settings
 from jaxferry.transport.placement import Placement
 
@@ -58,11 +58,6 @@ def can_view(placement: Placement) -> bool:
         return _reaches(placement)
     except Exception:  # noqa: BLE001 - a client may not tell addresses; then there are copies
         return False
-
-
-def writes_in_place(placement: Placement) -> bool:
-    """Whether updates may write the compute copy by its address: of one device, in memory that the CPU reaches."""
-    return placement.num_devices == 1 and can_view(placement)
 
 
 def _reaches(placement: Placement) -> bool:
@@ -107,10 +102,32 @@ def _view(address: int, shape: tuple[int, ...], dtype: np.dtype, placement: Plac
     return jax.device_put(np.asarray(_Memory(address, num_bytes)).view(dtype).reshape(shape), placement.host)
 
 
+def shares_of(vector: jax.Array, placement: Placement) -> list[np.ndarray]:
+    """Waits for the shares that this process's devices have of a vector in pinned memory.
+
+    They are writable views where the CPU reaches them, else copies; of one device, the vector itself.
+    """
+    shares = sorted(vector.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return [as_numpy(shard.data) if can_view(placement) else np.asarray(shard.data) for shard in shares]
+
+
 def from_shares(vectors: Sequence[jax.Array], placement: Placement, layer: Layer) -> Vectors:
     """Waits for all or the first vectors of a layer that devices share; copies what this process owns of them."""
-    found = placement.ownership.from_shares(layer, list(map(rows_of, vectors)))
-    return tuple(jax.device_put(vector, placement.host) for vector in found)
+    wanted = placement.ownership.of(layer).vectors[: len(vectors)]
+    made = tuple(unwritten(own.shape, vector.dtype, placement) for own, vector in zip(wanted, vectors, strict=True))
+    shares = [shares_of(vector, placement) for vector in vectors]
+    placement.ownership.from_shares(layer, shares, list(map(as_numpy, made)))
+    return made
+
+
+def unwritten(shape: tuple[int, ...], dtype: Any, placement: Placement, is_pinned: bool = False) -> jax.Array:
+    """A new array in host memory, ordinary or for one device, to be written by its address.
+
+    JAX owns the memory, since it would alias aligned NumPy memory, which updates cannot overwrite.
+    """
+    where = placement.pinned if is_pinned else placement.host
+    made = host_sums.empty(shape, dtype, where) if placement.is_cpu or not is_pinned else None
+    return jax.device_put(copied_zeros(shape, np.dtype(dtype)), where) if made is None else made
 
 
 def as_numpy(array: jax.Array) -> np.ndarray:
@@ -135,21 +152,20 @@ def to_pinned(vectors: Sequence[jax.Array], placement: Placement, layer: Layer |
 
 
 def updated_vectors(
-    old: Sequence[Vectors], made: Sequence[Sequence[Any]], placement: Placement, layers: Sequence[Layer] = ()
+    old: Sequence[Vectors], made: Sequence[Sequence[Any]], placement: Placement, layers: Sequence[Layer]
 ) -> list[Vectors]:
     """The compute copy after an update, in the pinned memory of an accelerator.
 
     The CPU overwrites each layer's `old` vectors, which no program may be reading, if it can. `made` are new vectors
-    of each layer's trained parameters, which are its first ones, in ordinary memory.
+    of each layer's trained parameters, which are its first ones, in ordinary memory: what this process owns of them.
     """
-    wanted: Sequence[Layer | None] = layers or [None] * len(made)
-    pairs = zip(old, made, wanted, strict=True)
-    if not writes_in_place(placement):
-        stored = [(jax.block_until_ready(to_pinned(new, placement, layer)), vectors) for vectors, new, layer in pairs]
+    triples = zip(old, made, layers, strict=True)
+    if not can_view(placement):
+        stored = [(jax.block_until_ready(to_pinned(new, placement, layer)), vectors) for vectors, new, layer in triples]
         return [(*new, *vectors[len(new) :]) for new, vectors in stored]
-    for vectors, new, _ in pairs:
-        for target, vector in zip(vectors, new, strict=False):
-            np.copyto(as_numpy(target), np.asarray(vector))
+    for vectors, new, layer in triples:
+        shares = [shares_of(vector, placement) for vector in vectors[: len(new)]]
+        placement.ownership.write_shares(layer, list(map(np.asarray, new)), shares)
     return list(old)
 
 

@@ -1,6 +1,7 @@
 """`jaxferry train` from outside."""
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -73,6 +74,22 @@ def test_a_resumed_run_has_the_options_of_the_saved_one_unless_given(jaxferry, u
     plain = jaxferry("train", "--model", model, "--steps", 4, *limits[4:], "--json")
     losses = [json.loads(result.out)["losses"] for result in (started, resumed, again, plain)]
     assert losses[0] + losses[1] + losses[2] == losses[3]
+
+
+def test_a_resumed_run_keeps_its_state_on_the_same_disk_unless_told_otherwise(jaxferry, user_model, tmp_path):
+    model, saved = user_model("arrays"), tmp_path / "saved"
+    for name in ("disk", "other"):
+        (tmp_path / name).mkdir()
+    train = ("train", "--model", model, "--optimizer", "adamw-bf16")
+    disk = ("--scratch", os.path.relpath(tmp_path / "disk"), "--host-memory", "1KiB")
+    with pytest.warns(UserWarning, match="more than host_memory"):
+        assert jaxferry(*train, "--steps", 2, "--save", saved, *disk).status == 0
+    with pytest.warns(UserWarning, match="more than host_memory"):
+        told = jaxferry("train", "--model", model, "--steps", 3, "--resume", saved, "--scratch", tmp_path / "other")
+    assert told.status == 0 and "--host-memory 1KiB" in told.err and "--scratch" not in told.err
+    (tmp_path / "disk").rmdir()
+    gone = jaxferry("train", "--model", model, "--steps", 3, "--resume", saved)
+    assert gone.status != 0 and f"scratch must be a folder to write to, got '{tmp_path / 'disk'}'" in gone.err
 
 
 @pytest.mark.parametrize(

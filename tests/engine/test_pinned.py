@@ -1,6 +1,7 @@
 """Pinned memory as the CPU sees it, and that no step copies between the clients of an accelerator and of the CPU."""
 
 import collections
+import dataclasses
 import mmap
 
 import jax
@@ -13,6 +14,7 @@ import jaxferry
 from accelerator import emulate
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
+from jaxferry.partition import Ownership, make_layer
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import make_placement, pinned
 from planned import assert_same_bits, taken
@@ -30,14 +32,22 @@ def accelerator(monkeypatch):
 
 @pytest.fixture
 def unreachable(monkeypatch):
-    for name in ("can_view", "writes_in_place"):
-        for module in ("transport.pinned", "optimizer.update_programs"):
-            monkeypatch.setattr(f"jaxferry.{module}.{name}", lambda placement: False, raising=False)
+    for module in ("transport.pinned", "transport.base", "optimizer.arrays", "optimizer.update_programs"):
+        monkeypatch.setattr(f"jaxferry.{module}.can_view", lambda placement: False)
 
 
 @pytest.fixture
 def vectors(accelerator):
     return [jax.device_put(np.arange(size, dtype=np.float32), accelerator.pinned) for size in (1, 1000)]
+
+
+def layer_of(vectors):
+    """A layer of one parameter in each of its vectors."""
+    avals = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in vectors]
+    paths = list(map(str, range(len(vectors))))
+    layer = make_layer("layer", range(len(vectors)), paths, avals, [np.dtype(np.float32)] * len(vectors))
+    leaves = [dataclasses.replace(leaf, vector=i, offset=0) for i, leaf in enumerate(layer.leaves)]
+    return dataclasses.replace(layer, leaves=tuple(leaves))
 
 
 def test_a_view_is_the_memory_itself(accelerator, vectors):
@@ -72,10 +82,10 @@ def test_what_an_update_returns_is_written_where_the_device_reads(accelerator, v
     place = accelerator
     before = [vector.unsafe_buffer_pointer() for vector in vectors]
     made = [jax.device_put(-np.arange(vector.size, dtype=np.float32), place.host) for vector in vectors]
-    [new] = pinned.updated_vectors([tuple(vectors)], [tuple(made)], place)
+    [new] = pinned.updated_vectors([tuple(vectors)], [tuple(made)], place, [layer_of(made)])
     assert [vector.unsafe_buffer_pointer() for vector in new] == before
     assert_same_bits(new, made)
-    [same] = pinned.updated_vectors([tuple(vectors)], [()], place)
+    [same] = pinned.updated_vectors([tuple(vectors)], [()], place, [layer_of(made)])
     assert_same_bits(same, made)
 
 
@@ -99,10 +109,10 @@ def test_memory_of_two_mappings_is_reached_and_memory_that_is_not_writable_is_no
 def test_without_views_there_are_copies(accelerator, unreachable, vectors):
     place = accelerator
     made = [jax.device_put(-np.arange(vector.size, dtype=np.float32), place.host) for vector in vectors]
-    [new] = pinned.updated_vectors([tuple(vectors)], [tuple(made)], place)
+    [new] = pinned.updated_vectors([tuple(vectors)], [tuple(made)], place, [layer_of(made)])
     assert all(vector.sharding.memory_kind == "pinned_host" for vector in new)
     assert_same_bits(new, made)
-    [partly] = pinned.updated_vectors([tuple(vectors)], [tuple(made[:1])], place)
+    [partly] = pinned.updated_vectors([tuple(vectors)], [tuple(made[:1])], place, [layer_of(made)])
     assert_same_bits(partly, [made[0], *vectors[1:]])
     assert_same_bits(pinned.on_cpu(vectors, place), vectors)
 
@@ -185,8 +195,13 @@ def test_no_gradient_and_no_compute_copy_crosses_between_the_clients(
 def copied_bytes(placement, monkeypatch):
     """The bytes of each copy into pinned memory from now on."""
     assert pinned.can_view(placement)
-    copied, copy = [], np.copyto
-    monkeypatch.setattr(pinned.np, "copyto", lambda to, *args: (copied.append(to.nbytes), copy(to, *args)))
+    copied, write = [], Ownership.write_shares
+
+    def counted(own, layer, vectors, rows):
+        copied.extend(vector.nbytes for vector in vectors)
+        write(own, layer, vectors, rows)
+
+    monkeypatch.setattr(Ownership, "write_shares", counted)
     return copied
 
 

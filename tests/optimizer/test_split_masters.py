@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -12,11 +13,13 @@ import jaxferry
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library, rest_size
 from jaxferry.optimizer import SplitMaster, split_masters
+from jaxferry.partition import Ownership
 from jaxferry.step import LayerPlan, Plan
+from jaxferry.transport import Transport
 from models import chain
 from planned import assert_same_bits
 
-WIDTH, DEPTH = 64, 4
+WIDTH, DEPTH = 63, 4  # two devices have shares of 1,985 and 1,984 elements of a weight
 OPTIMIZERS = {
     "adamw": jaxferry.adamw(1e-2),
     "lion": jaxferry.lion(1e-2),
@@ -25,6 +28,7 @@ OPTIMIZERS = {
     "copy int8": jaxferry.adamw(1e-2, moments="int8", masters="bfloat16"),
 }
 FORMS = pytest.mark.parametrize("form", ["adamw", "copy"])
+DEVICES = pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.cpu_device)])
 BATCH = np.ones((4, WIDTH), np.float32)
 SHAPES = [(), (1,), (17,), (3, 5), (1, 40), (2, 1, 33), (4, 0, 3), (5, 4, 3, 2)]
 
@@ -34,8 +38,9 @@ def split_master(shape, offset=3):
     master = np.random.default_rng(size).normal(size=size).astype(np.float32)
     copy = np.zeros(offset + size + 2, ml_dtypes.bfloat16)
     copy[offset : offset + size] = master.astype(copy.dtype)
-    made = SplitMaster(np.zeros(rest_size(size), np.uint16), jnp.asarray(copy), offset, shape)
-    assert library("cpu").split(master, copy[offset : offset + size].view(np.uint16), made.rest)
+    own = copy[offset : offset + size].view(np.uint16)
+    made = SplitMaster(np.zeros(rest_size(size), np.uint16), [own], shape)
+    assert library("cpu").split(master, own, made.rest)
     return made, master.reshape(shape)
 
 
@@ -82,7 +87,9 @@ def parameters():
     return params
 
 
-def step_of(optimizer, modes=(Mode.GFGB, Mode.DHA, Mode.RELOAD, Mode.GFGB), **options):
+def step_of(optimizer, modes=(Mode.GFGB, Mode.DHA, Mode.RELOAD, Mode.GFGB), num_devices=1, **options):
+    if num_devices > 1:
+        options["mesh"] = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
     layers = tuple(LayerPlan(f"l{i}", mode, GradientPlace.DEVICE) for i, mode in enumerate(modes))
     options = {"plan": Plan("any", 1.0, layers), "compute_dtype": jnp.bfloat16, **options}
     return jaxferry.train_step(loss_fn, optimizer, **options)
@@ -107,13 +114,15 @@ def whole(monkeypatch):
     return lambda: monkeypatch.setattr(split_masters, "_LEAST_SIZE", 1 << 60)
 
 
+@DEVICES
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1e-3}, {"accumulate": 2}], ids=["plain", "clipped", "sums"])
-def test_training_takes_the_same_steps_as_with_whole_masters(whole, kind, options):
-    optimizer = OPTIMIZERS[kind]
+def test_training_takes_the_same_steps_as_with_whole_masters(whole, kind, options, num_devices):
+    optimizer, options = OPTIMIZERS[kind], {**options, "num_devices": num_devices}
     step = step_of(optimizer, **options)
     state, losses = train(step, step.init(parameters()), 6)
-    assert kinds(state) == {SplitMaster}
+    # The shares of several devices do not end where blocks of codes do.
+    assert (kinds(state) == {SplitMaster}) == (num_devices == 1 or "int8" not in kind)
     whole()
     step = step_of(optimizer, **options)
     expected, expected_losses = train(step, step.init(parameters()), 6)
@@ -122,10 +131,11 @@ def test_training_takes_the_same_steps_as_with_whole_masters(whole, kind, option
     assert_same_bits((state.params, state.opt_state), (expected.params, expected.opt_state))
 
 
+@DEVICES
 @FORMS
-def test_masters_stay_split_whatever_is_done_with_a_state(tmp_path, whole, form):
+def test_masters_stay_split_whatever_is_done_with_a_state(tmp_path, whole, form, num_devices):
     optimizer = OPTIMIZERS[form]
-    step = step_of(optimizer)
+    step = step_of(optimizer, num_devices=num_devices)
     state, _ = train(step, step.init(parameters()), 2)
     step.save(state, tmp_path / "saved")
     params = state.params
@@ -136,7 +146,7 @@ def test_masters_stay_split_whatever_is_done_with_a_state(tmp_path, whole, form)
     }
     others["assigned"].params = params
     # Layers of other groups: the state is arranged anew.
-    other = step_of(optimizer, modes=[Mode.RESIDENT] * DEPTH)
+    other = step_of(optimizer, modes=[Mode.RESIDENT] * DEPTH, num_devices=num_devices)
     moved, _ = train(other, other.restore(tmp_path / "saved"), 1)
     results = [train(step, own, 3) for own in (state, *others.values())]
     for own, _ in results:
@@ -177,9 +187,30 @@ def test_a_layer_that_is_never_read_decays_and_stays_split(whole, form):
     np.testing.assert_allclose(left, (1 - 1e-3) ** 3, atol=5e-4)
 
 
+@pytest.mark.cpu_device
+@pytest.mark.parametrize(("kind", "joins"), [("adamw", False), ("copy int8", True)])
+def test_several_devices_update_their_shares_where_they_are(monkeypatch, kind, joins):
+    def addresses(state):
+        return [vector.addressable_shards[0].data.unsafe_buffer_pointer() for (vector,) in state.host.vectors]
+
+    def counted(plain):
+        return lambda *args: (joined.append(plain), plain(*args))[1]
+
+    step, joined = step_of(OPTIMIZERS[kind], num_devices=2), []
+    state, _ = train(step, step.init(parameters()), 1)  # a first step waits for all gradients, and joins them
+    before = addresses(state)
+    for name in ("write_shares", "from_shares"):
+        monkeypatch.setattr(Ownership, name, counted(getattr(Ownership, name)))
+    monkeypatch.setattr(Transport, "_new_vectors", None)  # gradients have their memory
+    state, _ = train(step, state, 3)
+    assert bool(joined) == joins and (kinds(state) == {SplitMaster}) != joins
+    assert addresses(state) == before
+
+
+@DEVICES
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS.values(), optax.adamw(1e-2)], ids=[*OPTIMIZERS, "whole"])
-def test_host_memory_is_counted_as_masters_are_stored(optimizer):
-    step = step_of(optimizer)
+def test_host_memory_is_counted_as_masters_are_stored(optimizer, num_devices):
+    step = step_of(optimizer, num_devices=num_devices)
     state, _ = train(step, step.init(parameters()), 1)
     model, layers = step.compiler.model, state.host.layers
     masters = [master for unit in state.host.units for master in unit.masters]

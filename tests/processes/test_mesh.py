@@ -371,8 +371,10 @@ def test_a_share_of_a_layer_holds_its_part_of_each_parameter(num, dtype):
         for found, vector in zip(own.to_shares(layer, host), vectors, strict=True):
             np.testing.assert_array_equal(found.reshape(-1), vector)
         rows = [np.asarray(vector).reshape(num, -1) for vector in vectors]
-        for found, vector in zip(own.from_shares(layer, rows), host, strict=True):
-            np.testing.assert_array_equal(found, vector)
+        found = [np.zeros(vector.shape, vector.dtype) for vector in host]
+        own.from_shares(layer, rows, found)
+        for back, vector in zip(found, host, strict=True):
+            np.testing.assert_array_equal(back, vector)
         row = np.asarray(vectors[-1]).reshape(num, -1)
         assert row.shape[1] == sum(-(-leaf.size // num) for leaf in layer.leaves if leaf.vector == len(vectors) - 1)
 

@@ -75,7 +75,7 @@ def test_dropped_steps_leave_nothing(num_steps, optimizer, options):
     assert objects - before[2] < MAX_OBJECTS
 
 
-UPDATES = {"optimizers.FusedUpdate": jaxferry.adamw, "update_programs.CompiledUpdate": optax.adamw}
+UPDATES = {"fused_update.FusedUpdate": jaxferry.adamw, "update_programs.CompiledUpdate": optax.adamw}
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["once", "sums"])
