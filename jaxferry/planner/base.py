@@ -42,6 +42,7 @@ from jaxferry.step import (
     StepSchedules,
     UpdateOrder,
     Updates,
+    may_defer,
     needed_bytes,
 )
 from jaxferry.units import format_bytes
@@ -64,10 +65,26 @@ def with_update_order(profile: Profile, plan: Plan) -> Plan:
     """
     schedules = StepSchedules(profile, plan)
     if any(task.duration_s > 0 for task in schedules.within(plan.memory_bytes).tasks):
-        return best_order(plan, schedules)[0]
+        return with_deferred_updates(profile, best_order(plan, schedules)[0])
     is_backward = Mode.RESIDENT in plan.modes or not schedules.may_reorder
     order = UpdateOrder.BACKWARD if is_backward else UpdateOrder.NEED
     return dataclasses.replace(plan, update_order=order)
+
+
+_DEFERRED_SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
+
+
+def with_deferred_updates(profile: Profile, plan: Plan) -> Plan:
+    """The plan with the number of deferred updates that has the shortest steady step, ties with the fewest.
+
+    With none, the scratch file has nothing to do from the last update to the next backward.
+    """
+    if not may_defer(profile, plan):
+        return plan
+    tried = [dataclasses.replace(plan, deferred_updates=int(share * len(profile.groups))) for share in _DEFERRED_SHARES]
+    seconds = [steady_s(StepSchedules(profile, each), each.memory_bytes, False) for each in tried]
+    least_s = min(seconds) * (1 + _ROUNDING)
+    return next(each for each, own_s in zip(tried, seconds, strict=True) if own_s <= least_s)
 
 
 def best_order(

@@ -8,7 +8,7 @@ from jaxferry.costs import Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.planner.auto import Auto, AutoSearch
-from jaxferry.planner.base import Objective, Policy, Request, read_objective
+from jaxferry.planner.base import Objective, Policy, Request, read_objective, with_deferred_updates
 from jaxferry.planner.baselines import L2L, NativeOffload, NativeOverlapped, ZeroOffload
 from jaxferry.planner.columns import updatable_groups
 from jaxferry.planner.exact import Exact, gap_details
@@ -95,7 +95,7 @@ def planner_of(profile: Profile, policy: str, request: Request) -> Planner:
     plan: Planner = functools.partial(_plan_within, profile, policy, request)
     if policy == Auto.name:
         plan = AutoSearch(profile, request).plan
-    return lambda budget_bytes: predict(profile, as_run(profile, plan(budget_bytes)))
+    return lambda budget_bytes: predict(profile, with_deferred_updates(profile, as_run(profile, plan(budget_bytes))))
 
 
 def _plan_within(profile: Profile, policy: str, request: Request, budget_bytes: int | None) -> Plan:

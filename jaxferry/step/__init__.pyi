@@ -10,6 +10,7 @@ from .effective_plan import Spans as Spans
 from .effective_plan import buffers_of as buffers_of
 from .effective_plan import copy_bytes as copy_bytes
 from .effective_plan import effective as effective
+from .effective_plan import may_defer as may_defer
 from .effective_plan import reads_back as reads_back
 from .effective_plan import saved_bytes as saved_bytes
 from .effective_plan import streamed_groups as streamed_groups

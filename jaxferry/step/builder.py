@@ -46,7 +46,8 @@ class StatesOnDisk:
         found = ((group, members[0]) for group, members in enumerate(profile.groups) if group not in elsewhere)
         on_disk = [each for each in found if profile.layers[each[1]].state_read_s is not None]
         self._layers, self._list, self._first = profile.layers, tasks, dict(on_disk)
-        self._left = sorted(self._first, key=lambda group: -self._first[group])
+        in_time = sorted(self._first.keys() - set(effective.deferred), key=lambda group: -self._first[group])
+        self._left = [*in_time, *(group for group in effective.deferred if group in self._first)]
         self._reads: dict[int, int] = {}
 
     def begin(self) -> None:
@@ -106,6 +107,7 @@ class StepBuilder:
         self.offloads: dict[int, int] = {}
         self.host_gradients: dict[int, int] = {}
         self.updates: dict[int, int] = {}
+        self.waits_of_deferred: dict[int, tuple[int, ...]] = {}
         self.refreshes: dict[int, int] = {}
         self.updates_of_programs: list[tuple[int, ...]] = []
         self.disk = StatesOnDisk(effective, self.list)
@@ -132,6 +134,8 @@ class StepBuilder:
                 self.update_on_device(layer, everything)
                 self.stream(layer, everything)
                 self.update(layer, everything)
+        for group in self.effective.deferred:
+            self.update_of(group, self.waits_of_deferred[group])
         for group in self.updates:
             self.refresh(group)
         self.list_late_updates(num_forward_tasks)
@@ -332,7 +336,15 @@ class StepBuilder:
         elsewhere = group in self.on_device | self.through_gpu
         if elsewhere or layer != members[0] or not self.layers[layer].has_gradient:
             return
-        duration = ("update_s", self.profile.group_update_s[group])
+        if group in self.effective.deferred:
+            self.waits_of_deferred[group] = after
+        else:
+            self.update_of(group, after)
+
+    def update_of(self, group: int, after: tuple[int, ...]) -> None:
+        """Emits a group's update by the host."""
+        members, duration = self.profile.groups[group], ("update_s", self.profile.group_update_s[group])
+        layer = members[0]
         task = self.list.emit(Kind.UPDATE, Lane.HOST, layer, duration, tuple(sorted({*after, *self.disk.read(group)})))
         self.disk.write(group, task)
         arrived = [self.host_gradients[other] for other in members if other in self.arrivals]

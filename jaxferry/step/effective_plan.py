@@ -73,6 +73,24 @@ def _has_state_on_disk(profile: Profile) -> bool:
     return any(layer.state_read_s is not None for layer in profile.layers)
 
 
+def may_defer(profile: Profile, plan: Plan) -> bool:
+    """Whether some updates may follow all backwards: with state in a scratch file, where none are by need."""
+    waits = profile.updates_after_all or plan.updates is Updates.AFTER_ALL
+    return not waits and buffers_of(profile, plan) is None and profile.once(_has_state_on_disk)
+
+
+def deferred_groups(profile: Profile, plan: Plan) -> tuple[int, ...]:
+    """The groups whose updates a plan defers, in their order; never the first or the last one that the host updates."""
+    if not plan.deferred_updates or not may_defer(profile, plan):
+        return ()
+    elsewhere = updated_on_device(profile, plan) | streamed_groups(profile, plan)
+    trained = [profile.layers[members[0]].has_gradient for members in profile.groups]
+    groups = [group for group, is_trained in enumerate(trained) if is_trained and group not in elsewhere]
+    num = max(len(groups) - plan.deferred_updates, min(2, len(groups)))
+    in_time = {groups[place * (len(groups) - 1) // max(num - 1, 1)] for place in range(num)}
+    return tuple(group for group in groups if group not in in_time)
+
+
 def updated_on_device(profile: Profile, plan: Plan) -> frozenset[int]:
     """The groups that a plan updates on the device, where they stay."""
     return _updated_groups(profile, plan.updates_on_device)
@@ -135,6 +153,7 @@ class EffectivePlan:
       second_end: the layer whose backward reads the second copy last.
       offloads: whether the gradient leaves by a transfer, or by an update that streams.
       holds_up: likewise, but for those of which no forward waits for the link down.
+      deferred: the groups whose updates follow all backwards, in this order.
       resident: by group, whether its copy is RESIDENT.
       refreshed: by group, whether that is refreshed after the group's update.
     """
@@ -147,6 +166,7 @@ class EffectivePlan:
         self.leaving = leaving_bytes(profile, plan) if plan.offloads_activations else None
         self.on_device, self.through_gpu = updated_on_device(profile, plan), streamed_groups(profile, plan)
         self.staying = _updated_groups(profile, plan.copies_stay)
+        self.deferred = deferred_groups(profile, plan)
         self.kept = kept_gradients(profile, self.through_gpu, self.after_all)
         self.param_bytes = [layer.param_bytes for layer in layers]
         self.gradient_bytes = [layer.device_gradient_bytes for layer in layers]

@@ -14,8 +14,9 @@ the key `update`: `"resident"` if its parameters are updated on the device, wher
 if masters and state come to the device for the update only, while the compute copy of a RESIDENT layer stays there; the
 default is `"host"`. A plan may have the key `update_order`: `"need"` if the host picks the update that the next forward
 needs first; the default is `"backward"`. It may have the key `memory_bytes`, the device memory that gradients may fill,
-the key `subgroups`: `"small"` if updates stream in small pieces; the default is `"large"`; and the key
-`gradient_buffers`, the most programs whose gradients may be in host memory; the default is all.
+the key `subgroups`: `"small"` if updates stream in small pieces; the default is `"large"`; the key
+`gradient_buffers`, the most programs whose gradients may be in host memory; the default is all; and the key
+`deferred_updates`, how many groups the host updates after all backwards; the default is 0.
 All further top-level keys, such as `lower_bound_s` and `gap` of `exact`, are the plan's `details`.
 """
 
@@ -198,6 +199,8 @@ class Plan:
       gradient_buffers: the most programs whose gradients may be in host memory at one time, at least 1: a backward
         waits until the gradients of the program so many places before it have been used. None: all have memory of their
         own. It needs updates that are not after all gradients.
+      deferred_updates: how many groups, spread evenly, the host updates after all others, those first that the next
+        forward needs first. None are deferred with few gradient buffers, or after all gradients.
       predicted: the simulator's prediction, or None before simulation.
       details: further facts from the policy, JSON values by name: `objective`, `lower_bound_s`, `gap`, `binding`, ...
 
@@ -215,6 +218,7 @@ class Plan:
     memory_bytes: int | None = None
     subgroups: Subgroups = Subgroups.LARGE
     gradient_buffers: int | None = None
+    deferred_updates: int = 0
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -229,6 +233,8 @@ class Plan:
         object.__setattr__(self, "subgroups", Subgroups(subgroups))
         if self.memory_bytes is not None:
             object.__setattr__(self, "memory_bytes", check_bytes(self.memory_bytes, "memory_bytes", "plan"))
+        if self.deferred_updates:
+            check_count(self.deferred_updates, "deferred_updates", "plan")
         if self.gradient_buffers is not None:
             check_count(self.gradient_buffers, "gradient_buffers", "plan")
             if self.updates is Updates.AFTER_ALL:
@@ -375,6 +381,7 @@ class Plan:
             memory_bytes=fields.get("memory_bytes"),
             subgroups=fields.get("subgroups", Subgroups.LARGE),
             gradient_buffers=fields.get("gradient_buffers"),
+            deferred_updates=fields.get("deferred_updates", 0),
             details={key: value for key, value in fields.items() if key not in _KEYS},
         )
 
@@ -390,6 +397,7 @@ class Plan:
             **({} if self.memory_bytes is None else {"memory_bytes": self.memory_bytes}),
             **({} if self.subgroups is Subgroups.LARGE else {"subgroups": self.subgroups.value}),
             **({} if self.gradient_buffers is None else {"gradient_buffers": self.gradient_buffers}),
+            **({"deferred_updates": self.deferred_updates} if self.deferred_updates else {}),
             **self.details,
             "layers": [layer.to_json() for layer in self.layers],
         }

@@ -25,6 +25,8 @@ Rules (the machine model; MemFerry, section IV-B):
   before all gradients are on the host.
 - `update_order: "need"`: of the updates that could start, the host picks the one whose parameters the next forward
   needs first. Not where a step waits for its own updates: with `gradient_buffers` or state in a scratch file.
+- `deferred_updates`: the updates of so many groups, spread evenly, follow all others, those first that the next forward
+  needs first, and run beside it. Only with state in a scratch file, and without `gradient_buffers`.
 - **RELOAD** layers share two slots on the device, so one computes while the next one loads. A load of a RELOAD layer
   starts once the use before the previous one has ended. The uses are the forwards, then the backwards.
 - **RESIDENT** layers are on the device before the first step. A load refreshes each of them in place after its update,

@@ -1,5 +1,6 @@
 """Masters and optimizer state in a scratch file. Bits beside all other options: tests/test_bits.py."""
 
+import dataclasses
 import itertools
 import math
 
@@ -122,14 +123,18 @@ def test_layers_of_other_shapes_do_not_keep_their_slots(tmp_path):
     assert_same_bits(found[0][1:], found[1][1:])
 
 
-def test_reads_and_writes_are_tasks_of_their_own_lane(tmp_path):
-    step = made(tmp_path, record_steps=2)
-    trained(step)
+@pytest.mark.parametrize(("deferred", "order"), [(0, [7, 6, 5, 4, 3, 2, 1, 0]), (4, [7, 4, 2, 0, 1, 3, 5, 6])])
+def test_reads_and_writes_are_tasks_of_their_own_lane(tmp_path, expected, deferred, order):
+    step = made(tmp_path, record_steps=2, plan=dataclasses.replace(PLAN, deferred_updates=deferred))
+    state, losses = trained(step)
+    assert losses == expected[1]
+    assert_same_bits((state.params, state.opt_state), (expected[0].params, expected[0].opt_state))
     tasks = step.prepare(BATCH).schedule.tasks
     on_lane = [task for task in tasks if task.lane is Lane.DISK]
     updates = {task.segment: index for index, task in enumerate(tasks) if task.kind is Kind.UPDATE}
-    assert [task.segment for task in on_lane if task.kind is Kind.STATE_READ] == list(reversed(range(DEPTH)))
-    assert [task.segment for task in on_lane if task.kind is Kind.STATE_WRITE] == list(reversed(range(DEPTH)))
+    assert list(updates) == order
+    assert [task.segment for task in on_lane if task.kind is Kind.STATE_READ] == order
+    assert [task.segment for task in on_lane if task.kind is Kind.STATE_WRITE] == order
     held = most = 0
     for task in on_lane:
         held += 1 if task.kind is Kind.STATE_READ else -1

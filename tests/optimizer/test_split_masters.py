@@ -90,7 +90,8 @@ def parameters():
 def step_of(optimizer, modes=(Mode.GFGB, Mode.DHA, Mode.RELOAD, Mode.GFGB), num_devices=1, **options):
     if num_devices > 1:
         options["mesh"] = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-    layers = tuple(LayerPlan(f"l{i}", mode, GradientPlace.DEVICE) for i, mode in enumerate(modes))
+    places = [GradientPlace.DEVICE] * (DEPTH - 1) + [GradientPlace.HOST]
+    layers = tuple(LayerPlan(f"l{i}", mode, place) for i, (mode, place) in enumerate(zip(modes, places, strict=True)))
     options = {"plan": Plan("any", 1.0, layers), "compute_dtype": jnp.bfloat16, **options}
     return jaxferry.train_step(loss_fn, optimizer, **options)
 
@@ -205,6 +206,29 @@ def test_several_devices_update_their_shares_where_they_are(monkeypatch, kind, j
     state, _ = train(step, state, 3)
     assert bool(joined) == joins and (kinds(state) == {SplitMaster}) != joins
     assert addresses(state) == before
+
+
+@pytest.mark.cpu_device
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_several_devices_update_a_table_to_whose_gradient_rows_are_added_as_one_does(dtype):
+    def tied_loss(params, tokens):
+        x = params["table"]["w"][tokens]
+        logits = jnp.tanh(x @ params["l0"]["w"]) @ params["table"]["w"].T
+        return jax.nn.logsumexp(logits.astype(jnp.float32), -1).mean() - logits[..., 0].astype(jnp.float32).mean()
+
+    generator, losses = np.random.default_rng(0), []
+    params = {name: {"w": generator.normal(size=(WIDTH, WIDTH)).astype(np.float32)} for name in ("table", "l0")}
+    tokens = generator.integers(0, WIDTH, (4, 5))
+    for num_devices in (1, 2):
+        mesh = {"mesh": jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])} if num_devices > 1 else {}
+        step = jaxferry.train_step(tied_loss, jaxferry.adamw(1e-2), compute_dtype=dtype, **mesh)
+        state, own = step.init(params), []
+        for _ in range(6):
+            state, metrics = step(state, tokens)
+            own.append(float(metrics["loss"]))
+        losses.append(own)
+    assert losses[0][0] - losses[0][-1] > 0.1
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5 if dtype == np.float32 else 1e-2)
 
 
 @DEVICES

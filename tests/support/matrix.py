@@ -217,7 +217,7 @@ def plan_of(model: str, mode: str, gradient: str, update: str, granularity: str)
         elif update == "resident" and groups.index(use.group) % 2 == 0:
             layer = LayerPlan(use.name, Mode.RESIDENT, update=UpdatePlace.RESIDENT)
         layers.append(layer)
-    return Plan("matrix", 1.0, tuple(layers))
+    return Plan("matrix", 1.0, tuple(layers), deferred_updates=2)  # of states on disk; others ignore it
 
 
 @dataclasses.dataclass(frozen=True)
