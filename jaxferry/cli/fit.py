@@ -341,11 +341,19 @@ def find_fit(
         smallest_batch_size=smallest.batch_size,
         largest_batch_size=max(wanted, default=0),
         rows=tuple(rows),
-        problem=_problem(smallest, budget_bytes, kept(smallest.saved_bytes) | most, host_memory_bytes),
+        problem=_problem(
+            smallest, budget_bytes, kept(smallest.saved_bytes) | most, host_memory_bytes, bool(layout.on_disk)
+        ),
     )
 
 
-def _problem(smallest: Traced, budget_bytes: int, host_bytes: Mapping[str, int], host_memory_bytes: int | None) -> str:
+def _problem(
+    smallest: Traced,
+    budget_bytes: int,
+    host_bytes: Mapping[str, int],
+    host_memory_bytes: int | None,
+    is_on_disk: bool,
+) -> str:
     problems = []
     if smallest.smallest_bytes > budget_bytes:
         needs, budget = format_apart(smallest.smallest_bytes, budget_bytes)
@@ -356,8 +364,9 @@ def _problem(smallest: Traced, budget_bytes: int, host_bytes: Mapping[str, int],
     total = sum(host_bytes.values())
     if host_memory_bytes is not None and total > host_memory_bytes:
         needs, there = format_apart(total, host_memory_bytes)
+        disk = "" if is_on_disk else "keep optimizer state on a disk (--scratch), "
         problems.append(
             f"training needs {needs} of host memory, and there are {there}: "
-            "add memory, freeze parameters, keep optimizer state on a disk (scratch=), or take an optimizer with less"
+            f"add memory, freeze parameters, {disk}or take an optimizer with less"
         )
     return "; ".join(problems)

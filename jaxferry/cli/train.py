@@ -177,9 +177,10 @@ def train(
         if status:
             fate = "nothing is saved (no --save)" if save is None else f"saved, continue with --resume {save}"
             console.print(f"ended after step {run.state.step}: {fate}", soft_wrap=True, markup=False)
-        run.write(trace, record)
+        if run.has_trained or not status:
+            run.write(trace, record)
         if is_first():
-            run.report(as_json)
+            run.report(as_json, has_ended=bool(status))
     return status
 
 
@@ -226,6 +227,11 @@ class _Run:
         self._losses: list[float] = []
         self._step_s: list[float] = []
         self._peak, self._has_saved = 0, False
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step has been run."""
+        return bool(self._losses)
 
     def train(self, steps: int) -> int:
         """Trains up to a step; returns the exit status: 0, 130 after Ctrl-C, 143 after SIGTERM to any process."""
@@ -295,10 +301,11 @@ class _Run:
         if record is not None and is_first():
             make_recording(self._step, self.state, self._prepared(), model=self._user.name).save(record)
 
-    def report(self, as_json: bool) -> None:
+    def report(self, as_json: bool, has_ended: bool) -> None:
         document = {"model": self._user.name, "steps": self.state.step, "losses": self._losses, "step_s": self._step_s}
         if not self._losses:
-            print_result(as_json, document, f"nothing to do: the state is already at step {self.state.step}")
+            why = "no step was run: the state is" if has_ended else "nothing to do: the state is already"
+            print_result(as_json, document, f"{why} at step {self.state.step}")
             return
         plan = self._prepared().plan
         document |= {"device_param_bytes_peak": self._peak, "policy": plan.policy, "modes": plan_counts(plan)}

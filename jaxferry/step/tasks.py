@@ -336,6 +336,9 @@ def find_bottleneck(busy_share: Mapping[Lane, float], details: Mapping[str, Any]
     if details.get("binding") != "memory":
         return Bottleneck(name, most)
     free_s, free = details["unlimited_steady_step_s"], format_bytes(details["unlimited_needed_bytes"])
-    faster = f"with {free} of device memory a step would take {format_seconds(free_s)}, not {format_seconds(step_s)}"
+    shown, own = format_seconds(free_s), format_seconds(step_s)
+    if free_s >= step_s or shown == own:
+        return Bottleneck(name, most)
+    faster = f"with {free} of device memory a step would take {shown}, not {own}"
     is_slower = free_s < (1 - _LEAST_GAIN) * step_s
     return Bottleneck("device memory" if is_slower else name, f"{most}; {faster}")

@@ -109,6 +109,7 @@ def test_a_machine_states_its_memory(jaxferry, user_model, tmp_path, optimizer, 
     # Both moments, compute copy, the 17 bits of each master that the copy lacks, and gradients.
     needed = format_bytes((of_moments + 2 + 17 / 8) * 6 * one + 2 * num_gradients * one + 4)
     assert f"does not fit: training needs {needed} of host memory, and there are 27.0 KiB: add memory" in result.out
+    assert "keep optimizer state on a disk (--scratch)" in result.out
 
 
 def test_a_disk_keeps_what_host_memory_does_not_hold(jaxferry, user_model):
@@ -128,6 +129,8 @@ def test_a_disk_keeps_what_host_memory_does_not_hold(jaxferry, user_model):
     shown = jaxferry("fit", user_model("shapes"), *options, str(int(limit)), "--scratch", "1MB").out
     assert f"; {format_bytes(round(6 * of_layer))} on disk (--scratch)" in shown
     assert "limited by the disk" in shown
+    full = jaxferry("fit", user_model("shapes"), *options, "1KiB", "--scratch", "1MB").out
+    assert "add memory, freeze parameters, or take an optimizer with less" in full
 
 
 def test_arrays_of_a_batch_change_their_leading_axis(jaxferry, user_model, tmp_path):

@@ -107,6 +107,9 @@ def test_the_bottleneck_is_the_busiest_lane_or_the_memory_that_binds_the_plan(re
     bound = dataclasses.replace(recording, plan=dataclasses.replace(recording.plan, details=details))
     assert bound.sentence.startswith("The bottleneck is the device memory: the GPU computes 58%")
     assert "with 9.00 MiB of device memory a step would take 500.00 ms" in bound.sentence
+    for free_s in (recording.predicted_s - 1e-4, recording.predicted_s + 1.0):  # no faster, as far as is shown
+        equal = dataclasses.replace(bound.plan, details=details | {"unlimited_steady_step_s": free_s})
+        assert dataclasses.replace(bound, plan=equal).sentence == recording.sentence
 
 
 def test_the_measured_step_stands_beside_the_prediction_of_the_same_plan(recording):

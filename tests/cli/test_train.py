@@ -137,6 +137,18 @@ def test_an_interrupt_saves_what_there_is(jaxferry, user_model, tmp_path, monkey
     assert step.restore(tmp_path / "state").step == 2
 
 
+def test_an_interrupt_before_the_first_step_writes_no_recording(jaxferry, user_model, tmp_path, monkeypatch):
+    def interrupted(self, state, *args, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+
+    options = ("--steps", 9, "--trace", tmp_path / "trace.json", "--record", tmp_path / "run.json")
+    monkeypatch.setattr(TrainStep, "__call__", interrupted)
+    result = jaxferry("train", "--model", user_model("functions"), *options)
+    assert (result.status, result.out.strip()) == (130, "no step was run: the state is at step 0")
+    assert "ended after step 0: nothing is saved (no --save)" in result.err
+    assert not list(tmp_path.glob("*.json"))
+
+
 def test_a_run_saves_every_few_steps_in_the_background_and_goes_on_from_the_newest(jaxferry, user_model, tmp_path):
     model, folder = user_model("functions"), tmp_path / "runs" / "one"
     whole = jaxferry("train", "--model", model, "--steps", 7, "--json")
