@@ -35,6 +35,7 @@ import numpy as np
 from jaxferry.costs.layer_records import LINK_SHARES, NO_RECOMPUTATION, SECONDS, LayerProfile
 from jaxferry.errors import InputError
 from jaxferry.records import (
+    check_count,
     check_format,
     check_keys,
     check_list,
@@ -132,8 +133,8 @@ _Made = TypeVar("_Made")
 PROFILE_FORMAT = "jaxferry.profile/1"
 
 _PROFILE_FLAGS = ("updates_after_all", "updates_together")
-_BUFFERS = "gradient_buffers"
-_PROFILE_COUNTS = ("num_devices", "num_processes", _BUFFERS)
+_PROFILE_COUNTS: Mapping[str, int | None] = {"num_devices": 1, "num_processes": 1, "gradient_buffers": None}
+"""Optional counts, with their defaults."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,11 +175,9 @@ class Profile:
         for name in _PROFILE_FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        counts = [name for name in _PROFILE_COUNTS if name != _BUFFERS or self.gradient_buffers is not None]
-        for name in counts:
-            num = getattr(self, name)
-            if isinstance(num, bool) or not isinstance(num, int) or num < 1:
-                raise InputError(f"{name} must be a whole number of at least 1, got {num!r}")
+        for name, default in _PROFILE_COUNTS.items():
+            if getattr(self, name) is not default:
+                check_count(getattr(self, name), name, "profile")
         if self.num_devices % self.num_processes:
             raise InputError(
                 f"num_devices, {self.num_devices}, must be a multiple of num_processes, {self.num_processes}"
@@ -341,13 +340,13 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """The profile as `jaxferry.profile/1`."""
-        counts = [(name, getattr(self, name)) for name in _PROFILE_COUNTS]
+        counts = {name: getattr(self, name) for name in _PROFILE_COUNTS}
         return {
             "format": PROFILE_FORMAT,
             "machine": dict(self.machine),
             "layers": [layer.to_json() for layer in self.layers],
             **{name: True for name in _PROFILE_FLAGS if getattr(self, name)},
-            **{name: num for name, num in counts if num is not None and (num > 1 or name == _BUFFERS)},
+            **{name: num for name, num in counts.items() if num != _PROFILE_COUNTS[name]},
             **({"contention": self.contention.to_json()} if self.contention else {}),
         }
 

@@ -103,7 +103,10 @@ class Schedule:
         equations, early = self._missing(values, number, lambda value: analysis.stage[value] == number)
         done = set[Equation]().union(*self._computed[:number])
         self._computed[number] |= equations
-        can_repeat: Callable[[Equation], bool] = lambda equation: is_repeated(equation) or equation not in done  # noqa: E731
+
+        def can_repeat(equation: Equation) -> bool:
+            return is_repeated(equation) or equation not in done
+
         for value in values_to_keep(analysis.graph, early, free.union(self.loops), can_repeat):
             self.loops[value] = own = analysis.stage[value]
             self._computed[own] |= self._again([value], own)
@@ -111,7 +114,10 @@ class Schedule:
 
     def _again(self, values: Iterable[int], number: int) -> set[Equation]:
         """What a loop computes in addition for some values, without what earlier ones store."""
-        is_open: Callable[[int], bool] = lambda value: self.loops.get(value, number) >= number  # noqa: E731
+
+        def is_open(value: int) -> bool:
+            return self.loops.get(value, number) >= number
+
         return self._missing(filter(is_open, values), number, is_open)[0]
 
     def _missing(

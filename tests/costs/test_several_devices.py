@@ -142,7 +142,7 @@ def test_a_profile_says_of_how_many_devices_it_is():
     assert document["num_devices"] == 4 and "num_devices" not in chain(1).to_json()
     assert Profile.from_json(json.loads(json.dumps(document))) == chain(4)
     for wrong in (0, -1, 1.5, True, "4", None):
-        with pytest.raises(InputError, match="num_devices must be a whole number of at least 1"):
+        with pytest.raises(InputError, match="profile: num_devices must be a whole number, 1 or more"):
             Profile.from_json({**document, "num_devices": wrong})
 
 
