@@ -88,6 +88,7 @@ class StepBuilder:
         self.layers, self.modes, self.gradients = profile.layers, plan.modes, plan.gradients
         self.remats, self.after_all = effective.remats, effective.after_all
         self.on_device, self.through_gpu = effective.on_device, effective.through_gpu
+        self.not_on_host = self.on_device | self.through_gpu
         self.room, self.left_bytes = room, left_bytes
         chosen = effective.leaving
         self.crossings = profile.once(Crossings.without_choice) if chosen is None else Crossings.of(profile, chosen)
@@ -276,8 +277,7 @@ class StepBuilder:
         if last == NO_WAIT:
             return ()
         self.streams.finish(last)
-        offloaded = [other for other in self.offloads if other >= last]
-        return tuple(self.offloads[other] for other in offloaded[-1:])
+        return tuple(itertools.islice((self.offloads[x] for x in reversed(self.offloads) if x >= last), 1))
 
     def wait_for_buffers(self) -> tuple[int, ...]:
         """The updates that have used the gradients whose host memory those of the next program take."""
@@ -297,7 +297,7 @@ class StepBuilder:
     def gradient(self, layer: int, backward: int, end: int) -> None:
         """Emits what follows for a layer's gradient once its program has ended."""
         profile, group = self.layers[layer], self.profile.group_of[layer]
-        if group in self.on_device | self.through_gpu:
+        if group in self.not_on_host:
             self.list[backward].start_bytes += profile.device_gradient_bytes
             self.arrivals[layer] = end
         elif profile.has_gradient:
@@ -329,8 +329,7 @@ class StepBuilder:
         """Emits the group's update at its first layer, the last one in backward order."""
         group = self.profile.group_of[layer]
         members = self.profile.groups[group]
-        elsewhere = group in self.on_device | self.through_gpu
-        if elsewhere or layer != members[0] or not self.layers[layer].has_gradient:
+        if group in self.not_on_host or layer != members[0] or not self.layers[layer].has_gradient:
             return
         duration = ("update_s", self.profile.group_update_s[group])
         task = self.list.emit(Kind.UPDATE, Lane.HOST, layer, duration, tuple(sorted({*after, *self.disk.read(group)})))

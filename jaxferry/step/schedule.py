@@ -122,6 +122,7 @@ class StepSchedules:
         self.profile, self.plan = profile, plan
         self.effective, self.needs = step_demand(profile, plan)
         self._other_order: StepSchedules | None = None
+        self._rooms: dict[int, tuple[int, ...]] = {}
         self._known: dict[tuple[tuple[int, ...], int], Schedule] = {}
         self._steady: dict[int, SteadyStep] = {}
 
@@ -167,7 +168,9 @@ class StepSchedules:
 
     def _room(self, memory_bytes: int) -> tuple[int, ...]:
         """For each layer, the layer whose offload its backward waits for, or `NO_WAIT`."""
-        return tuple(waits(self.effective, self.needs, memory_bytes))
+        if memory_bytes not in self._rooms:
+            self._rooms[memory_bytes] = tuple(waits(self.effective, self.needs, memory_bytes))
+        return self._rooms[memory_bytes]
 
 
 def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:
