@@ -203,20 +203,18 @@ class StepBuilder:
         self.list[task].end_bytes += num_bytes
         return (task,)
 
-    def fetch_for_next(self, layer: int) -> None:
-        """Emits the fetch that may run beside the backward of a program, which it precedes in the list.
+    def returning(self, layer: int) -> int | None:
+        """The program whose values may return beside the backward of another one; both by their first layers."""
+        found = self.crossings.fetched_at.get(layer)
+        return None if found is None or not self.crossings.fetches[found] else found
 
-        Args:
-          layer: the first layer of the program.
-        """
-        following = self.crossings.fetched_at.get(layer)
-        num_bytes = 0 if following is None else int(self.crossings.fetches[following])
-        if following is None or num_bytes == 0:
-            return
-        duration = ("load_s", num_bytes * self.fetch_s_a_byte)
-        own = {self.last_program, *self.saved.get(following, ())}
-        self.fetched[following] = self.list.emit(Kind.FETCH, Lane.H2D, following, duration, tuple(sorted(own)))
-        self.list[self.fetched[following]].start_bytes += num_bytes
+    def fetch(self, layer: int, before: int) -> None:
+        """Emits the fetch of the values of a program with this first layer, which waits for the task `before`."""
+        num_bytes = int(self.crossings.fetches[layer])
+        own = tuple(sorted({before, *self.saved.get(layer, ())}))
+        task = self.list.emit(Kind.FETCH, Lane.H2D, layer, ("load_s", num_bytes * self.fetch_s_a_byte), own)
+        self.list[task].start_bytes += num_bytes
+        self.fetched[layer] = task
 
     def next_backward(self, layer: int) -> int | None:
         """The first layer of the program whose backward follows that of this first layer of a program."""
@@ -230,7 +228,7 @@ class StepBuilder:
         self.streams.update_arrived()
         found = {layer: self.copies.for_backward(layer, self.forwards[layer]) for layer in members}
         copies = {layer: copy for layer, copy in found.items() if copy is not None}
-        self.fetch_for_next(members[-1])
+        before, returning = self.last_program, self.returning(members[-1])
         room = (*self.wait_for_room(members[0]), *self.wait_for_buffers())
         after = self.backward_waits(members[-1], copies.values(), room)
         tasks: dict[int, int] = {}
@@ -239,9 +237,12 @@ class StepBuilder:
             after = ()
         self.copies.note_uses(copies, tasks, self.last_program)
         following = self.next_backward(members[-1])
-        if self.through_gpu and following is not None:  # its loads precede a transfer up that waits for this backward
+        if following is not None and (self.through_gpu or returning is not None):
+            # Its loads precede a transfer up that waits for this backward, and what returns for one after it.
             first, last = self.profile.program_ends[following]
             self.copies.find_ahead(reversed(range(first, last + 1)), self.forwards)
+        if returning is not None:
+            self.fetch(returning, before)
         end = self.last_program
         for layer in members:
             self.gradient(layer, tasks[layer], end)

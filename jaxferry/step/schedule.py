@@ -63,8 +63,8 @@ Rules (the machine model; MemFerry, section IV-B):
 - **Values in host memory** (`save_bytes` and `fetch_bytes`; with `activations: "host"` also `offloadable_bytes`): a
   save follows the last forward that reads its values. The second program after that forward waits for the save, so at
   most `CROSSING_SLOTS` programs' values are in flight. A fetch starts when the second program before its backward has
-  ended. Saves share D2H with offloads, fetches share H2D with loads. They take the average time per byte of all
-  offloads, or all loads, of the profile.
+  ended; second loads for the backward before it go first. Saves share D2H with offloads, fetches share H2D with loads.
+  They take the average time per byte of all offloads, or all loads, of the profile.
 - **Chain of steps**: a forward that reads host memory, and a load for the forward, wait for the previous step's update
   of these parameters. A forward on a RESIDENT copy waits for its refresh, or for its update on the GPU. If there is no
   update, a load waits for the last use of the previous step's copy.
