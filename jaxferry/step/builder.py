@@ -229,6 +229,9 @@ class StepBuilder:
         found = {layer: self.copies.for_backward(layer, self.forwards[layer]) for layer in members}
         copies = {layer: copy for layer, copy in found.items() if copy is not None}
         before, returning = self.last_program, self.returning(members[-1])
+        if returning is not None and not self.crossings.awaits_saves:  # for the next backward, as its loads are
+            self.fetch(returning, before)
+            returning = None
         room = (*self.wait_for_room(members[0]), *self.wait_for_buffers())
         after = self.backward_waits(members[-1], copies.values(), room)
         tasks: dict[int, int] = {}
