@@ -306,6 +306,12 @@ class Profile:
     def _made(self) -> dict[Any, Any]:
         return {}
 
+    def of_layers(self, kept: Sequence[int], same: Iterable[Callable[[Profile], Any]]) -> Self:
+        """The profile of some whole programs, by their layers; what these functions make `once` is as of all layers."""
+        found = dataclasses.replace(self, layers=tuple(self.layers[layer] for layer in kept))
+        found._made.update((of, self.once(of)) for of in same)
+        return found
+
     def with_layers(self, changes: Iterable[Mapping[str, Any]]) -> Self:
         """The profile with changed fields of each layer."""
         pairs = zip(self.layers, changes, strict=True)

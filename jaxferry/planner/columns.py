@@ -56,6 +56,18 @@ class Column:
         return in_host_memory, self.mode is Mode.RELOAD, leaves, self.remat is not Remat.NONE
 
 
+def classes_of(profile: Profile) -> list[list[int]]:
+    """The layers that cost the same, in forward order."""
+    names = [field.name for field in dataclasses.fields(LayerProfile) if field.name not in _NOT_COMPARED]
+    found: dict[tuple[object, ...], list[int]] = {}
+    for index, layer in enumerate(profile.layers):
+        members = profile.groups[profile.group_of[index]]
+        costs = (getattr(layer, name) for name in names)
+        key = (*costs, *sorted(layer.offloadable_bytes.items()), members.index(index), len(members))
+        found.setdefault(key, []).append(index)
+    return list(found.values())
+
+
 def updatable_groups(profile: Profile) -> list[int]:
     """The groups that a plan may update on the device: those whose layers state `update_gpu_s`."""
     layers = ((group, profile.layers[members[0]]) for group, members in enumerate(profile.groups))
@@ -120,10 +132,8 @@ class Columns:
         self.movable = self.allowed if tries_late else self.allowed & ~is_late
         self.number = {column: number for number, column in enumerate(self.all)}
         self.reliance = np.array([column.reliance for column in self.all])
-        self.classes = self._classes()
-        self._plans = [
-            [LayerPlan(layer.name, *dataclasses.astuple(column)) for column in self.all] for layer in profile.layers
-        ]
+        self.classes = profile.once(classes_of)
+        self._plans = [[LayerPlan(layer.name, **vars(column)) for column in self.all] for layer in profile.layers]
 
     def _is_useful(self, index: int, column: Column) -> bool:
         """Whether the column differs for the layer from a simpler one."""
@@ -144,16 +154,6 @@ class Columns:
             is_last = self.profile.program_ends[index][1] == len(self.profile.layers) - 1
             return reads_back(layer, column.remat) and not layer.fused_backward and not is_last
         return True
-
-    def _classes(self) -> list[list[int]]:
-        names = [field.name for field in dataclasses.fields(LayerProfile) if field.name not in _NOT_COMPARED]
-        found: dict[tuple[object, ...], list[int]] = {}
-        for index, layer in enumerate(self.profile.layers):
-            members = self.profile.groups[self.profile.group_of[index]]
-            costs = (getattr(layer, name) for name in names)
-            key = (*costs, *sorted(layer.offloadable_bytes.items()), members.index(index), len(members))
-            found.setdefault(key, []).append(index)
-        return list(found.values())
 
     def layers(self, codes: np.ndarray) -> tuple[LayerPlan, ...]:
         """The layers of a plan."""

@@ -22,7 +22,17 @@ from jaxferry.costs import SHARING, LayerProfile, Profile
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.planner.columns import Column, Columns
 from jaxferry.planner.judge import Counts, Judge
-from jaxferry.step import Demand, Kind, Lane, program_bytes, with_shared_work
+from jaxferry.step import (
+    Demand,
+    Kind,
+    Lane,
+    Plan,
+    StepSchedules,
+    fetch_seconds_a_byte,
+    program_bytes,
+    save_seconds_a_byte,
+    with_shared_work,
+)
 
 _MOST_ROWS = 96
 _MOST_PLACES = 24
@@ -86,16 +96,20 @@ class Estimates:
         self._costs: dict[tuple[Kind, Lane], np.ndarray] = {}
         needs: list[Demand] = []
         alike = [members for members in self.columns.classes if len(profile.groups[profile.group_of[members[0]]]) == 1]
-        others = [layer for members in alike for layer in members[1:]]
-        plain = self.columns.uniform(Column(Mode.GFGB))
+        # One of each class tells what all of them take, so programs without such a layer are left out.
+        are_crossing = any(layer.save_bytes or layer.fetch_bytes for layer in profile.layers)
+        others = set() if are_crossing else {layer for members in alike for layer in members[1:]} - {shape[0] - 1}
+        kept = [layer for members in profile.programs if not others.issuperset(members) for layer in members]
+        few = profile.of_layers(kept, (fetch_seconds_a_byte, save_seconds_a_byte))
         for number, column in enumerate(self.columns.all):
             codes = self.columns.uniform(column)
             needs.append(judge.needs(codes))
-            codes[others] = plain[others]  # one of each class tells what all of them take
-            for task in with_shared_work(judge.schedules(codes).within(None)).tasks:
-                if codes[task.segment] == number and task.kind is not Kind.CONTENTION:
-                    known = self._costs.setdefault((task.kind, task.lane), np.zeros(shape))
-                    known[task.segment, number] += task.duration_s
+            layers = self.columns.layers(codes)
+            step = StepSchedules(few, Plan(judge.policy, 1.0, tuple(layers[layer] for layer in kept))).within(None)
+            for task in with_shared_work(step).tasks:
+                layer = kept[task.segment]
+                if codes[layer] == number and task.kind is not Kind.CONTENTION:
+                    self._costs.setdefault((task.kind, task.lane), np.zeros(shape))[layer, number] += task.duration_s
         for known, members in itertools.product(self._costs.values(), alike):
             known[members] = known[members[0]]
         self._shares = np.zeros((len(SHARING), len(SHARING)))
@@ -321,8 +335,8 @@ class Ranking:
         added, freed = np.minimum(now + more, 2) - np.minimum(now, 2), np.minimum(now - more, 2) - np.minimum(now, 2)
         was_reload = np.array([reload[part].all() for part in moves.parts])[moves.part]
         is_reload: np.ndarray = self._reloads[moves.column]
-        slots = added[:, moves.part] * (is_reload & ~was_reload) + freed[:, moves.part] * (was_reload & ~is_reload)
-        moves.num_bytes[:] += slots * largest[moves.part]
+        for slots, those in ((added, is_reload & ~was_reload), (freed, was_reload & ~is_reload)):
+            moves.num_bytes[:, those] += (slots * largest)[:, moves.part[those]]
 
     def _begins_streams(self, moves: Moves, codes: np.ndarray) -> np.ndarray:
         """The moves by which the first updates stream, (moves,) flags."""

@@ -20,7 +20,7 @@ from jaxferry.costs import HOST as HOST_LANE
 from jaxferry.costs import UP as UP_LANE
 from jaxferry.costs import LayerProfile, Profile
 from jaxferry.modes import ActivationPlace, GradientPlace, Mode, Remat, Subgroups, UpdatePlace
-from jaxferry.planner.columns import Column, Columns, updatable_groups
+from jaxferry.planner.columns import Column, Columns, classes_of, updatable_groups
 from jaxferry.step import (
     SLOTS,
     fetch_seconds_a_byte,
@@ -78,9 +78,18 @@ def group_options(profile: Profile, places: tuple[int, ...], columns: Columns | 
       columns: the choices that count; None for all.
     """
     may_update, known = frozenset(updatable_groups(profile)), dict[bytes, tuple[np.ndarray, list[tuple[Column, ...]]]]()
-    found = []
+    found, alike = list[Options](), dict[tuple[object, ...], Options]()
+    class_of = {layer: number for number, members in enumerate(profile.once(classes_of)) for layer in members}
+    last, early = len(profile.layers) - 1, profile.once(_last_awaited)
     for group, members in enumerate(profile.groups):
         layer = profile.layers[members[0]]
+        where = [(place > member) - (place < member) for member in members for place in (*places, early or 0)]
+        ends = [profile.program_ends[member][1] == last for member in members]
+        may = b"" if columns is None else columns.allowed[list(members)].tobytes()
+        kind = (*(class_of[member] for member in members), *where, *ends, may)
+        if kind in alike:
+            found.append(dataclasses.replace(alike[kind], first=members[0]))
+            continue
         table, chosen = _of_group(profile, group, group in may_update, places)
         if columns is not None:
             kept = [row for row, each in enumerate(chosen) if _are_allowed(columns, members, each)]
@@ -91,6 +100,7 @@ def group_options(profile: Profile, places: tuple[int, ...], columns: Columns | 
             known[key] = table[rows], [chosen[row] for row in rows]
         table, chosen = known[key]
         found.append(Options(members[0], table, min(num_subgroups(layer, Subgroups.SMALL), SLOTS), chosen))
+        alike[kind] = found[-1]
     return found
 
 

@@ -34,7 +34,7 @@ from jaxferry.planner.moves import Estimates, Kinds, Ranking
 from jaxferry.planner.place_bound import Solution, solve
 from jaxferry.planner.preference import longest_equal_s, preferred
 from jaxferry.planner.problem import MOST_CHECKED, UNLIMITED_BYTES, Problem
-from jaxferry.planner.starts import of_two_columns, rounded
+from jaxferry.planner.starts import alternating, of_two_columns, rounded
 from jaxferry.step import UpdateOrder, slots_bytes
 
 MOST_EFFORT = 130_000
@@ -268,6 +268,7 @@ class _BudgetSearch:
                 yield searched.best.codes
         if self.budget_bytes is not None:
             yield self.search.leanest
+        yield from alternating(self.columns, self.solution, self._fits)
         for share in _SHARES if self.budget_bytes is not None else (1.0,):
             budget = None if self.budget_bytes is None else int(share * self.budget_bytes)
             is_same = share == 1.0

@@ -1,5 +1,10 @@
 """Plans that a search starts from: the linear programme's solution in whole layers, and plans of two columns."""
 
+import bisect
+import dataclasses
+import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -8,6 +13,7 @@ from jaxferry.modes import ActivationPlace, GradientPlace, Mode, Remat, UpdatePl
 from jaxferry.planner.columns import Column, Columns
 from jaxferry.planner.moves import Estimates
 from jaxferry.planner.place_bound import Solution
+from jaxferry.step import save_seconds_a_byte
 
 _LEAST_SHARE = 1e-6
 _POINTS = 24
@@ -58,6 +64,34 @@ def rounded(columns: Columns, solution: Solution) -> Iterator[np.ndarray]:
                     number = columns.nearest(member, column)
                     codes[member] = codes[member] if number is None else number
         yield columns.agreed(codes)
+
+
+def alternating(columns: Columns, solution: Solution, fits: Callable[[np.ndarray], bool]) -> Iterator[np.ndarray]:
+    """Plans in which the activations of evenly spread layers leave, as many as the link has time for during forwards.
+
+    Those that leave do so as in the programme. Of the others, the first or the last ones compute more again, as few as
+    make the plan fit.
+    """
+    used = (zip(chosen, shares, strict=True) for _, chosen, shares in solution.shares)
+    found = {column for pairs in used for each, share in pairs if share > _LEAST_SHARE for column in each}
+    profile, layers = columns.profile, np.arange(len(columns.profile.layers))
+    for column in sorted(each for each in found if each.activations is ActivationPlace.HOST):
+        num_bytes = sum(layer.leaving_bytes(column.remat, column.activations) for layer in profile.layers)
+        saving_s, forward_s = num_bytes * profile.once(save_seconds_a_byte), sum(x.forward_s for x in profile.layers)
+        period = math.ceil(np.clip(saving_s / (forward_s or saving_s or 1.0), 1, len(layers)))
+        stays = dataclasses.replace(column, activations=ActivationPlace.DEVICE)
+        leaves = (layers + 1) % period == 0
+        plain = np.where(leaves, columns.uniform(column), columns.uniform(stays))
+        for remat, order in itertools.product(Remat, (layers[~leaves], layers[~leaves][::-1])):
+            again = columns.uniform(dataclasses.replace(stays, remat=remat))
+            made = functools.partial(_with_first, columns, plain, again, order)
+            number = bisect.bisect_left(layers[: len(order)], True, key=lambda number, made=made: fits(made(number)))
+            yield made(number)
+
+
+def _with_first(columns: Columns, codes: np.ndarray, others: np.ndarray, order: np.ndarray, number: int) -> np.ndarray:
+    """A plan with the columns of another one for the first layers in some order."""
+    return columns.agreed(np.where(np.isin(np.arange(len(codes)), order[:number]), others, codes))
 
 
 def of_two_columns(

@@ -89,6 +89,7 @@ class StepBuilder:
         self.layers, self.modes, self.gradients = profile.layers, plan.modes, plan.gradients
         self.remats, self.after_all = effective.remats, effective.after_all
         self.on_device, self.through_gpu = effective.on_device, effective.through_gpu
+        self.not_on_host = self.on_device | self.through_gpu
         self.room, self.left_bytes = room, left_bytes
         chosen = effective.leaving
         self.crossings = profile.once(Crossings.without_choice) if chosen is None else Crossings.of(profile, chosen)
@@ -206,20 +207,18 @@ class StepBuilder:
         self.list[task].end_bytes += num_bytes
         return (task,)
 
-    def fetch_for_next(self, layer: int) -> None:
-        """Emits the fetch that may run beside the backward of a program, which it precedes in the list.
+    def returning(self, layer: int) -> int | None:
+        """The program whose values may return beside the backward of another one; both by their first layers."""
+        found = self.crossings.fetched_at.get(layer)
+        return None if found is None or not self.crossings.fetches[found] else found
 
-        Args:
-          layer: the first layer of the program.
-        """
-        following = self.crossings.fetched_at.get(layer)
-        num_bytes = 0 if following is None else int(self.crossings.fetches[following])
-        if following is None or num_bytes == 0:
-            return
-        duration = ("load_s", num_bytes * self.fetch_s_a_byte)
-        own = {self.last_program, *self.saved.get(following, ())}
-        self.fetched[following] = self.list.emit(Kind.FETCH, Lane.H2D, following, duration, tuple(sorted(own)))
-        self.list[self.fetched[following]].start_bytes += num_bytes
+    def fetch(self, layer: int, before: int) -> None:
+        """Emits the fetch of the values of a program with this first layer, which waits for the task `before`."""
+        num_bytes = int(self.crossings.fetches[layer])
+        own = tuple(sorted({before, *self.saved.get(layer, ())}))
+        task = self.list.emit(Kind.FETCH, Lane.H2D, layer, ("load_s", num_bytes * self.fetch_s_a_byte), own)
+        self.list[task].start_bytes += num_bytes
+        self.fetched[layer] = task
 
     def next_backward(self, layer: int) -> int | None:
         """The first layer of the program whose backward follows that of this first layer of a program."""
@@ -233,7 +232,10 @@ class StepBuilder:
         self.streams.update_arrived()
         found = {layer: self.copies.for_backward(layer, self.forwards[layer]) for layer in members}
         copies = {layer: copy for layer, copy in found.items() if copy is not None}
-        self.fetch_for_next(members[-1])
+        before, returning = self.last_program, self.returning(members[-1])
+        if returning is not None and not self.crossings.awaits_saves:  # for the next backward, as its loads are
+            self.fetch(returning, before)
+            returning = None
         room = (*self.wait_for_room(members[0]), *self.wait_for_buffers())
         after = self.backward_waits(members[-1], copies.values(), room)
         tasks: dict[int, int] = {}
@@ -242,9 +244,12 @@ class StepBuilder:
             after = ()
         self.copies.note_uses(copies, tasks, self.last_program)
         following = self.next_backward(members[-1])
-        if self.through_gpu and following is not None:  # its loads precede a transfer up that waits for this backward
+        if following is not None and (self.through_gpu or returning is not None):
+            # Its loads precede a transfer up that waits for this backward, and what returns for one after it.
             first, last = self.profile.program_ends[following]
             self.copies.find_ahead(reversed(range(first, last + 1)), self.forwards)
+        if returning is not None:
+            self.fetch(returning, before)
         end = self.last_program
         for layer in members:
             self.gradient(layer, tasks[layer], end)
@@ -280,8 +285,7 @@ class StepBuilder:
         if last == NO_WAIT:
             return ()
         self.streams.finish(last)
-        offloaded = [other for other in self.offloads if other >= last]
-        return tuple(self.offloads[other] for other in offloaded[-1:])
+        return tuple(itertools.islice((self.offloads[x] for x in reversed(self.offloads) if x >= last), 1))
 
     def wait_for_buffers(self) -> tuple[int, ...]:
         """The updates that have used the gradients whose host memory those of the next program take."""
@@ -301,7 +305,7 @@ class StepBuilder:
     def gradient(self, layer: int, backward: int, end: int) -> None:
         """Emits what follows for a layer's gradient once its program has ended."""
         profile, group = self.layers[layer], self.profile.group_of[layer]
-        if group in self.on_device | self.through_gpu:
+        if group in self.not_on_host:
             self.list[backward].start_bytes += profile.device_gradient_bytes
             self.arrivals[layer] = end
         elif profile.has_gradient:
@@ -333,8 +337,7 @@ class StepBuilder:
         """Emits the group's update at its first layer, the last one in backward order."""
         group = self.profile.group_of[layer]
         members = self.profile.groups[group]
-        elsewhere = group in self.on_device | self.through_gpu
-        if elsewhere or layer != members[0] or not self.layers[layer].has_gradient:
+        if group in self.not_on_host or layer != members[0] or not self.layers[layer].has_gradient:
             return
         if group in self.effective.deferred:
             self.waits_of_deferred[group] = after

@@ -65,8 +65,8 @@ Rules (the machine model; MemFerry, section IV-B):
 - **Values in host memory** (`save_bytes` and `fetch_bytes`; with `activations: "host"` also `offloadable_bytes`): a
   save follows the last forward that reads its values. The second program after that forward waits for the save, so at
   most `CROSSING_SLOTS` programs' values are in flight. A fetch starts when the second program before its backward has
-  ended. Saves share D2H with offloads, fetches share H2D with loads. They take the average time per byte of all
-  offloads, or all loads, of the profile.
+  ended; second loads for the backward before it go first. Saves share D2H with offloads, fetches share H2D with loads.
+  They take the average time per byte of all offloads, or all loads, of the profile.
 - **Chain of steps**: a forward that reads host memory, and a load for the forward, wait for the previous step's update
   of these parameters. A forward on a RESIDENT copy waits for its refresh, or for its update on the GPU. If there is no
   update, a load waits for the last use of the previous step's copy.
@@ -124,6 +124,7 @@ class StepSchedules:
         self.profile, self.plan = profile, plan
         self.effective, self.needs = step_demand(profile, plan)
         self._other_order: StepSchedules | None = None
+        self._rooms: dict[int, tuple[int, ...]] = {}
         self._known: dict[tuple[tuple[int, ...], int], Schedule] = {}
         self._steady: dict[int, SteadyStep] = {}
 
@@ -169,7 +170,9 @@ class StepSchedules:
 
     def _room(self, memory_bytes: int) -> tuple[int, ...]:
         """For each layer, the layer whose offload its backward waits for, or `NO_WAIT`."""
-        return tuple(waits(self.effective, self.needs, memory_bytes))
+        if memory_bytes not in self._rooms:
+            self._rooms[memory_bytes] = tuple(waits(self.effective, self.needs, memory_bytes))
+        return self._rooms[memory_bytes]
 
 
 def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:

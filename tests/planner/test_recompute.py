@@ -135,6 +135,15 @@ def test_activations_wait_in_host_memory_where_the_links_have_time_and_are_recom
     assert any_plan_lower_bound_s(profile, budget) <= plan.predicted.steady_step_s
 
 
+def test_where_activations_take_the_link_two_forwards_every_second_layer_lets_its_own_leave():
+    """No forward or backward waits: 34 layers take 3 s each, and what the budget has no room for is recomputed."""
+    costs = {"load_s": 0.002, "offload_s": 0.002, "products_recompute_s": None, "products_activation_bytes": None}
+    profile = computing(size=34, **costs)
+    profile = profile.with_layers([{"offloadable_bytes": {"none": 1000, "full": 100}}] * 32 + [{}] * 2)
+    for budget, least_s in ((15_000, 107.1), (20_000, 102.1)):
+        assert AutoSearch(profile, Request()).fastest(budget).objective_s <= least_s
+
+
 def test_no_more_may_leave_than_host_memory_has_room_for():
     profile = computing(size=5).with_layers([{"offloadable_bytes": {"none": 1000, "full": 100}}] * 3 + [{}] * 2)
     for num_bytes, layers in ((999, 0), (1000, 1), (2500, 2), (3000, 3)):
