@@ -2,7 +2,6 @@
 
 import bisect
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -84,14 +83,18 @@ def alternating(columns: Columns, solution: Solution, fits: Callable[[np.ndarray
         plain = np.where(leaves, columns.uniform(column), columns.uniform(stays))
         for remat, order in itertools.product(Remat, (layers[~leaves], layers[~leaves][::-1])):
             again = columns.uniform(dataclasses.replace(stays, remat=remat))
-            made = functools.partial(_with_first, columns, plain, again, order)
-            number = bisect.bisect_left(layers[: len(order)], True, key=lambda number, made=made: fits(made(number)))
-            yield made(number)
+            yield _with_fewest(columns, plain, again, order, fits)
 
 
-def _with_first(columns: Columns, codes: np.ndarray, others: np.ndarray, order: np.ndarray, number: int) -> np.ndarray:
-    """A plan with the columns of another one for the first layers in some order."""
-    return columns.agreed(np.where(np.isin(np.arange(len(codes)), order[:number]), others, codes))
+def _with_fewest(
+    columns: Columns, codes: np.ndarray, others: np.ndarray, order: np.ndarray, fits: Callable[[np.ndarray], bool]
+) -> np.ndarray:
+    """The plan with the columns of another one for as few layers, the first ones in some order, as make it fit."""
+
+    def made(number: int) -> np.ndarray:
+        return columns.agreed(np.where(np.isin(np.arange(len(codes)), order[:number]), others, codes))
+
+    return made(bisect.bisect_left(range(len(order)), True, key=lambda number: fits(made(number))))
 
 
 def of_two_columns(
