@@ -1,6 +1,6 @@
 """Trains a model whose state is larger than the host memory that it may take, with the rest on a disk.
 
-    python benchmarks/disk.py SCRATCH [--layers 60] [--width 4096] [--steps 6] [--shares 1 0.6 0.34]
+    python benchmarks/disk.py SCRATCH [--layers 60] [--width 4096] [--steps 6] [--shares 1 0.6 0.34] [--deferred 0.25]
 
 The model of `host_bytes.py`, AdamW, in bfloat16 on a CPU, once in host memory and once for each share of the host
 memory that it takes there (14.1 bytes a parameter), each in a process of its own; with the least memory also with some
@@ -86,6 +86,7 @@ def main():
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.6, 0.34])
     parser.add_argument("--deferred", type=float, default=0.25, help="the share of updates to defer in the last run")
+    parser.add_argument("--name", default="disk", help="name of the file under results/")
     parser.add_argument("--run", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
@@ -108,7 +109,9 @@ def main():
     assert all(row["losses"] == rows[0]["losses"] for row in rows), "the losses differ"
     Console().print(table)
     num = options.layers * options.width**2
-    measure.write("disk", {"machine": measure.machine(), "num_parameters": num, "steps": options.steps, "rows": rows})
+    measure.write(
+        options.name, {"machine": measure.machine(), "num_parameters": num, "steps": options.steps, "rows": rows}
+    )
 
 
 if __name__ == "__main__":
