@@ -55,8 +55,8 @@ def makers(monkeypatch, accelerator):
         return make
 
     monkeypatch.setattr(base, "empty", noted("gradient", base.empty))
-    pinned = noted("compute copy", arrays.filled, lambda options: options.get("is_pinned", False))
-    monkeypatch.setattr(arrays, "filled", pinned)
+    pinned = noted("compute copy", arrays.unwritten, lambda options: options.get("is_pinned", False))
+    monkeypatch.setattr(arrays, "unwritten", pinned)
     return found
 
 
