@@ -397,8 +397,7 @@ def _update_unread(step: StepContext) -> Wait | None:
 
 
 def _update_unit(step: StepContext, unit: UpdateGroup, gradients: Sequence[Vectors], norm: jax.Array | None) -> None:
-    vectors, arrivals = step.host.vectors, step.program.arrivals
-    update = unit.programs[tuple([arrivals[group] for group in unit.layers])]
+    vectors, update = step.host.vectors, unit.program(step.program.arrivals)
     # The gradients have arrived, so no program of this step reads the compute copy any more.
     made = update(unit, [vectors[group] for group in unit.layers], gradients, norm, step.scale, step.extra(False))
     for group, new in zip(unit.layers, made, strict=True):

@@ -339,9 +339,9 @@ class StepGradients:
 
     def gathered(self, unit: UpdateGroup) -> list[Vectors]:
         """The gradients of an update, one for each of its groups; empty for a group that no segment reads."""
-        update = unit.programs[tuple(self._program.arrivals[group] for group in unit.layers)]
-        read = self._transport.shares if update.reads_shares else self._transport.gather
-        return [read(group, self.on_host[group]) if group in self.on_host else () for group in unit.layers]
+        own, gather = self.on_host, self._transport.gather
+        reads_shares = unit.program(self._program.arrivals).reads_shares
+        return [gather(group, own[group], reads_shares) if group in own else () for group in unit.layers]
 
     def add_up(self, unit: UpdateGroup) -> None:
         """Adds what the host is to add to sums over micro-batches, so that it takes no memory any more."""

@@ -77,9 +77,9 @@ def lower(
     where the plan says so. `joins` is the work of the transport that is part of other programs.
     """
     program = StepProgram(partition, derivatives, plan, schedule_step(profile, plan), ())
-    is_moving = offload_activations or plan.offloads_activations
-    offloaded = offloaded_values(partition, derivatives) if is_moving else {}
-    if not offload_activations:
+    is_chosen = plan.offloads_activations and not offload_activations
+    offloaded = offloaded_values(partition, derivatives) if offload_activations or is_chosen else {}
+    if is_chosen:
         chosen = (plan.layers[uses[0]].activations is ActivationPlace.HOST for uses in partition.uses_of)
         numbers, leaving = itertools.compress(range(len(partition.segments)), chosen), LeavingValues(partition)
         waiting = (leaving.of(derivatives[partition.segments[number].program], number) for number in numbers)

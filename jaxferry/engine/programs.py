@@ -239,9 +239,10 @@ def with_program_facts(
     order, first = places(partition), [uses[0] for uses in partition.uses_of]
     # Values and residuals that wait in host memory.
     moved = offloaded_values(partition, derivatives) if offload_activations is True else {}
-    leaving = LeavingValues(partition)
-    for number, uses in enumerate(partition.uses_of if offload_activations == AUTO else ()):
-        fields[uses[0]]["offloadable_bytes"] = _offloadable_bytes(partition, derivatives, leaving, number)
+    if offload_activations == AUTO:
+        leaving = LeavingValues(partition)
+        for number, uses in enumerate(partition.uses_of):
+            fields[uses[0]]["offloadable_bytes"] = _offloadable_bytes(partition, derivatives, leaving, number)
     for value, (last_forward, backward) in moved.items():
         num_bytes = partition.graph.device_bytes(aval_of(partition, derivatives, value))
         fields[first[order[last_forward][1]]]["save_bytes"] += num_bytes

@@ -408,8 +408,7 @@ class HostArrays:
         for (leaf, pieces), array in zip(placement.ownership.placed(layer), arrays, strict=True):
             flat = np.asarray(array).reshape(-1)
             for piece in pieces:
-                share = shares[leaf.vector][piece.device]
-                host_sums.copy(share[piece.start : piece.start + piece.size], flat[piece.first : piece.stop])
+                host_sums.copy(piece.of(shares[leaf.vector]), flat[piece.first : piece.stop])
         return made
 
     def _packing(self, layer: Layer) -> Callable[[Sequence[jax.Array]], Vectors]:

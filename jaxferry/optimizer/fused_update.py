@@ -97,6 +97,7 @@ class FusedUpdate:
         self._gradient_dtypes = list(gradient_dtypes)
         starts = np.cumsum([0, *(len(layer.vectors) for layer in layers)])
         self._parts: list[StepPart] = []
+        self._vectors: list[int] = []  # of each part
         self._cuts: list[list[slice]] = []
         # Of each vector, the pieces of masters: the number of the part, the piece, and its place in the joined vector.
         self._pieces: list[list[tuple[int, Piece, int]]] = [[] for _ in self._copies]
@@ -107,6 +108,7 @@ class FusedUpdate:
                 vector = int(starts[number]) + leaf.vector
                 self._pieces[vector].append((len(self._parts), piece, leaf.offset + piece.first))
                 self._parts.append(StepPart(len(self._parts), 0, decay))
+                self._vectors.append(vector)
         self._moments, self._counts = _moments_and_counts(rule, jax.tree.structure(state))
 
     def __call__(
@@ -155,16 +157,13 @@ class FusedUpdate:
         masters = [own.rest if isinstance(own, SplitMaster) else as_numpy(own) for own in unit.masters]
         state = list(map(as_numpy, unit.state))
         moments, counts = [[state[i] for i in numbers] for numbers in self._moments], [state[i] for i in self._counts]
-        of_parts = [(dtype, copy.dtype) for dtype, copy in zip(self._gradient_dtypes, self._copies, strict=True)]
-        by_part = {part: of_parts[number] for number, own in enumerate(self._pieces) for part, _, _ in own}
-        gradient_dtypes, copy_dtypes = ([by_part[part][i] for part in range(len(self._parts))] for i in range(2))
         step = HostStep(
             self._rule.step,
             self._parts,
             self._in_parts(masters, _cut_master),
             [self._in_parts(each, _cut) for each in moments],
-            gradient_dtypes,
-            copy_dtypes,
+            [self._gradient_dtypes[vector] for vector in self._vectors],
+            [self._copies[vector].dtype for vector in self._vectors],
             counts,
             self._factors.shared,
         )

@@ -276,7 +276,7 @@ def fused_rule(optimizer: Any, state: Any, layers: Sequence[Layer], reads: Seque
 
 def master_form(optimizer: Any, state: Any) -> MasterForm:
     """The form of masters that the native library updates with this state, if it writes compute copies in place."""
-    rule = optimizer.rule if isinstance(optimizer, FusedTransformation) else None
-    if rule is None or not rule.fits(state) or not is_available("cpu"):
+    rule = fused_rule(optimizer, state, [], [])
+    if rule is None:
         return MasterForm.WHOLE
     return MasterForm.COPY if rule.step.rounds_masters else MasterForm.SPLIT

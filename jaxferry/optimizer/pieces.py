@@ -218,15 +218,14 @@ def filled(
     dtype: np.dtype,
     placement: Placement,
     fill: Callable[[np.ndarray], None],
-    is_pinned: bool = False,
 ) -> jax.Array:
-    """Returns a new array in host memory; no other one of its size exists meanwhile."""
+    """Returns a new array in ordinary host memory; no other one of its size exists meanwhile."""
     if bits_of(dtype) < 8:
         # JAX stores several elements in a byte, and NumPy does not.
         source = np.empty(shape, dtype)
         fill(source)
-        return jax.device_put(source, placement.pinned if is_pinned else placement.host)
-    made = unwritten(tuple(shape), dtype, placement, is_pinned)
+        return jax.device_put(source, placement.host)
+    made = unwritten(tuple(shape), dtype, placement)
     fill(as_numpy(made))
     return made
 

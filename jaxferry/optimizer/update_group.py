@@ -55,6 +55,10 @@ class UpdateGroup:
             super().__setattr__("prepared", None)
         super().__setattr__(name, value)
 
+    def program(self, arrivals: Sequence[Arrival]) -> Any:
+        """The update for gradients that arrive so, by parameter group."""
+        return self.programs[tuple([arrivals[group] for group in self.layers])]
+
     @property
     def is_on_host(self) -> bool:
         """Whether masters and state are in ordinary host memory, where the host updates them."""

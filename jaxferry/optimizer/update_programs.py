@@ -135,8 +135,7 @@ def split_unit(
             key = number, leaf.vector
             if key not in shares:
                 shares[key] = [own.view(np.uint16) for own in shares_of(vectors[number][leaf.vector], placement)]
-            copies = [shares[key][piece.device][piece.start : piece.start + piece.size] for piece in pieces]
-            master = split(master, copies, form)
+            master = split(master, [piece.of(shares[key]) for piece in pieces], form)
         made.append(master)
     unit.masters = made
 

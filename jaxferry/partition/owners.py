@@ -198,6 +198,10 @@ class Piece:
         """How many they are."""
         return self.stop - self.first
 
+    def of(self, shares: Sequence[np.ndarray]) -> np.ndarray:
+        """They, as a view of the shares that the process's devices have of the vector."""
+        return shares[self.device][self.start : self.start + self.size]
+
 
 @dataclasses.dataclass(frozen=True)
 class Ownership:
@@ -299,8 +303,7 @@ class Ownership:
         for leaf, pieces in self.placed(layer):
             for piece in pieces if leaf.vector < len(vectors) else ():
                 first = leaf.offset + piece.first
-                share = rows[leaf.vector][piece.device]
-                yield vectors[leaf.vector][first : first + piece.size], share[piece.start : piece.start + piece.size]
+                yield vectors[leaf.vector][first : first + piece.size], piece.of(rows[leaf.vector])
 
 
 def held_whole(layers: Sequence[Layer], leaves: Collection[int]) -> tuple[Layer, ...]:

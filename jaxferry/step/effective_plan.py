@@ -64,9 +64,12 @@ def may_reorder(profile: Profile, plan: Plan) -> bool:
 
 def buffers_of(profile: Profile, plan: Plan) -> int | None:
     """The most programs whose gradients host memory holds, by the plan and by the profile; None for all."""
-    waits = profile.updates_after_all or plan.updates is Updates.AFTER_ALL
-    known = (plan.gradient_buffers, None if waits else profile.gradient_buffers)
+    known = (plan.gradient_buffers, None if _waits_for_all(profile, plan) else profile.gradient_buffers)
     return min((num for num in known if num is not None), default=None)
+
+
+def _waits_for_all(profile: Profile, plan: Plan) -> bool:
+    return profile.updates_after_all or plan.updates is Updates.AFTER_ALL
 
 
 def _has_state_on_disk(profile: Profile) -> bool:
@@ -75,15 +78,14 @@ def _has_state_on_disk(profile: Profile) -> bool:
 
 def may_defer(profile: Profile, plan: Plan) -> bool:
     """Whether some updates may follow all backwards: with state in a scratch file, where none are by need."""
-    waits = profile.updates_after_all or plan.updates is Updates.AFTER_ALL
-    return not waits and buffers_of(profile, plan) is None and profile.once(_has_state_on_disk)
+    is_free = not _waits_for_all(profile, plan) and buffers_of(profile, plan) is None
+    return is_free and profile.once(_has_state_on_disk)
 
 
-def deferred_groups(profile: Profile, plan: Plan) -> tuple[int, ...]:
-    """The groups whose updates a plan defers, in their order; never the first or the last one that the host updates."""
+def _deferred_groups(profile: Profile, plan: Plan, elsewhere: frozenset[int]) -> tuple[int, ...]:
+    """The groups whose updates a plan defers, in their order; never the first or the last of those not `elsewhere`."""
     if not plan.deferred_updates or not may_defer(profile, plan):
         return ()
-    elsewhere = updated_on_device(profile, plan) | streamed_groups(profile, plan)
     trained = [profile.layers[members[0]].has_gradient for members in profile.groups]
     groups = [group for group, is_trained in enumerate(trained) if is_trained and group not in elsewhere]
     num = max(len(groups) - plan.deferred_updates, min(2, len(groups)))
@@ -166,7 +168,7 @@ class EffectivePlan:
         self.leaving = leaving_bytes(profile, plan) if plan.offloads_activations else None
         self.on_device, self.through_gpu = updated_on_device(profile, plan), streamed_groups(profile, plan)
         self.staying = _updated_groups(profile, plan.copies_stay)
-        self.deferred = deferred_groups(profile, plan)
+        self.deferred = _deferred_groups(profile, plan, self.on_device | self.through_gpu)
         self.kept = kept_gradients(profile, self.through_gpu, self.after_all)
         self.param_bytes = [layer.param_bytes for layer in layers]
         self.gradient_bytes = [layer.device_gradient_bytes for layer in layers]

@@ -213,8 +213,7 @@ class HostUpdate:
             for master, (number, leaf, pieces) in zip(masters, placed, strict=True):
                 flat = np.asarray(master).reshape(-1)
                 for piece in pieces:
-                    share = shares[number][leaf.vector][piece.device]
-                    share[piece.start : piece.start + piece.size] = flat[piece.first : piece.stop]
+                    piece.of(shares[number][leaf.vector])[:] = flat[piece.first : piece.stop]
             split_unit(own, self._parts, vectors, form, self._placement)
         [update] = own.programs.values()
         gradients = []

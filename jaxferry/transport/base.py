@@ -258,9 +258,10 @@ class Transport(abc.ABC):
         """Wraps the gradient that a program has written into `destinations`."""
         return HostGradient(tuple(vectors), self._placement.is_cpu)
 
-    def gather(self, layer: int, gradient: HostGradient) -> Vectors:
+    def gather(self, layer: int, gradient: HostGradient, reads_shares: bool = False) -> Vectors:
         """Returns the gradient's vectors in memory that the optimizer reads, with all that is stored added up.
 
+        With `reads_shares`, as several devices share them if nothing has been joined or added.
         This waits for the copies, so the issuing thread must not call it for a gradient that has just left.
         """
         with gradient.lock:
@@ -268,6 +269,8 @@ class Transport(abc.ABC):
             if gradient.copy is not None:
                 gradient.copy.wait()
             gradient.copy = None
+            if reads_shares and not (gradient.is_gathered or gradient.addends):
+                return gradient.vectors
             if not gradient.is_gathered:
                 written = gradient.vectors
                 if self._placement.num_devices > 1:
@@ -284,16 +287,6 @@ class Transport(abc.ABC):
             for _ in range(len(gradient.addends)):
                 gradient.addends.popleft()(list(map(as_numpy, gradient.vectors)))
             return gradient.vectors
-
-    def shares(self, layer: int, gradient: HostGradient) -> Vectors:
-        """As `gather`, but as several devices share the vectors if nothing has been joined or added."""
-        with gradient.lock:
-            if not (gradient.is_gathered or gradient.addends):
-                if gradient.copy is not None:
-                    gradient.copy.wait()
-                gradient.copy = None
-                return gradient.vectors
-        return self.gather(layer, gradient)
 
     def recycle(self, layer: int, gradient: HostGradient) -> None:
         """Reuses the vectors of a gradient once the optimizer has read it; earlier, its program may still fail."""

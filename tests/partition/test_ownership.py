@@ -1,11 +1,11 @@
-"""Which elements of a layer each of several processes holds, without processes."""
+"""Which elements of a layer each of several processes or devices holds, without these."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxferry.partition import Ownership, RowGradient, Span, held_whole, keep_rows, make_layer
+from jaxferry.partition import Ownership, RowGradient, Span, held_whole, keep_rows, make_layer, shared
 
 SHAPES = [(), (5,), (3, 4), (0, 2), (7, 11)]
 
@@ -43,6 +43,35 @@ def test_processes_hold_each_element_once_and_in_the_order_of_their_devices(num,
     expected = owners[0].shared(layer).pack(leaves)
     for found, vector in zip(rows, expected, strict=True):
         np.testing.assert_array_equal(np.concatenate(found), vector)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=str)
+def test_a_share_of_a_layer_holds_its_part_of_each_parameter(num, dtype):
+    shapes = [(), (5,), (3, 4), (0, 2), (300, 301)]
+    avals = [jax.ShapeDtypeStruct(shape, dtype if i % 2 else np.float32) for i, shape in enumerate(shapes)]
+    paths = [str(i) for i in range(len(shapes))]
+    layer = make_layer("layer", range(len(shapes)), paths, avals, [np.dtype(np.float32)] * len(shapes), frozen={2})
+    leaves = [jnp.asarray(np.random.default_rng(i).normal(size=x.shape), x.dtype) for i, x in enumerate(avals)]
+    there = shared(layer, num)
+    vectors = there.pack(leaves)
+    assert [(v.shape, v.dtype) for v in vectors] == [(v.shape, v.dtype) for v in there.vectors]
+    for found, leaf in zip(there.unpack(vectors), leaves, strict=True):
+        np.testing.assert_array_equal(found, leaf)
+    joined = there.trained.join_small([leaves[i] for i, leaf in enumerate(layer.leaves) if leaf.is_trained])
+    for found, vector in zip(there.trained.pack_joined(joined), vectors, strict=False):
+        np.testing.assert_array_equal(found, vector)
+    if num > 1:
+        own, host = Ownership(num, num), [np.asarray(vector) for vector in layer.pack(leaves)]
+        for found, vector in zip(own.to_shares(layer, host), vectors, strict=True):
+            np.testing.assert_array_equal(found.reshape(-1), vector)
+        rows = [np.asarray(vector).reshape(num, -1) for vector in vectors]
+        found = [np.zeros(vector.shape, vector.dtype) for vector in host]
+        own.from_shares(layer, rows, found)
+        for back, vector in zip(found, host, strict=True):
+            np.testing.assert_array_equal(back, vector)
+        row = np.asarray(vectors[-1]).reshape(num, -1)
+        assert row.shape[1] == sum(-(-leaf.size // num) for leaf in layer.leaves if leaf.vector == len(vectors) - 1)
 
 
 def test_layers_held_whole_and_a_process_alone_are_not_cut():
