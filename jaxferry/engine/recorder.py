@@ -52,19 +52,22 @@ def on_the_device(
 
     A task ends at its observed end (`known`). Without one (NaN), or without device work, it ends as it starts. It
     starts at its observed start, but not before it was issued, and not before the tasks that it waits for and the
-    previous task of its lane have ended. The host lane's threads wait for inputs within a task, so only that wait is
-    subtracted.
+    previous task of its lane have ended. The host's and the disk's threads wait for inputs within a task, so only that
+    wait is subtracted. The disk works in order too: what it does next is not before a transfer whose end is seen late.
     """
     starts, ends, lane_ends = list(starts_s), list(ends_s), dict.fromkeys(Lane, -math.inf)
     for index in dispatch_order(schedule.tasks):
         task = schedule.tasks[index]
         starts[index] = max([starts[index], *(ends[earlier] for earlier in task.after)])
+        if task.lane is not Lane.HOST:  # which updates in any order
+            starts[index] = max(starts[index], lane_ends[task.lane])
         if task.lane in OF_THREADS:
             ends[index] = max(ends[index], starts[index])
-            continue
-        start, end = known.get(index, (math.nan, math.nan))
-        starts[index] = _later(max(starts[index], lane_ends[task.lane]), start)
-        lane_ends[task.lane] = ends[index] = _later(starts[index], end)
+        else:
+            start, end = known.get(index, (math.nan, math.nan))
+            starts[index] = _later(starts[index], start)
+            ends[index] = _later(starts[index], end)
+        lane_ends[task.lane] = ends[index]
     return starts, ends
 
 

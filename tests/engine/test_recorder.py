@@ -14,7 +14,7 @@ from hypothesis import given
 import jaxferry
 from accelerator import emulate
 from jaxferry.engine import on_the_device
-from jaxferry.step import Kind, Lane, machine, repeat, schedule_step
+from jaxferry.step import Kind, Lane, Run, Schedule, Task, machine, repeat, schedule_step
 from jaxferry.transport import Marks, make_placement
 from models import chain
 from native_calls import load, wait
@@ -46,6 +46,21 @@ def test_from_ends_alone_follows_what_the_simulator_says(case, num_steps, knows_
     starts, ends = on_the_device(chain, issued, ends, known)
     assert starts == list(truth.starts_s)
     assert ends == list(truth.ends_s)
+
+
+def test_the_disk_keeps_its_order_where_the_end_of_an_offload_is_seen_late():
+    """The threads have done their work already, but report the offload's end only after the next read has begun."""
+
+    def task(kind, lane, after=()):
+        return Task(kind.value, 0, kind, lane, f"{kind.value}_s", 1.0, after)
+
+    offload, update = task(Kind.OFFLOAD, Lane.D2H), task(Kind.UPDATE, Lane.HOST, (0,))
+    write, read = task(Kind.STATE_WRITE, Lane.DISK, (1,)), task(Kind.STATE_READ, Lane.DISK)
+    step = Schedule((offload, update, write, read), 0)
+    starts, ends = on_the_device(step, [0.0, 1.0, 2.0, 3.0], [0.0, 2.0, 3.0, 4.0], {0: (0.0, 3.5)})
+    assert starts == [0.0, 3.5, 3.5, 3.5]
+    assert ends == [3.5, 3.5, 3.5, 4.0]
+    check_times(Run(step, tuple(starts), tuple(ends)))
 
 
 class Watched:

@@ -1,12 +1,13 @@
 """Properties of recorded steps."""
 
-from jaxferry.step import Lane
+from jaxferry.step import Lane, dispatch_order
 
 
 def check_times(run):
     """Checks that each task follows the tasks that it waits for, and that device lanes keep their order."""
     last = {}
-    for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True):
+    for index in dispatch_order(run.schedule.tasks):
+        task, start, end = run.schedule.tasks[index], run.starts_s[index], run.ends_s[index]
         assert 0 <= start <= end, task
         assert all(run.ends_s[earlier] <= start for earlier in task.after), task
         if task.lane is not Lane.HOST:
