@@ -28,10 +28,10 @@ class DiskOptions:
     host_memory_bytes: int | None = None
 
     @classmethod
-    def of(cls, folder: str | None, host_memory_bytes: int | None, num_devices: int) -> Self:
+    def of(cls, folder: str | None, host_memory_bytes: int | None, num_processes: int) -> Self:
         """The file in a folder, or none; raises `InputError` if there can be none."""
-        if folder is not None and num_devices > 1:
-            raise InputError("scratch is for one device: leave out scratch or mesh")
+        if folder is not None and num_processes > 1:
+            raise InputError("scratch is for one process: leave out scratch, or train with one process")
         return cls(None if folder is None else Scratch(folder), host_memory_bytes)
 
 
@@ -47,6 +47,7 @@ class StateOnDisk:
     Args:
       options: the file.
       optimizer: what is updated together.
+      ownership: which elements are stored.
       needs: the bytes of training if all is in host memory, by what they are for.
       fits: whether host memory holds such bytes.
     """
@@ -55,11 +56,12 @@ class StateOnDisk:
         self,
         options: DiskOptions,
         optimizer: HostOptimizer,
+        ownership: Ownership,
         needs: Callable[[Sequence[Layer]], dict[str, int]],
         fits: Callable[[dict[str, int]], bool],
     ) -> None:
         self.scratch, self._most_bytes, self._optimizer = options.scratch, options.host_memory_bytes, optimizer
-        self._needs, self._fits = needs, fits
+        self._ownership, self._needs, self._fits = ownership, needs, fits
         self._known: dict[tuple[Layer, ...], Mapping[int, Bytes]] = {}
         self._least_bytes: int | None = None
 
@@ -108,7 +110,7 @@ class StateOnDisk:
         """The bytes of masters, as they are stored, and of the optimizer's state, by group; without counts."""
         form, found = self._optimizer.updates.master_form, dict[int, Bytes]()
         for unit in self._optimizer.units_of(layers):
-            own = [pair for group in unit.layers for pair in Ownership().placed(layers[group].trained)]
+            own = [pair for group in unit.layers for pair in self._ownership.placed(layers[group].trained)]
             state_bytes = sum(aval_bytes(leaf) for leaf in unit.state if leaf.ndim)
             found[unit.layers[0]] = sum(master_bytes(leaf, form, pieces) for leaf, pieces in own), state_bytes
         return found

@@ -105,7 +105,7 @@ class Model:
         self.optimizer.check_parts(self.layers)
         self.transport = choose_transport(transport, placement, self.layers)
         in_memory = functools.partial(self.host_bytes, uses_disk=False)
-        self.disk = StateOnDisk(disk, self.optimizer, in_memory, self._fits)
+        self.disk = StateOnDisk(disk, self.optimizer, placement.ownership, in_memory, self._fits)
         self._known: tuple[tuple[Layer, ...], Mapping[int, int], Collection[int], Collection[int] | None]
         self._known = (), {}, (), None
 

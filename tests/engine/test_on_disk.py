@@ -148,9 +148,10 @@ def test_reads_and_writes_are_tasks_of_their_own_lane(tmp_path, expected, deferr
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [HALF, FP32], ids=["half", "fp32"])
-def test_everything_that_reads_or_replaces_the_state_sees_that_of_memory(tmp_path, optimizer, dtype):
-    plain, disk = (made(folder, optimizer=optimizer, **dtype) for folder in (None, tmp_path))
+@pytest.mark.parametrize(("dtype", "num_devices"), [(HALF, 1), (FP32, 1), (HALF, 2)], ids=["half", "fp32", "mesh"])
+def test_everything_that_reads_or_replaces_the_state_sees_that_of_memory(tmp_path, optimizer, dtype, num_devices):
+    mesh = {} if num_devices == 1 else {"mesh": jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])}
+    plain, disk = (made(folder, optimizer=optimizer, **dtype, **mesh) for folder in (None, tmp_path))
     states = [trained(step)[0] for step in (plain, disk)]
 
     def assert_same():

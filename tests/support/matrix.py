@@ -62,7 +62,6 @@ IMPOSSIBLE = frozenset(
     {
         frozenset({("device", "mesh"), ("transport", "ferry")}),
         frozenset({("device", "mesh"), ("update", "gpu")}),
-        frozenset({("device", "mesh"), ("state", "on disk")}),
         frozenset({("update", "gpu"), ("gradient", "host")}),
         frozenset({("buffers", "few"), ("accumulate", "twice")}),
         frozenset({("buffers", "few"), ("clip", "clipped")}),
