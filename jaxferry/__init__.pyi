@@ -10,6 +10,7 @@ from .errors import InternalError as InternalError
 from .errors import JaxFerryError as JaxFerryError
 from .errors import NonFiniteError as NonFiniteError
 from .errors import PartitionError as PartitionError
+from .errors import ScratchError as ScratchError
 from .errors import StateError as StateError
 from .errors import TaskError as TaskError
 from .modes import GradientPlace as GradientPlace

@@ -108,6 +108,10 @@ class HostMemoryError(JaxFerryError, MemoryError):
     """Host memory cannot hold a training state, a copy of it, or what a step keeps beside it."""
 
 
+class ScratchError(JaxFerryError, OSError):
+    """The scratch file of a training state (`scratch=`) cannot be read or written, or is damaged."""
+
+
 class TaskError(JaxFerryError, RuntimeError):
     """A task of a training step failed: a transfer, a program, an update.
 

@@ -46,7 +46,7 @@ from jaxferry.checkpoint.saves import (
     path_in,
     prune,
 )
-from jaxferry.errors import CheckpointError, InputError, JaxFerryError, is_internal
+from jaxferry.errors import CheckpointError, InputError, JaxFerryError, ScratchError, is_internal
 from jaxferry.processes import Messages, is_key
 from jaxferry.transport import deferred_interrupts
 
@@ -136,7 +136,7 @@ def _errors_about(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, CheckpointError) or is_internal(error):
+        if isinstance(error, CheckpointError | ScratchError) or is_internal(error):
             raise
         is_short = isinstance(error, MemoryError) or "start new thread" in str(error)
         remedy = "free host memory, or raise ulimit -v and -u" if is_short else "make room, or choose another path"

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import logging
 import math
 import pathlib
 import traceback
@@ -143,6 +144,21 @@ def storage_errors() -> Iterator[None]:
         raise OSError(errno.EIO, reason(error)) from error
 
 
+@contextlib.contextmanager
+def _raised_alone() -> Iterator[None]:
+    """Keeps Orbax from logging, with its traceback, each error of its threads that it raises as well."""
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        logger.removeFilter(passes)
+
+
 def _write(content: Checkpoint, save: pathlib.Path, process: int) -> None:
     folder = save / folder_of(process)
     arrays = {part: _numbered(list(own.values()), is_first=not process) for part, own in content.arrays.items()}
@@ -152,9 +168,14 @@ def _write(content: Checkpoint, save: pathlib.Path, process: int) -> None:
     # Here, since nothing but checkpoints needs the package.
     import orbax.checkpoint as ocp
 
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_by_chunks())
-    with ocp.Checkpointer(handler) as checkpointer, storage_errors():
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES))
+    failures = list[BaseException]()
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_by_chunks(failures))
+    try:
+        with _raised_alone(), ocp.Checkpointer(handler) as checkpointer, storage_errors():
+            checkpointer.save(folder, args=ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES))
+    finally:
+        if failures:
+            raise failures[0]
 
 
 class _Array(np.ndarray):
@@ -226,8 +247,12 @@ class _Writes:
             write.result()
 
 
-def _by_chunks() -> Any:
-    """Returns handlers of arrays for Orbax, whose own handler of NumPy's encodes all of them at a time."""
+def _by_chunks(failures: list[BaseException]) -> Any:
+    """Returns handlers of arrays for Orbax, whose own handler of NumPy's encodes all of them at a time.
+
+    They add an error to `failures` instead of raising it, and then write nothing more: an error in Orbax's event loop
+    leaves writes of other arrays without a loop, whose complaints Python prints.
+    """
     from orbax.checkpoint import type_handlers as handlers
 
     base: Any = handlers.NumpyHandler
@@ -235,6 +260,13 @@ def _by_chunks() -> Any:
 
     class ChunksHandler(base):
         async def _open_and_write(self, value: np.ndarray, tspec: dict[str, Any], ts_context: Any) -> None:
+            if not failures:
+                try:
+                    await self._write(value, tspec, ts_context)
+                except Exception as error:  # noqa: BLE001 - raised once Orbax has ended
+                    failures.append(error)
+
+        async def _write(self, value: np.ndarray, tspec: dict[str, Any], ts_context: Any) -> None:
             stored = tspec.get("base", tspec)  # in the spec of a cast
             stored["metadata"]["chunks"] = chunk_shape(value.shape, value.dtype.itemsize)
             opened = tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)

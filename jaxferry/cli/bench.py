@@ -25,6 +25,7 @@ from jaxferry.cli.workload import (
     call_model,
     make_optimizer,
     read_dtype,
+    read_offloading,
     read_tiles,
     user_code,
 )
@@ -61,7 +62,7 @@ def bench(
     compute_dtype: ComputeDtype = None,
     remat: Remat = "none",
     tiles: Tiles = OFF,
-    offload_activations: OffloadActivations = False,
+    offload_activations: OffloadActivations = None,
     granularity: FixedGranularity = BLOCK,
     seed: Seed = 0,
     plot: Plot = None,
@@ -86,7 +87,7 @@ def bench(
         "compute_dtype": read_dtype(compute_dtype),
         "remat": remat,
         "tiles": read_tiles(tiles),
-        "offload_activations": offload_activations,
+        "offload_activations": read_offloading(offload_activations),
         "granularity": granularity,
         "record_steps": steps,
     }

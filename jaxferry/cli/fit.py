@@ -39,6 +39,7 @@ from jaxferry.cli.workload import (
     FixedGranularity,
     GradientBuffers,
     MemoryBudget,
+    OffloadActivations,
     Optimizer,
     Tiles,
     UserModel,
@@ -46,6 +47,7 @@ from jaxferry.cli.workload import (
     make_optimizer,
     read_dtype,
     read_number_or_word,
+    read_offloading,
     read_remat,
     read_tiles,
     read_workload,
@@ -94,10 +96,7 @@ def fit(
         str, Option(help=f"As of profile; {AUTO} is {Remat.FULL.value} with --offload-activations.")
     ] = AUTO,
     tiles: Tiles = OFF,
-    offload_activations: Annotated[
-        bool | None,
-        Option("--offload-activations/--keep-activations", help=f"All or no activations leave. [default: {AUTO}]"),
-    ] = None,
+    offload_activations: OffloadActivations = None,
     gradient_buffers: GradientBuffers = AUTO,
     scratch: Annotated[
         str | None,
@@ -119,7 +118,7 @@ def fit(
         host_memory_bytes = parse_bytes(host_memory, "--host-memory")
     update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)
     kept, in_tiles = read_remat(remat), check_tiles(read_tiles(tiles))
-    offloads = AUTO if offload_activations is None else offload_activations
+    offloads = read_offloading(offload_activations)
     num_buffers = check_gradient_buffers(read_number_or_word(gradient_buffers))
     if (disk_bytes_per_s := None if scratch is None else parse_bytes(scratch, "--scratch")) == 0:
         raise InputError(f"--scratch must be positive, got {scratch}")

@@ -38,6 +38,7 @@ from jaxferry.cli.workload import (
     make_optimizer,
     read_dtype,
     read_number_or_word,
+    read_offloading,
     read_tiles,
     user_code,
 )
@@ -98,7 +99,7 @@ def train(
     compute_dtype: ComputeDtype = None,
     remat: Remat = "none",
     tiles: Tiles = OFF,
-    offload_activations: OffloadActivations = False,
+    offload_activations: OffloadActivations = None,
     gradient_buffers: GradientBuffers = AUTO,
     granularity: Annotated[
         str, Option(help="Layers that the plan moves: block, module (finer), or auto for the faster.")
@@ -196,6 +197,7 @@ def _step_of(user: UserModel, values: Mapping[str, Any], **more: Any) -> TrainSt
     """Makes the training step for values of the options in `_KEPT`, and more arguments of `train_step`."""
     own = {name: value for name, value in values.items() if name not in ("optimizer", "learning_rate", "devices")}
     own["memory_budget"] = read_budget(values["memory_budget"])
+    own["offload_activations"] = read_offloading(values["offload_activations"])
     own["gradient_buffers"] = read_number_or_word(values["gradient_buffers"])
     own["compute_dtype"], own["tiles"] = read_dtype(values["compute_dtype"]), read_tiles(values["tiles"])
     optimizer = make_optimizer(values["optimizer"], values["learning_rate"])
@@ -352,5 +354,8 @@ def resumed_options(folder: Path, known: Collection[str], chosen: Collection[str
 
 def as_arguments(options: Mapping[str, Any]) -> str:
     """Returns the options as the command line would give them."""
-    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in options.items()]
+    flags = []
+    for name, value in options.items():
+        option = "--" + ("keep-activations" if value is False else name.replace("_", "-"))
+        flags.append(option if isinstance(value, bool) else f"{option} {value}")
     return " ".join(flags)

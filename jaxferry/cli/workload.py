@@ -71,7 +71,8 @@ Tiles = Annotated[
     str, Option(metavar="off|auto|N|NAME=N,...", help="Tiles in which programs of segments run, along batch or tokens.")
 ]
 OffloadActivations = Annotated[
-    bool, Option("--offload-activations", help="Offload what waits for its backward to host memory.")
+    bool | None,
+    Option("--offload-activations/--keep-activations", help="All or no activations leave. [default: by policy auto]"),
 ]
 GradientBuffers = Annotated[
     str, Option(metavar="auto|all|N", help="Programs whose gradients host memory holds; auto: as many as it can.")
@@ -105,6 +106,11 @@ def read_remat(remat: str) -> str:
 def read_number_or_word(text: str) -> str | int:
     """Reads the value of `--gradient-buffers`, or a number of tiles: a number or a word, which `train_step` checks."""
     return int(text) if text.isdecimal() else text
+
+
+def read_offloading(value: bool | None) -> bool | str:
+    """Reads `--offload-activations` and its opposite; without either, policy auto chooses."""
+    return AUTO if value is None else value
 
 
 def read_tiles(text: str) -> str | int | dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.errors import HostMemoryError, InputError, described
+from jaxferry.errors import HostMemoryError, InputError, ScratchError, described
 from jaxferry.optimizer.split_masters import LazyArray
 from jaxferry.settings import ThreadPool
 from jaxferry.units import format_bytes
@@ -81,7 +81,7 @@ class Scratch:
     def move(self, region: Region, start: int, memory: np.ndarray, is_read: bool) -> None:
         """Reads bytes of a region from `start` on into memory, or writes all of them.
 
-        Raises `OSError` if the disk fails, or a block is not what was written.
+        Raises `ScratchError` if the disk fails, or a block is not what was written.
         """
         transfer = self._read if is_read else self._write
         blocks = range(start // _BLOCK_BYTES, -(-(start + memory.size) // _BLOCK_BYTES))
@@ -104,7 +104,7 @@ class Scratch:
         self._all(os.preadv, size, region.start + low)
         content = np.frombuffer(self._bounce(), np.uint8, size)
         if zlib.crc32(content.data) != region.checksums[block]:
-            raise OSError(f"the scratch file in {self.folder} is damaged: a block is not what was written")
+            raise ScratchError(f"the scratch file in {self.folder} is damaged: a block is not what was written")
         first, stop = max(start, low), min(start + memory.size, low + size)
         memory[first - start : stop - start] = content[first - low : stop - low]
 
@@ -123,10 +123,9 @@ class Scratch:
                 try:
                     num = call(self._file.fileno(), [view[done:num_bytes]], start + done)
                 except OSError as error:
-                    what = f"the scratch file in {self.folder} failed: {error.strerror}"
-                    raise OSError(error.errno, what) from error
+                    raise ScratchError(f"the scratch file in {self.folder} failed: {error.strerror}") from error
                 if num <= 0:
-                    raise OSError(f"the scratch file in {self.folder} ends too early")
+                    raise ScratchError(f"the scratch file in {self.folder} ends too early")
                 done += num
 
     def slot(self, like: OnDiskArray, is_numpy: bool) -> Any:

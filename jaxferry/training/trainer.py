@@ -343,7 +343,7 @@ class TrainStep:
           CheckpointError: if `path` is remote, exists and is not a checkpoint, or cannot be written; or if the last
             save with `wait=False` failed, in which case this one has not begun.
           HostMemoryError: if layers are updated on the device and host memory cannot hold a copy of their state.
-          InputError: if another argument is invalid.
+          ScratchError, InputError: if the scratch file cannot be read; if another argument is invalid.
 
         Warns:
           UserWarning: if `wait=False` waits, since host memory cannot hold a copy of the state.

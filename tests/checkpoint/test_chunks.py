@@ -106,7 +106,7 @@ def test_checkpoints_with_orbax_own_chunks_are_still_read(num_bytes, monkeypatch
     plain_ones = handlers.create_type_handler_registry((np.ndarray, handlers.NumpyHandler()))
     with (
         mock.patch.object(arrays, "_FILE_BYTES", num_bytes),
-        mock.patch.object(arrays, "_by_chunks", lambda: plain_ones),
+        mock.patch.object(arrays, "_by_chunks", lambda failures: plain_ones),
     ):
         checkpoint.save(saved, tmp_path / "saved")
     assert tuple(stored(tmp_path, "params.4").chunk_layout.read_chunk.shape) != arrays.chunk_shape((3, 5, 7), 4)

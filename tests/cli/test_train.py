@@ -190,12 +190,24 @@ def test_the_last_steps_are_recorded_and_traced(jaxferry, user_model, tmp_path):
     assert {"load layer_0", "forward layer_5", "offload layer_0", "update layer_3"} <= names
 
 
+def test_policy_auto_lets_activations_leave_unless_told_to_keep_them(jaxferry, refused, user_model, tmp_path):
+    model, run = ("--model", user_model("long_batch")), tmp_path / "run"
+    auto = (*model, "--policy", "auto", "--profile", "estimate", "--memory-budget", "600KB")
+    told = "is too small: the smallest possible is 648.0 KiB"
+    assert told in refused("train", "--steps", 1, *auto, "--keep-activations")
+    assert jaxferry("train", "--steps", 1, *auto, "--save", run).status == 0
+    resumed = jaxferry("train", "--steps", 2, "--resume", run, *model, "--json")
+    assert len(json.loads(resumed.out)["losses"]) == 1
+    assert jaxferry("train", "--steps", 3, "--resume", run, *model, "--keep-activations").status == 2
+
+
 def test_a_plan_given_again_replaces_the_saved_run_s_policy_and_wrong_types_are_named(tmp_path):
     save_options(tmp_path, {"policy": "exact", "accumulate": 2, "offload_activations": True, "profile": "p.json"})
     known = ("policy", "plan", "accumulate", "offload_activations", "profile")
     kept = resumed_options(tmp_path, known, {"plan", "profile"})
     assert kept == {"accumulate": 2, "offload_activations": True}
     assert as_arguments(kept) == "--accumulate 2 --offload-activations"
+    assert as_arguments({"offload_activations": False}) == "--keep-activations"
     assert resumed_options(tmp_path, known, ())["profile"] == str(Path("p.json").absolute())
     assert resumed_options(tmp_path / "none", known, ()) == {}
     with pytest.raises(InputError, match=r"train.json: unknown option 'accumulate'; known are policy, plan"):

@@ -40,6 +40,11 @@ def weighed():
     return loss, init, lambda number: {**batch(number), "num": jnp.float32(1 + number)}
 
 
+def long_batch():
+    """Activations outweigh parameters."""
+    return loss_fn, init, {name: jnp.repeat(value, 64, axis=0) for name, value in batch(0).items()}
+
+
 def shapes():
     return loss_fn, jax.eval_shape(init, jax.random.key(0)), batch(0)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import os
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.errors import InputError
+from jaxferry.errors import InputError, ScratchError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.optimizer import on_disk, scratch
 from jaxferry.step import DISK_SLOTS, Kind, Lane, LayerPlan, Plan
@@ -245,6 +246,24 @@ def test_an_error_of_the_disk_rolls_back_or_damages_and_names_the_layer(tmp_path
             with pytest.raises(jaxferry.StateError):
                 _ = state.params
     assert fates == ({True, False} if is_read else {False})
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_that_cannot_read_the_file_says_so_once_and_the_state_stays(tmp_path, monkeypatch, capfd, wait):
+    step = made(tmp_path)
+    state, _ = trained(step)
+    expected = state.params
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "preadv", lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        capfd.readouterr()
+        with pytest.raises(ScratchError, match=r"^the scratch file in .* failed: Input/output error$"):
+            step.save(state, tmp_path / "saved", wait=wait)
+        assert capfd.readouterr() == ("", "")
+    assert not (tmp_path / "saved").exists()
+    assert_same_bits(state.params, expected)
+    step.save(state, tmp_path / "saved", wait=wait)
+    step.wait_for_saves()
+    assert_same_bits(step.restore(tmp_path / "saved").params, expected)
 
 
 @pytest.mark.parametrize("what", ["params", "opt_state"])

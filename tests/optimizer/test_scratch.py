@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from jaxferry.errors import HostMemoryError, InputError
+from jaxferry.errors import HostMemoryError, InputError, ScratchError
 from jaxferry.optimizer import OnDiskArray, Scratch, scratch
 
 BLOCK = 2**14
@@ -79,7 +79,7 @@ def test_a_folder_that_takes_no_file_is_refused(folder, tmp_path):
 def test_a_file_that_ends_too_early_is_an_error(file):
     stored = array_on(file, np.arange(5 * BLOCK, dtype=np.float32))
     os.truncate(file._file.fileno(), BLOCK)
-    with pytest.raises(OSError, match="ends too early"):
+    with pytest.raises(ScratchError, match="ends too early"):
         np.asarray(stored)
 
 
@@ -89,10 +89,10 @@ def test_a_flipped_bit_is_an_error_when_its_block_is_read(file, at):
     stored = array_on(file, values)
     [byte] = os.pread(os.open(f"/proc/self/fd/{file._file.fileno()}", os.O_RDONLY), 1, at)
     os.pwrite(os.open(f"/proc/self/fd/{file._file.fileno()}", os.O_WRONLY), bytes([byte ^ 16]), at)
-    with pytest.raises(OSError, match="is damaged: a block is not what was written"):
+    with pytest.raises(ScratchError, match="is damaged: a block is not what was written"):
         np.asarray(stored)
     row = at // BLOCK * BLOCK
-    with pytest.raises(OSError, match="is damaged"):
+    with pytest.raises(ScratchError, match="is damaged"):
         stored[row : row + 1]
     other = (row + 2 * BLOCK) % (5 * BLOCK)
     np.testing.assert_array_equal(stored[other : other + 3], values[other : other + 3])
