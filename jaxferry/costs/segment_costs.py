@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -41,7 +40,7 @@ from jaxferry.costs.counts import (
 from jaxferry.costs.estimate import LayerCosts, Recomputation
 from jaxferry.costs.layer_records import backward_variant, forward_variant
 from jaxferry.modes import Remat
-from jaxferry.partition import AUTO, Graph, Partition, Segment, differentiate, numbers_of_operands, once_for_graph
+from jaxferry.partition import AUTO, Graph, Partition, Segment, differentiate, numbers_of_operands, once_for_graph, ones
 
 _READ_FROM_MEMORY = ATTENTION | {
     "conv_general_dilated",
@@ -309,7 +308,6 @@ class _ProgramCosts:
         if self._temporary_bytes is None:
             forward, backward = self._jaxprs
             if is_last:  # one program: the forward and, for cotangents of 1, the backward
-                ones = functools.partial(jax.tree.map, jnp.ones_like)
                 both = functools.partial(self.derivative.both, ones)
                 forward = backward = _live(jax.make_jaxpr(both)(*self._arguments))
             segment, num_donated = self.derivative.segment, 0

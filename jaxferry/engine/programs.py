@@ -191,10 +191,8 @@ def derivatives_of(
     partition: Partition, remat: Any = None, known: Mapping[int, Derivative] | None = None
 ) -> dict[int, Derivative]:
     """Differentiates each distinct segment that is not `known`; `remat` as in `differentiate`, the same for all."""
-    first: dict[int, Segment] = {}
-    for segment in partition.segments:
-        if known is None or segment.program not in known:
-            first.setdefault(segment.program, segment)
+    missing = (segment for segment in partition.segments if known is None or segment.program not in known)
+    first = {segment.program: segment for segment in reversed(list(missing))}
     return {program: differentiate(partition.graph, segment, remat) for program, segment in first.items()}
 
 
@@ -240,9 +238,10 @@ def with_program_facts(
     # Values and residuals that wait in host memory.
     moved = offloaded_values(partition, derivatives) if offload_activations is True else {}
     if offload_activations == AUTO:
-        leaving = LeavingValues(partition)
+        levels = {each: derivatives_of(partition, each.value) for each in Remat if each is not Remat.NONE}
+        levels, leaving = {Remat.NONE: derivatives} | levels, LeavingValues(partition)
         for number, uses in enumerate(partition.uses_of):
-            fields[uses[0]]["offloadable_bytes"] = _offloadable_bytes(partition, derivatives, leaving, number)
+            fields[uses[0]]["offloadable_bytes"] = _offloadable_bytes(partition, levels, leaving, number)
     for value, (last_forward, backward) in moved.items():
         num_bytes = partition.graph.device_bytes(aval_of(partition, derivatives, value))
         fields[first[order[last_forward][1]]]["save_bytes"] += num_bytes
@@ -263,14 +262,12 @@ def with_program_facts(
 
 
 def _offloadable_bytes(
-    partition: Partition, derivatives: Mapping[int, Derivative], leaving: LeavingValues, number: int
+    partition: Partition, levels: Mapping[Remat, Mapping[int, Derivative]], leaving: LeavingValues, number: int
 ) -> dict[Remat, int]:
-    """By what a segment keeps, the bytes of it that may wait in host memory."""
+    """By what a segment keeps, the bytes of it that may wait in host memory; `levels` are derivatives by program."""
     graph, segment, found = partition.graph, partition.segments[number], dict[Remat, int]()
     for remat in Remat if segment.runs_back else ():
-        derivative = derivatives[segment.program]
-        if remat is not Remat.NONE:
-            derivative = differentiate(graph, segment, remat.value)
+        derivative = levels[remat][segment.program]
         values = leaving.of(derivative, number)
         avals = (graph.avals[value] if isinstance(value, int) else derivative.saved[value[1]] for value in values)
         found[remat] = graph.device_bytes(*avals)
@@ -339,13 +336,17 @@ class RematVariants:
         self._partition = with_tiles(partition, tiles, self._choices)
         self.derivatives: dict[int, Derivative] = {}
         self.base = self.of([Remat.NONE] * len(partition.uses))
-        levels = [self._levels(segment) for segment in self.base.segments[:-1]] + [(Remat.NONE,)]
+        are_open = [segment.remat == AUTO for segment in self.base.segments[:-1]] + [False]
+        chosen = list(zip(self.base.segments, are_open, strict=True))
+        first = {segment.program: segment for segment, is_open in reversed(chosen) if is_open}
+        by_program = {program: self._levels(segment) for program, segment in first.items()}
+        levels = [by_program[segment.program] if is_open else (Remat.NONE,) for segment, is_open in chosen]
         self.may_keep = tuple(levels[use.segment] if use.place == 0 else (Remat.NONE,) for use in partition.uses)
 
     def _levels(self, segment: Segment) -> tuple[Remat, ...]:
         """What a plan may let a segment keep; large products if that is more than its inputs, and far less than all."""
         derivative, found = self.derivatives[segment.program], [Remat.NONE]
-        if segment.remat == AUTO and (derivative.saved or derivative.outputs_read):
+        if derivative.saved or derivative.outputs_read:
             products = differentiate(self.base.graph, segment, Remat.PRODUCTS.value)
             found += [Remat.PRODUCTS] * bool(products.saved and products.is_worth_it(derivative)) + [Remat.FULL]
         return tuple(found)

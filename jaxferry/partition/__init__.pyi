@@ -66,6 +66,7 @@ from .tiles import OFF as OFF
 from .tiles import check_tiles as check_tiles
 from .tiles import differentiate as differentiate
 from .tiles import forward_of as forward_of
+from .tiles import ones as ones
 from .tiles import with_tiles as with_tiles
 from .tracing import Canonical as Canonical
 from .tracing import bytes_of as bytes_of

@@ -212,7 +212,7 @@ class _Tiled:
         assert isinstance(self._source, Derivative)
         self._forward  # noqa: B018 - made here, or it raises
         if is_loss:
-            self._loss(_ones)
+            self._loss_alone  # noqa: B018
         elif self._segment.runs_back:
             self._backward  # noqa: B018
 
@@ -231,7 +231,8 @@ class _Tiled:
         return backward
 
     def both(self, num_tiles: int, seeds: Callable[..., Any], *given: Any) -> Any:
-        return self._loss(seeds, given[3:]).run(num_tiles)(*given)
+        loss = self._loss_alone if seeds is ones else self._loss(seeds, given[3:])
+        return loss.run(num_tiles)(*given)
 
     def _in_tiles(self, function: Callable[..., Any], arguments: Sequence[Any], rows: Sequence[Rows | None]) -> InTiles:
         stores = self._tiling.along == TOKENS
@@ -259,6 +260,10 @@ class _Tiled:
         shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in more]
         rows = [*self._rows, *[None] * len(shapes)]
         return self._in_tiles(both, [*self._arguments, *shapes], rows)
+
+    @functools.cached_property
+    def _loss_alone(self) -> InTiles:
+        return self._loss(ones)
 
     @functools.cached_property
     def _backward(self) -> InTiles:
@@ -301,7 +306,8 @@ def differentiate(graph: Graph, segment: Segment, remat: Any = None) -> Derivati
     return TiledDerivative(**known, tiled=tiled)
 
 
-def _ones(outputs: Any) -> Any:
+def ones(outputs: Any) -> Any:
+    """The cotangents of a loss alone."""
     return jax.tree.map(jnp.ones_like, outputs)
 
 
