@@ -4,33 +4,39 @@
     NAME/save_7/arrays/          the arrays, written by Orbax               `arrays`, read by `leaves`
     NAME/save_7/arrays-1/ ...    the elements that other processes own
 
-A save is a numbered folder that one rename publishes (`saves`). `content` compares a checkpoint with a model and an
-optimizer, `pretrained` reads and writes safetensors files.
+A save is a numbered folder that one rename publishes (`saves`). The checks here compare a checkpoint with a model and
+an optimizer. `pretrained` reads and writes safetensors files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import pathlib
+import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import jax
+import numpy as np
+import optax
 
-from jaxferry.checkpoint.about import FILE, FORMAT, IN_PIECES, WITHOUT_DIGESTS, About, read_about
-from jaxferry.checkpoint.arrays import reason, write_arrays, write_own
-from jaxferry.checkpoint.content import (
+from jaxferry.checkpoint.about import (
+    FILE,
+    FORMAT,
+    IN_PIECES,
+    WITHOUT_DIGESTS,
+    About,
     Checkpoint,
-    check_coded,
-    check_extra,
-    check_matches,
-    check_transformations,
     dictionary_paths,
+    is_numeric,
+    read_about,
 )
+from jaxferry.checkpoint.arrays import reason, write_arrays, write_own
 from jaxferry.checkpoint.leaves import StoredLeaf, cannot_read, stored_content
 from jaxferry.checkpoint.saves import (
     Keep,
@@ -47,6 +53,7 @@ from jaxferry.checkpoint.saves import (
     prune,
 )
 from jaxferry.errors import CheckpointError, InputError, JaxFerryError, ScratchError, is_internal
+from jaxferry.partition import dtype_named, is_stored_as_bytes
 from jaxferry.processes import Messages, is_key
 from jaxferry.transport import deferred_interrupts
 
@@ -72,6 +79,8 @@ Path = str | os.PathLike[str]
 Made = TypeVar("Made")
 
 _ATTEMPTS = 100
+_FIELD = re.compile(r"^(.*)\.(\w+)$", re.DOTALL)
+_MAX_NAMED = 3
 
 
 def save(checkpoint: Checkpoint, path: Path, keep: Keep | None = None, messages: Messages | None = None) -> None:
@@ -219,3 +228,100 @@ def _content(folder: pathlib.Path, path: Path) -> Checkpoint:
             stacklevel=2,
         )
     return content
+
+
+def check_extra(extra: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns the user's arrays as NumPy arrays; raises `InputError` unless names map to arrays of numbers."""
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) and name for name in extra):
+        raise InputError(f"extra must be a mapping from names to arrays, got {type(extra).__name__}")
+    arrays = {name: np.asarray(array) for name, array in extra.items()}
+    for name, array in arrays.items():
+        if not is_numeric(array.dtype):
+            raise InputError(f"extra[{name!r}] must be an array of numbers, got dtype {array.dtype}")
+    # Checkpoints name dtypes without a byte order.
+    return {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in arrays.items()}
+
+
+def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, Any], check_dtypes: bool = False) -> None:
+    """Raises `CheckpointError` with the first difference in names, shapes or (optionally) dtypes of leaves."""
+    differs = f"the checkpoint does not match the {what}: "
+    for name in [*expected, *saved]:
+        if name not in saved:
+            raise CheckpointError(f"{differs}it has no {name}")
+        if name not in expected:
+            raise CheckpointError(f"{differs}only the checkpoint has {name}")
+        shapes = tuple(saved[name].shape), tuple(expected[name].shape)
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(
+                f"{differs}{name} has shape {shapes[0]} in the checkpoint and {shapes[1]} in the {what}"
+            )
+        if check_dtypes and saved[name].dtype != expected[name].dtype:
+            raise CheckpointError(
+                f"{differs}{name} is {saved[name].dtype} in the checkpoint and {expected[name].dtype} in the {what}"
+            )
+
+
+def check_coded(
+    saved: Mapping[str, Any], dtypes: Sequence[str], expected: Mapping[str, Any], masters: Sequence[Any]
+) -> None:
+    """Raises `CheckpointError` unless the same parameters are stored as bytes here, with the same dtypes."""
+    there = {
+        name: dtype
+        for (name, stored), dtype in zip(saved.items(), dtypes, strict=True)
+        if is_stored_as_bytes(jax.ShapeDtypeStruct((), dtype_named(dtype)), stored)
+    }
+    pairs = zip(expected.items(), masters, strict=True)
+    here = {name: str(own.dtype) for (name, own), master in pairs if is_stored_as_bytes(own, master)}
+    for name in [name for name in expected if name in saved and here.get(name) != there.get(name)]:
+        found, wanted = there.get(name, saved[name].dtype), here.get(name, expected[name].dtype)
+        raise CheckpointError(
+            f"the checkpoint does not match the model: {name} is {found} in the checkpoint and {wanted} in the model"
+        )
+
+
+def check_transformations(saved: Collection[str], expected: Collection[str], params: Collection[str]) -> None:
+    """Raises `CheckpointError`, which names both, if a checkpoint's optimizer has other Optax transformations.
+
+    Paths tell the transformations: "[0].mu['w']" means that the first transformation of a chain keeps a field `mu` for
+    each parameter. Optax's state classes tell which transformation has these fields.
+    """
+    found = [_fields(names, params) for names in (saved, expected)]
+    paths = sorted(path for path in {*found[0], *found[1]} if found[0].get(path) != found[1].get(path))
+    if not paths:
+        return
+    described = []
+    for fields in found:
+        names = []
+        for path in paths[:_MAX_NAMED]:
+            if own := fields.get(path):
+                known = " or ".join(_transformations().get(own, [])[:2]) or "a transformation"
+                names.append(f"{known} ({', '.join(sorted(own))}) at {path or 'the top'}")
+        described.append(", ".join(names) or f"nothing at {', '.join(paths[:_MAX_NAMED])}")
+    raise CheckpointError(
+        f"the checkpoint does not match the optimizer: it was saved with {described[0]}, and this optimizer has "
+        f"{described[1]}: pass the optimizer that it was saved with"
+    )
+
+
+def _fields(names: Collection[str], params: Collection[str]) -> dict[str, frozenset[str]]:
+    ends, found = sorted(params, key=len, reverse=True), dict[str, set[str]]()
+    for name in names:
+        end = next((end for end in ends if end and name.endswith(end)), "")
+        match = _FIELD.match(name.removesuffix(end))
+        if match is not None:
+            found.setdefault(match[1], set()).add(match[2])
+    return {path: frozenset(fields) for path, fields in found.items()}
+
+
+@functools.cache
+def _transformations() -> dict[frozenset[str], list[str]]:
+    """Returns the names of Optax's transformations by the fields of their states; the main module's come first."""
+    found: dict[frozenset[str], list[str]] = {}
+    for module in (optax, optax.contrib):
+        for name, kind in sorted(vars(module).items()):
+            fields: Any = getattr(kind, "_fields", ())
+            if isinstance(kind, type) and name.endswith("State") and fields:
+                # ScaleByAdamState is the state of scale_by_adam.
+                words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*", name.removesuffix("State"))
+                found.setdefault(frozenset(fields), []).append("_".join(words).lower())
+    return found

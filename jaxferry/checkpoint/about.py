@@ -1,4 +1,4 @@
-"""`about`, the JSON file of a save: what its arrays are, and their digests.
+"""What a checkpoint holds, and `about`, the JSON file of a save: what its arrays are, and their digests.
 
     {"format": "jaxferry.checkpoint/2", "step": 3,
      "params": [{"path": "['a']['w']", "shape": [4, 4], "dtype": "float32", "digest": "99aa06d3014798d8..."}, ...],
@@ -20,15 +20,14 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxferry.checkpoint.content import Checkpoint, is_numeric
 from jaxferry.errors import CheckpointError, InputError
-from jaxferry.partition import key_kinds
+from jaxferry.partition import dtype_named, key_kinds, shape_from_stored
 from jaxferry.records import check_keys, check_seconds, check_text, read_json, required
 from jaxferry.units import MAX_BYTES
 
@@ -41,6 +40,89 @@ _OF_SECOND = (*_OF_FIRST, "extra", "metric", "saved_at_s", "digest")
 _MAX_DIMENSIONS = 32
 _MAX_COUNT = 2**63 - 1
 _MAX_PARTS = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """The content of a checkpoint.
+
+    Attributes:
+      step: number of steps taken.
+      params: master parameters as they are stored (`partition.packed`), by path (as `jax.tree_util.keystr` writes it),
+        in the order of the flattened tree. A parameter that is stored in parts is a `Stored`; `load` returns every
+        parameter whole.
+      dtypes: the dtypes of the model's own parameters, in the same order.
+      dictionary_paths: for a tree of plain dictionaries the keys of each parameter, else None.
+      optimizer: leaves of the optimizer's state by path.
+      loss_scale: value and number of finite updates of a dynamic loss scale; None without one.
+      extra: the user's own arrays, by name.
+      metric: the lower, the better the state; None if it is unknown.
+    """
+
+    step: int
+    params: Mapping[str, Any]
+    dtypes: Sequence[str]
+    dictionary_paths: Sequence[Sequence[str]] | None
+    optimizer: Mapping[str, Any]
+    loss_scale: Sequence[float] | None = None
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metric: float | None = None
+
+    @property
+    def arrays(self) -> dict[str, Mapping[str, Any]]:
+        """The fields whose values are arrays, by name."""
+        return {"params": self.params, "optimizer": self.optimizer, "extra": self.extra}
+
+    def map_arrays(self, change: Callable[[str, str, Any], Any]) -> Checkpoint:
+        """Returns the checkpoint with `change(field, name, array)` in place of each array."""
+        return dataclasses.replace(
+            self,
+            **{  # type: ignore[arg-type]
+                field: {name: change(field, name, array) for name, array in own.items()}
+                for field, own in self.arrays.items()
+            },
+        )
+
+    def dictionary(self) -> Any:
+        """Returns the parameters' shapes and dtypes in nested dictionaries; `CheckpointError` for other trees."""
+        if self.dictionary_paths is None:
+            raise CheckpointError(
+                "the parameters of this checkpoint are not a tree of dictionaries: pass restore(path, params=...) a "
+                "tree of the same structure (shapes are enough, as from jax.eval_shape)"
+            )
+        return _nested(
+            self.dictionary_paths,
+            [
+                jax.ShapeDtypeStruct(shape_from_stored(array, dtype), dtype)
+                for array, dtype in zip(self.params.values(), map(dtype_named, self.dtypes), strict=True)
+            ],
+        )
+
+
+def dictionary_paths(params: Any) -> list[list[str]] | None:
+    """Returns the keys of each leaf if the tree consists of dictionaries with string keys, else None."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    keys = [[getattr(entry, "key", None) for entry in path] for path in paths]
+    if not all(path and isinstance(path[-1], str) for path in keys):
+        return None
+    tree: Any = jax.tree.structure(params)
+    is_plain = tree == jax.tree.structure(_nested(keys, [0] * len(keys)))
+    return [[str(key) for key in path] for path in keys] if is_plain else None
+
+
+def _nested(paths: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> Any:
+    tree: dict[Any, Any] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return tree
+
+
+def is_numeric(dtype: Any) -> bool:
+    """Returns whether arrays of a dtype can be saved: numbers and booleans."""
+    return any(jax.numpy.issubdtype(dtype, kind) for kind in (jax.numpy.number, jax.numpy.bool_))
 
 
 class Piece(NamedTuple):

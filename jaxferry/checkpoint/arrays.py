@@ -24,8 +24,7 @@ import jax
 import numpy as np
 import tensorstore
 
-from jaxferry.checkpoint.about import Digest, Leaf, Piece
-from jaxferry.checkpoint.content import Checkpoint
+from jaxferry.checkpoint.about import Checkpoint, Digest, Leaf, Piece
 from jaxferry.errors import CheckpointError
 from jaxferry.optimizer import LazyArray, OnDiskArray, SplitMaster, Stored, stored_whole
 from jaxferry.processes import Messages, is_key

@@ -17,9 +17,8 @@ import jax
 import numpy as np
 import tensorstore
 
-from jaxferry.checkpoint.about import About, Digest, Leaf, Piece
+from jaxferry.checkpoint.about import About, Checkpoint, Digest, Leaf, Piece
 from jaxferry.checkpoint.arrays import folder_of, indices, names_of, reason, storage_errors
-from jaxferry.checkpoint.content import Checkpoint
 from jaxferry.errors import CheckpointError, is_internal
 from jaxferry.partition import Span
 

@@ -44,7 +44,10 @@ def doctor(
     num_bytes = parse_bytes(link_size, "--link-size")
     if num_bytes == 0:
         raise InputError(f"--link-size must be positive, got {link_size}")
-    found = examine(num_bytes) | ({} if scratch is None else {"scratch": _measure_disk(scratch)})
+    found = examine(num_bytes)
+    if scratch is not None:
+        read_s, write_s = Scratch(scratch).seconds_a_byte()
+        found["scratch"] = {"folder": str(scratch), "read_bytes_per_s": 1 / read_s, "write_bytes_per_s": 1 / write_s}
     print_result(as_json, found, *_lines(found))
 
 
@@ -137,12 +140,6 @@ def _measure_link(device: jax.Device, num_bytes: int) -> dict[str, Any]:
 
             found[f"{name}_bytes_per_s"] = num_bytes / shortest_s(copy)
     return found
-
-
-def _measure_disk(folder: pathlib.Path) -> dict[str, Any]:
-    """Measures bytes per second from a scratch file in a folder, and to it."""
-    read_s, write_s = Scratch(folder).seconds_a_byte()
-    return {"folder": str(folder), "read_bytes_per_s": 1 / read_s, "write_bytes_per_s": 1 / write_s}
 
 
 def _self_test(device: jax.Device, num_bytes: int) -> dict[str, Any]:

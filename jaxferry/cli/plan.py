@@ -220,13 +220,8 @@ def _decimal(text: str) -> decimal.Decimal:
 def _prediction_lines(plan: Plan, needed_bytes: int) -> list[str]:
     """Returns the plan's prediction, the least memory budget that accepts it, its gap and its binding constraint."""
     lines = []
-    if plan.predicted is not None:
-        predicted = plan.predicted
-        lines.append(
-            f"predicted: forward {format_seconds(predicted.forward_s)}, step {format_seconds(predicted.step_s)}, "
-            f"steady step {format_seconds(predicted.steady_step_s)}, "
-            f"peak device memory {format_bytes(predicted.peak_device_bytes)}"
-        )
+    if (predicted := plan.predicted) is not None:
+        lines.append(f"predicted: {_times(predicted)}, peak device memory {format_bytes(predicted.peak_device_bytes)}")
         if needed_bytes > predicted.peak_device_bytes:
             lines.append(
                 f"needs a memory budget of {format_bytes(needed_bytes)} ({needed_bytes} bytes), which the step holds "
@@ -239,6 +234,11 @@ def _prediction_lines(plan: Plan, needed_bytes: int) -> list[str]:
     if "binding" in plan.details:
         lines.append(f"binding constraint: {plan.details['binding']}")
     return lines
+
+
+def _times(predicted: Any) -> str:
+    times = (predicted.forward_s, predicted.step_s, predicted.steady_step_s)
+    return "forward {}, step {}, steady step {}".format(*map(format_seconds, times))
 
 
 def host_memory_lines(machine: Mapping[str, Any], copies_bytes: int = 0, waiting_bytes: int = 0) -> list[str]:
@@ -305,8 +305,7 @@ def _simulation_lines(simulation: Simulation) -> list[str]:
     streamed = simulation.streamed_state_bytes
     where = "of masters and optimizer state in pinned host memory, streamed through the GPU"
     return [
-        f"forward {format_seconds(simulation.forward_s)}, step {format_seconds(simulation.step_s)}, "
-        f"steady step {format_seconds(simulation.steady_step_s)}",
+        _times(simulation),
         f"peak device memory {format_bytes(simulation.peak_device_bytes)} over a chain of {CHAIN_STEPS} steps, where "
         f"loads start during the previous step; {format_bytes(one_step)} in a single step",
         f"host link {format_bytes(simulation.link_bytes)} per step",
@@ -375,26 +374,23 @@ def _weights_tables(instance: Instance, outcome: Outcome) -> list[Any]:
     summary.add_row(
         "absent from backward to forward", _ranges(c.layer for c in outcome.choices if not c.before_backward)
     )
+    events = () if outcome.schedule is None else outcome.schedule.events
     if outcome.schedule is not None:
-        for kind in ("prefetch", "offload"):
-            summary.add_row({"prefetch": "prefetches", "offload": "offloads"}[kind], _traffic(instance, outcome, kind))
+        for kind, plural in (("prefetch", "prefetches"), ("offload", "offloads")):
+            own = [event for event in events if event.kind == kind]
+            moved = sum(instance.weights[event.layer] for event in own)
+            busy_s = sum(event.end_s - event.start_s for event in own)
+            share = busy_s / outcome.duration_s if outcome.duration_s else 0.0
+            time = f"{format_seconds(busy_s)} ({100 * share:.0f} % of the time)"
+            summary.add_row(plural, f"{len(own)}, {format_bytes(moved)}, {time}")
     if outcome.note:
         summary.add_row("note", outcome.note)
-    events = () if outcome.schedule is None else outcome.schedule.events
     if len(events) > _MAX_ROWS:
         return [summary, f"\nschedule: {len(events)} events, printed by --json"]
     table = Table("start", "end", "what", "layer", box=None, pad_edge=False)
     for event in events:
         table.add_row(format_seconds(event.start_s), format_seconds(event.end_s), event.kind, str(event.layer))
     return [summary, "", table] if events else [summary]
-
-
-def _traffic(instance: Instance, outcome: Outcome, kind: str) -> str:
-    events = [event for event in outcome.schedule.events if event.kind == kind] if outcome.schedule else []
-    moved = sum(instance.weights[event.layer] for event in events)
-    busy_s = sum(event.end_s - event.start_s for event in events)
-    share = busy_s / outcome.duration_s if outcome.duration_s else 0.0
-    return f"{len(events)}, {format_bytes(moved)}, {format_seconds(busy_s)} ({100 * share:.0f} % of the time)"
 
 
 def _ranges(layers: Iterable[int]) -> str:

@@ -178,7 +178,7 @@ def train(
         if status:
             fate = "nothing is saved (no --save)" if save is None else f"saved, continue with --resume {save}"
             console.print(f"ended after step {run.state.step}: {fate}", soft_wrap=True, markup=False)
-        if run.has_trained or not status:
+        if run.losses or not status:
             run.write(trace, record)
         if is_first():
             run.report(as_json, has_ended=bool(status))
@@ -222,18 +222,13 @@ class _Saves:
 
 
 class _Run:
-    """A training run; its `state` can be saved at any time."""
+    """A training run; its `state` can be saved at any time. `losses` has those of the steps so far."""
 
     def __init__(self, user: UserModel, step: TrainStep, state: TrainState, console: Console, saves: _Saves) -> None:
         self._user, self._step, self.state, self._console, self._saves = user, step, state, console, saves
-        self._losses: list[float] = []
+        self.losses: list[float] = []
         self._step_s: list[float] = []
         self._peak, self._has_saved = 0, False
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether a step has been run."""
-        return bool(self._losses)
 
     def train(self, steps: int) -> int:
         """Trains up to a step; returns the exit status: 0, 130 after Ctrl-C, 143 after SIGTERM to any process."""
@@ -242,12 +237,12 @@ class _Run:
             while self.state.step < steps:
                 start_s = time.perf_counter()
                 self.state, metrics = self._step(self.state, self._batch(self.state.step))
-                self._losses.append(float(metrics["loss"]))
+                self.losses.append(float(metrics["loss"]))
                 self._step_s.append(time.perf_counter() - start_s)
                 self._peak = int(metrics["device_param_bytes_peak"])
                 number = self.state.step
                 if number % max(1, steps // _LINES) == 0:
-                    status = f"loss {self._losses[-1]:.4f}  {format_seconds(self._step_s[-1])} per step"
+                    status = f"loss {self.losses[-1]:.4f}  {format_seconds(self._step_s[-1])} per step"
                     self._console.print(f"{number}/{steps}  {status}")
                 if every and number % every == 0 and number < steps:
                     # Options lie beside the saved state: the first save must have ended before they are written.
@@ -304,15 +299,15 @@ class _Run:
             make_recording(self._step, self.state, self._prepared(), model=self._user.name).save(record)
 
     def report(self, as_json: bool, has_ended: bool) -> None:
-        document = {"model": self._user.name, "steps": self.state.step, "losses": self._losses, "step_s": self._step_s}
-        if not self._losses:
+        document = {"model": self._user.name, "steps": self.state.step, "losses": self.losses, "step_s": self._step_s}
+        if not self.losses:
             why = "no step was run: the state is" if has_ended else "nothing to do: the state is already"
             print_result(as_json, document, f"{why} at step {self.state.step}")
             return
         plan = self._prepared().plan
         document |= {"device_param_bytes_peak": self._peak, "policy": plan.policy, "modes": plan_counts(plan)}
-        first, last, fastest = self._losses[0], self._losses[-1], format_seconds(min(self._step_s))
-        count = len(self._losses)
+        first, last, fastest = self.losses[0], self.losses[-1], format_seconds(min(self._step_s))
+        count = len(self.losses)
         print_result(
             as_json,
             document,

@@ -12,6 +12,7 @@ from .estimate import scaled_profile as scaled_profile
 from .estimate import scaling as scaling
 from .estimate import update_on_device_s as update_on_device_s
 from .layer_records import NO_RECOMPUTATION as NO_RECOMPUTATION
+from .layer_records import OF_BATCH as OF_BATCH
 from .layer_records import RECOMPUTATION as RECOMPUTATION
 from .layer_records import LayerProfile as LayerProfile
 from .layer_records import backward_variant as backward_variant

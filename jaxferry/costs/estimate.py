@@ -97,6 +97,12 @@ class LayerCosts:
     shares_program: bool = False
     block: str = ""
 
+    @property
+    def of_profile(self) -> dict[str, Any]:
+        """The fields that a profile's layer has too."""
+        names = {field.name for field in dataclasses.fields(LayerProfile)}
+        return {key: value for key, value in vars(self).items() if key in names}
+
 
 def estimate_profile(
     layers: Iterable[LayerCosts],
@@ -165,12 +171,7 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
     read, read_again = layer.dha_products_forward, layer.dha_products_backward
     # The gradient of a weight is a product of as many operations as the forward's.
     return LayerProfile(
-        name=layer.name,
-        parameters=layer.parameters,
-        block=layer.block,
-        param_bytes=layer.param_bytes,
-        grad_bytes=layer.grad_bytes,
-        activation_bytes=layer.activation_bytes,
+        **layer.of_profile,
         load_s=machine.transfer_s(layer.param_bytes),
         forward_s=forward_s,
         forward_dha_s=forward_s + _detour_s(machine, layer, layer.dha_bytes_forward, read, forward_s),
@@ -188,8 +189,6 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         state_up_s=machine.transfer_s(STATE_BYTES_PER_PARAMETER * layer.num_parameters),
         state_down_s=machine.transfer_s(STATE_BYTES_PER_PARAMETER * layer.num_parameters + layer.param_bytes),
         state_bytes=STATE_BYTES_PER_PARAMETER * layer.num_parameters,
-        temporary_bytes=layer.temporary_bytes,
-        shares_program=layer.shares_program,
         **recomputing(
             layer.recomputation,
             {remat: _recompute_s(machine, layer, more, backward_s) for remat, more in layer.recomputation.items()},

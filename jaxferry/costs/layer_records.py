@@ -38,6 +38,11 @@ RECOMPUTATION = {
     Remat.FULL: ("recompute_s", "recompute_activation_bytes"),
 }
 """The keys of what a backward that recomputes costs: seconds, and the bytes that are then kept."""
+OF_BATCH = (
+    *("activation_bytes", "save_bytes", "fetch_bytes", "forward_workspace_bytes", "backward_workspace_bytes"),
+    *(key for _, key in RECOMPUTATION.values()),
+)
+"""The keys of bytes that grow with the batch."""
 NO_RECOMPUTATION = dict.fromkeys(itertools.chain(*RECOMPUTATION.values()))
 _OF_GRADIENT = {
     **dict.fromkeys(("grad_bytes", "row_gradient_bytes", "sum_bytes", "state_bytes"), 0),
@@ -68,6 +73,10 @@ _FORWARDS = tuple(forward_variant(*each) for each in itertools.product(_BOTH, Re
 _BACKWARDS = tuple(backward_variant(*each) for each in itertools.product(_BOTH, _BOTH, Remat))
 
 
+_BY_NAME = {
+    "temporary_bytes": ("program", (*_FORWARDS, *_BACKWARDS)),
+    "offloadable_bytes": ("what is kept", tuple(map(str, Remat))),
+}
 _REQUIRED = ("name", "param_bytes", "grad_bytes", *(key for key in SECONDS if not key.startswith("inter_")))
 _ALWAYS = (*_REQUIRED, "activation_bytes", "inter_forward_s", "inter_backward_s")
 """Keys that are always written."""
@@ -75,16 +84,12 @@ _ALWAYS = (*_REQUIRED, "activation_bytes", "inter_forward_s", "inter_backward_s"
 
 def _checked(value: Any, key: str, where: str) -> Any:
     """Returns a field's value if it is acceptable."""
-    if key == "temporary_bytes":
+    if key in _BY_NAME:
+        what, known = _BY_NAME[key]
         if not isinstance(value, Mapping):
-            raise InputError(f"{where}: temporary_bytes must be an object of bytes by program, got {value!r}")
-        check_keys(value, (*_FORWARDS, *_BACKWARDS), f"{where}: temporary_bytes")
-        return {program: check_bytes(size, f"temporary_bytes of {program}", where) for program, size in value.items()}
-    if key == "offloadable_bytes":
-        if not isinstance(value, Mapping):
-            raise InputError(f"{where}: offloadable_bytes must be an object of bytes by what is kept, got {value!r}")
-        check_keys(value, tuple(Remat), f"{where}: offloadable_bytes")
-        return {kept: check_bytes(size, f"offloadable_bytes of {kept}", where) for kept, size in value.items()}
+            raise InputError(f"{where}: {key} must be an object of bytes by {what}, got {value!r}")
+        check_keys(value, known, f"{where}: {key}")
+        return {name: check_bytes(size, f"{key} of {name}", where) for name, size in value.items()}
     if (key == "block" and value == "") or (key in _OF_STATE and value is None):
         return value
     if key in ("name", "parameters", "block"):

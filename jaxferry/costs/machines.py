@@ -37,7 +37,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, Self
 
-from jaxferry.costs.layer_records import RECOMPUTATION, LayerProfile, backward_variant, forward_variant
+from jaxferry.costs.layer_records import OF_BATCH, RECOMPUTATION, LayerProfile, backward_variant, forward_variant
 from jaxferry.costs.profile_records import NO_CONTENTION, Contention, Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import Remat
@@ -193,10 +193,8 @@ ALL, WITHIN, ACROSS = EXCHANGES = ("all", "within", "across")
 """The devices of an exchange: all of them; those of each process; those of one number in each of the processes."""
 
 _BOTH = (False, True)
-_TIMES_AGAIN, _BYTES_AGAIN = zip(*RECOMPUTATION.values(), strict=True)
+_TIMES_AGAIN = tuple(key for key, _ in RECOMPUTATION.values())
 _OF_WORK = ("forward_s", "backward_s", "inter_forward_s", "inter_backward_s", *_TIMES_AGAIN)
-_OF_VALUES = ("activation_bytes", "save_bytes", "fetch_bytes", *_BYTES_AGAIN)
-_WORKSPACES = ("forward_workspace_bytes", "backward_workspace_bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,7 +396,7 @@ def _part_of(layer: LayerProfile, machine: Machine, num: int) -> LayerProfile:
         seconds = getattr(layer, key)
         least_s = min(read_s, seconds or 0.0) if key in ("forward_s", "backward_s") else 0.0
         changes[key] = None if seconds is None else max(seconds / num, least_s)
-    for key in (*_OF_VALUES, *_WORKSPACES, "sum_bytes"):
+    for key in (*OF_BATCH, "sum_bytes"):
         size = getattr(layer, key)
         changes[key] = None if size is None else -(-size // num)
     changes["offloadable_bytes"] = {kept: -(-size // num) for kept, size in layer.offloadable_bytes.items()}

@@ -1,10 +1,14 @@
 """The public training step.
 
-entry         train_step, its arguments               options         these, checked
-trainer       TrainStep                               saving          a state to a checkpoint and back
-compiler      a batch structure -> a step             model           parameters and optimizer
-choice        the plan                                profiles        what it is planned with, on one device or several
-step          plan -> program -> compiled             measure         measures a profile on the device
+entry         train_step, its arguments               options           these, checked
+trainer       TrainStep                               saving            a state to a checkpoint and back
+compiler      a batch structure -> a step             model, disk       parameters and optimizer, where they are
+cuts          a loss function -> segments             profiles          what a step is planned with
+choice        the plan                                measured_profile  measures that on the device
+step          plan -> program -> compiled
+
+`measured_profile` rests on `microbenchmarks`, their arguments (`samples`), clocks (`timers`), links (`contention`) and
+earlier results (`profile_cache`).
 """
 
 import lazy_loader

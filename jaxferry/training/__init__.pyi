@@ -15,11 +15,10 @@ from .disk import left_in_memory as left_in_memory
 from .entry import train_step as train_step
 from .measured_profile import Work as Work
 from .measured_profile import measure_profile as measure_profile
+from .microbenchmarks import GradientStore as GradientStore
 from .microbenchmarks import HostUpdate as HostUpdate
 from .microbenchmarks import device_update_subject as device_update_subject
-from .microbenchmarks import host_sum_subject as host_sum_subject
 from .microbenchmarks import load_subject as load_subject
-from .microbenchmarks import offload_subject as offload_subject
 from .microbenchmarks import program_variants as program_variants
 from .microbenchmarks import streamed_update_subject as streamed_update_subject
 from .model import Model as Model

@@ -67,12 +67,10 @@ class Conditions:
     def applied(self, profile: Profile, variants: RematVariants) -> Profile:
         """The profile with the bytes of sums over micro-batches, and with when updates run."""
         groups = summed_groups(variants.base, variants.derivatives, self.accumulate)
-        after_all, together = self.updates_after_all, self.updates_together
-        profile = with_sum_bytes(profile, variants.base, groups)
         return dataclasses.replace(
-            profile,
-            updates_after_all=after_all,
-            updates_together=together,
+            with_sum_bytes(profile, variants.base, groups),
+            updates_after_all=self.updates_after_all,
+            updates_together=self.updates_together,
             gradient_buffers=self.gradient_buffers,
         )
 

@@ -33,7 +33,7 @@ from jaxferry.processes import check_same
 from jaxferry.settings import ThreadPool, check_may_trace, users_stacklevel
 from jaxferry.step import Plan, StepProgram
 from jaxferry.training.choice import best_granularity, tilings, with_state_on_disk
-from jaxferry.training.cuts import Cut, Cutter, structure_of
+from jaxferry.training.cuts import Call, Cut, Cutter, structure_of
 from jaxferry.training.measured_profile import Work
 from jaxferry.training.model import Model, buffered_groups
 from jaxferry.training.options import Options
@@ -121,11 +121,11 @@ class Compiler:
         """All prepared steps."""
         return [prepared for prepared, _ in self._prepared]
 
-    def prepare(self, args: Any, kwargs: Mapping[str, Any], state: TrainState | None = None) -> Prepared:
+    def prepare(self, call: Call, state: TrainState | None = None) -> Prepared:
         """The prepared step for arguments of this structure; prepares it on the first call."""
 
         def compiled() -> tuple[Prepared, Cut]:
-            return self._compiled(self._cut(args, kwargs), args, kwargs, state)
+            return self._compiled(call, state)
 
         def attempts() -> Iterator[Callable[[], tuple[Prepared, Cut]]]:
             """Smaller layers, which the first batch may still choose, need less memory."""
@@ -141,65 +141,64 @@ class Compiler:
             self.model.optimizer.updates.settle()
             return first_that_fits(attempts())
 
-        with self._cutter.refused_by_jax(args, kwargs):
-            self._decide_granularity(args, kwargs)
-            prepared, _ = self._prepared.get(structure_of(args, kwargs), make)
+        with self._cutter.refused_by_jax(call):
+            self._decide_granularity(call)
+            prepared, _ = self._prepared.get(structure_of(call), make)
         self._has_decided = True
         return prepared
 
-    def _decide_granularity(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _decide_granularity(self, call: Call) -> None:
         """Lets the first batch of a step decide how fine layers are, if that is left open."""
         if self._options.planning.granularity != FASTER or self._has_decided:
             return
         self._cutter.restart(MODULE)
         planning = self._options.planning
         tiles = 1 if planning.tiles == AUTO else planning.tiles
-        variants = self._cutter.cut(args, kwargs).variants(planning.remat, tiles)
+        variants = self._cutter.cut(call).variants(planning.remat, tiles)
         profile = self._profiler.planned_by_estimate(variants)
         self._cutter.restart(best_granularity(variants, planning, profile))
 
-    def measure(self, args: Any, kwargs: Mapping[str, Any]) -> Profile:
+    def measure(self, call: Call) -> Profile:
         """Measures what each layer costs on the device."""
-        with self._cutter.refused_by_jax(args, kwargs):
-            self._decide_granularity(args, kwargs)
+        with self._cutter.refused_by_jax(call):
+            self._decide_granularity(call)
             self._shared.prefetch.clear()
             self.model.optimizer.updates.settle()
-            cut = self._cut(args, kwargs)
+            cut = self._cut(call)
             tiles = self._tilings(cut)[0]
             variants, programs = self._variants(cut, tiles)
             self._has_decided = True
-            return self._profiler.measured(variants, programs, self._share(variants.base, tiles, args, kwargs))
+            return self._profiler.measured(variants, programs, self._share(variants.base, tiles, call))
 
     def evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
         """The evaluator of a function of the parameters."""
         if not callable(function):
             raise InputError(f"function must be a function of (params, ...), got {function!r}")
+        call = Call.of(args, kwargs)
 
         def make() -> tuple[Evaluator, Cut | None]:
             check_may_trace("a function for arguments of new shapes")
-            cut = self._cut(args, kwargs) if function is self._loss_fn else None
-            parts = self._cutter.forward(function, args, kwargs) if cut is None else cut.parts
+            cut = self._cut(call) if function is self._loss_fn else None
+            parts = self._cutter.forward(function, call) if cut is None else cut.parts
             tiles = self._options.planning.tiles
             parts = with_tiles(parts, self._num_tiles if tiles == AUTO else tiles)
             budget, transport = self._options.planning.memory_budget_bytes, self._transport_of(parts.layers)
             return Evaluator(parts, self._shared.placement, transport, self.model.is_native, budget), cut
 
-        return self._evaluators.get((function, structure_of(args, kwargs)), make)[0]
+        return self._evaluators.get((function, structure_of(call)), make)[0]
 
-    def _compiled(
-        self, cut: Cut, args: Any, kwargs: Mapping[str, Any], state: TrainState | None
-    ) -> tuple[Prepared, Cut]:
+    def _compiled(self, call: Call, state: TrainState | None) -> tuple[Prepared, Cut]:
         """Prepares a step in the first tiles that fit."""
+        cut = self._cut(call)
         graph = cut.parts.graph
         if graph.num_devices > 1 and not graph.batch_size:
             raise InputError(
                 "a batch is split over the mesh along its first axis, whose size must be a multiple of "
                 f"{graph.num_devices} devices: got {graph.num_rows or 'no arrays'}"
             )
-        attempts = (
-            functools.partial(self._compiled_in, tiles, cut, args, kwargs, state) for tiles in self._tilings(cut)
+        prepared = first_that_fits(
+            functools.partial(self._compiled_in, tiles, cut, call, state) for tiles in self._tilings(cut)
         )
-        prepared = first_that_fits(attempts)
         self._num_tiles = {each.name: each.num_tiles for each in prepared.partition.segments}
         return prepared, cut
 
@@ -209,9 +208,7 @@ class Compiler:
         in_tiles = functools.partial(cut.variants, planning.remat)
         return tilings(cut.parts, in_tiles, planning, self._profiler.estimated)
 
-    def _compiled_in(
-        self, tiles: Any, cut: Cut, args: Any, kwargs: Mapping[str, Any], state: TrainState | None
-    ) -> Prepared:
+    def _compiled_in(self, tiles: Any, cut: Cut, call: Call, state: TrainState | None) -> Prepared:
         graph = cut.parts.graph
         if self._shared.placement.num_processes > 1:
             check_same("the shapes of their batches", ", ".join(str(graph.avals[value]) for value in graph.batch))
@@ -219,9 +216,8 @@ class Compiler:
             check_same("their profiles", self._profiler.source)
         variants, programs = self._variants(cut, tiles)
         transport = self._transport_of(variants.base.layers)
-        profile = self._profiler.planned(
-            variants, programs, self._share(variants.base, tiles, args, kwargs), transport.staging_bytes
-        )
+        share = self._share(variants.base, tiles, call)
+        profile = self._profiler.planned(variants, programs, share, transport.staging_bytes)
         lets_choose, is_first = self._options.planning.lets_policy_choose, not self._has_decided
         if lets_choose and not self.model.holds_whole_masters(variants.base.layers, is_first):
             profile = profile.without_streaming()
@@ -291,10 +287,10 @@ class Compiler:
         self.model.check_step(prepared, not self._has_decided, kept_bytes, is_begun)
         self._saved_bytes = max(self._saved_bytes, prepared.saved_bytes)
 
-    def _share(self, partition: Partition, tiles: Any, args: Any, kwargs: Mapping[str, Any]) -> Callable[[], Work]:
+    def _share(self, partition: Partition, tiles: Any, call: Call) -> Callable[[], Work]:
         """Makes what one of several devices does of a step, for its measurement."""
         planning, placement = dataclasses.replace(self._options.planning, tiles=tiles), self._shared.placement
-        return functools.partial(share_of_one, self.model, self._loss_fn, planning, placement, partition, args, kwargs)
+        return functools.partial(share_of_one, self.model, self._loss_fn, planning, placement, partition, call)
 
     def _drop(self, dropped: tuple[Any, Cut | None]) -> None:
         """Frees what was compiled for a structure; warns the first time."""
@@ -310,10 +306,10 @@ class Compiler:
                 stacklevel=users_stacklevel(),
             )
 
-    def _cut(self, args: Any, kwargs: Mapping[str, Any]) -> Cut:
+    def _cut(self, call: Call) -> Cut:
         """The segments of the loss function for these arguments."""
         is_first = self._cutter.known_layers is None
-        cut = self._cutter.cut(args, kwargs)
+        cut = self._cutter.cut(call)
         if is_first:
             # Evaluators made earlier have other groups. New ones use these, so the state is not rearranged.
             self._evaluators.clear()

@@ -72,14 +72,16 @@ def measure_links(placement: Placement) -> Links:
     """Measures how fast the devices of a mesh load, offload and exchange; each process must call this."""
     large = LARGE_ON_CPU_BYTES if placement.platform == "cpu" else LARGE_BYTES
     num = placement.num_devices
-    moves = {("up", ""): transfer(placement, "pinned_host"), ("down", ""): transfer(placement, "device")}
+    moves: dict[tuple[str, str], tuple[Any, str]]
+    moves = {(way, ""): (transfer, kind) for way, kind in (("up", "pinned_host"), ("down", "device"))}
     # Exchanges that do not differ on this mesh are measured once.
     within = [] if num == placement.num_processes else [WITHIN]
     for among in [ALL] if placement.num_processes == 1 else [ALL, *within, ACROSS]:
-        moves |= {("gather", among): gather(placement, among), ("scatter", among): scatter(placement, among)}
+        moves |= {("gather", among): (gather, among), ("scatter", among): (scatter, among)}
     sizes = [-(-size // (4 * num)) * 4 * num for size in (SMALL_BYTES, large)]
     length = 1 if placement.platform == "cpu" else _ROW_LENGTH
-    seconds = slowest([_move_s(make(size // 4), length) for make in moves.values() for size in sizes])
+    made = (make(placement, which, size // 4) for make, which in moves.values() for size in sizes)
+    seconds = slowest([_move_s(call, length) for call in made])
     lines: dict[tuple[str, str], Line] = {}
     for number, (kind, among) in enumerate(moves):
         small, most = (size // num if kind in ("up", "down") else size for size in sizes)
@@ -90,21 +92,15 @@ def measure_links(placement: Placement) -> Links:
     return Links(lines["up", ""], lines["down", ""], *exchanges)
 
 
-def gather(placement: Placement, among: str) -> Callable[[int], Callable[[], Any]]:
-    """Makes, for a number of elements, a call that gathers what devices share (`sharing.EXCHANGES`)."""
+def gather(placement: Placement, among: str, size: int) -> Callable[[], Any]:
+    """Makes a call that gathers `size` elements that devices share (`costs.EXCHANGES`)."""
     split = {ALL: placement.device.mesh.axis_names, WITHIN: (DATA,), ACROSS: (DATA, PROCESS)}[among]
     gathered = _where(placement, DATA) if among == ACROSS else placement.device
-
-    def make(size: int) -> Callable[[], Any]:
-        shares = _filled(size, _where(placement, split))
-        program = jax.jit(lambda array: array, out_shardings=gathered).lower(shares).compile()
-        return lambda: program(shares)
-
-    return make
+    return _exchange(lambda array: array, size, _where(placement, split), gathered)
 
 
-def scatter(placement: Placement, among: str) -> Callable[[int], Callable[[], Any]]:
-    """Makes, for a number of elements, a call that adds up an array of each device.
+def scatter(placement: Placement, among: str, size: int) -> Callable[[], Any]:
+    """Makes a call that adds up an array of `size` elements of each device.
 
     Each device keeps a share, as programs leave gradients.
     """
@@ -114,35 +110,25 @@ def scatter(placement: Placement, among: str) -> Callable[[int], Callable[[], An
         WITHIN: (shape[DATA], (DATA,), (DATA,)),
         ACROSS: (placement.num_processes, (PROCESS, DATA), ((DATA, PROCESS),)),
     }[among]
+    return _exchange(lambda rows: rows.sum(0), (num, size), _where(placement, *terms), _where(placement, *shares))
 
-    def make(size: int) -> Callable[[], Any]:
-        rows = _filled((num, size), _where(placement, *terms))
-        program = jax.jit(lambda rows: rows.sum(0), out_shardings=_where(placement, *shares)).lower(rows).compile()
-        return lambda: program(rows)
 
-    return make
+def _exchange(function: Callable[[Any], Any], shape: Any, where: NamedSharding, leaves: Any) -> Callable[[], Any]:
+    """Makes a call of a program of numbers that are not zero, made on the devices."""
+    given: jax.Array = jax.jit(lambda: jnp.full(shape, 0.1, jnp.float32), out_shardings=where)()
+    program = jax.jit(function, out_shardings=leaves).lower(given).compile()
+    return lambda: program(given)
 
 
 def _where(placement: Placement, *split: Any) -> NamedSharding:
     return NamedSharding(placement.device.mesh, PartitionSpec(*split), memory_kind="device")
 
 
-def _filled(shape: Any, where: NamedSharding) -> jax.Array:
-    """Numbers that are not zero, made on the devices."""
-    made: jax.Array = jax.jit(lambda: jnp.full(shape, 0.1, jnp.float32), out_shardings=where)()
-    return made
-
-
-def transfer(placement: Placement, kind: str) -> Callable[[int], Callable[[], Any]]:
-    """Makes, for a number of elements, a call that issues a move of shares from a kind of memory to the other."""
-    there = {"pinned_host": "device", "device": "pinned_host"}[kind]
-
-    def make(size: int) -> Callable[[], Any]:
-        shares = empty(size, jnp.float32, placement.pinned.with_memory_kind(kind))
-        where = placement.pinned.with_memory_kind(there)
-        return lambda: placement.moved([shares], where)
-
-    return make
+def transfer(placement: Placement, kind: str, size: int) -> Callable[[], Any]:
+    """Makes a call that issues a move of shares of `size` elements from a kind of memory to the other."""
+    shares = empty(size, jnp.float32, placement.pinned.with_memory_kind(kind))
+    where = placement.pinned.with_memory_kind({"pinned_host": "device", "device": "pinned_host"}[kind])
+    return lambda: placement.moved([shares], where)
 
 
 def _move_s(call: Callable[[], Any], length: int) -> float:
@@ -245,7 +231,7 @@ def _calls_per_s(calls: Sequence[Callable[[], Any]], window_s: float) -> list[fl
 def transfers(placement: Placement) -> dict[str, InQueue]:
     """Loads and offloads of `TRANSFER_BYTES` by all devices, by lane."""
     return {
-        lane: InQueue(transfer(placement, kind)(TRANSFER_BYTES // 4))
+        lane: InQueue(transfer(placement, kind, TRANSFER_BYTES // 4))
         for lane, kind in ((UP, "pinned_host"), (DOWN, "device"))
     }
 

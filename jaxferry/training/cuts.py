@@ -7,7 +7,7 @@ import dataclasses
 import numbers
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +38,24 @@ from jaxferry.training.options import Planning
 from jaxferry.transport import Placement
 
 
-def split_flags(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits keyword arguments into traced ones and static flags (booleans, strings and None)."""
-    flags = {name: value for name, value in kwargs.items() if value is None or isinstance(value, bool | str)}
-    return {name: value for name, value in kwargs.items() if name not in flags}, flags
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of a function of the parameters after these: traced ones, `args` and by name, and static flags."""
+
+    args: Any
+    arrays: Mapping[str, Any]
+    flags: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Mapping[str, Any]) -> Self:
+        """Tells flags, which are booleans, strings and None, from traced keyword arguments."""
+        flags = {name: value for name, value in kwargs.items() if value is None or isinstance(value, bool | str)}
+        return cls(args, {name: value for name, value in kwargs.items() if name not in flags}, flags)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The leaves of the traced arguments."""
+        return jax.tree.leaves((self.args, self.arrays))
 
 
 def weighted(loss_fn: Callable[..., Any], name: str, is_applied: bool) -> Callable[..., Any]:
@@ -70,13 +84,12 @@ def weighted(loss_fn: Callable[..., Any], name: str, is_applied: bool) -> Callab
     return weighted_loss
 
 
-def structure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
+def structure_of(call: Call) -> Any:
     """The structure: the tree, the shapes and dtypes (weak or not) of its leaves, the flags, and JAX's settings.
 
     Raises `InputError` if a leaf is traced, or is no array or number that JAX can hold.
     """
-    arrays, flags = split_flags(kwargs)
-    leaves, structure = jax.tree.flatten((args, arrays))
+    leaves, structure = jax.tree.flatten((call.args, call.arrays))
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise InputError(
             "a step moves layers between host and device and compiles its own programs: it cannot be called under "
@@ -89,15 +102,15 @@ def structure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
             (np.shape(leaf), jax.dtypes.result_type(leaf), own) for leaf, own in zip(leaves, weak, strict=True)
         )
     except (TypeError, ValueError) as error:
-        _name_unfit_leaf(args, arrays)
+        _name_unfit_leaf(call)
         raise InputError(f"the arguments must be trees of arrays and numbers: {error}") from error
-    return structure, kinds, tuple(sorted(flags.items(), key=repr)), traced_settings()
+    return structure, kinds, tuple(sorted(call.flags.items(), key=repr)), traced_settings()
 
 
-def _name_unfit_leaf(args: Any, kwargs: Mapping[str, Any]) -> None:
+def _name_unfit_leaf(call: Call) -> None:
     """Raises InputError for the first leaf that JAX cannot hold."""
-    named = [(f"argument {number} after the state", tree) for number, tree in enumerate(args, 1)]
-    named += [(f"keyword argument {name!r}", tree) for name, tree in kwargs.items()]
+    named = [(f"argument {number} after the state", tree) for number, tree in enumerate(call.args, 1)]
+    named += [(f"keyword argument {name!r}", tree) for name, tree in call.arrays.items()]
     for name, tree in named:
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             place = f"{name}, leaf {jax.tree_util.keystr(path)}," if path else f"{name}"
@@ -171,14 +184,13 @@ class Cutter:
         """Makes the next cut decide the groups anew."""
         self.granularity, self.known_layers = granularity, None
 
-    def cut(self, args: Any, kwargs: Mapping[str, Any]) -> Cut:
+    def cut(self, call: Call) -> Cut:
         """The loss function for these arguments. The first cut decides the groups; later ones keep them if possible."""
-        arrays, flags = split_flags(kwargs)
         model, known = self._model, self.known_layers
-        loss = with_flags(self._loss_fn, flags)
+        loss = with_flags(self._loss_fn, call.flags)
         dtype, frozen, whole = model.compute_dtype, model.optimizer.frozen, model.optimizer.whole
         with for_platform(self._placement.platform):
-            jaxpr = traced_jaxpr(loss, model.params, args, arrays, dtype, frozen)
+            jaxpr = traced_jaxpr(loss, model.params, call.args, call.arrays, dtype, frozen)
         cuts = _CUTS.setdefault(jaxpr, {})
         names, machine = self._merging()
         granularity = self.granularity
@@ -189,28 +201,27 @@ class Cutter:
         if key not in cuts:
             merge = merge_rule(names, machine) if granularity == BLOCK else None
             with for_platform(self._placement.platform):
-                settings = self._settings()
-                parts = partition(loss, model.params, args, arrays, merge=merge, granularity=granularity, **settings)
+                settings = self._settings() | {"merge": merge, "granularity": granularity}
+                parts = partition(loss, model.params, call.args, call.arrays, **settings)
             cuts[key] = Cut(dataclasses.replace(parts, layers=held_whole(parts.layers, whole)), jaxpr, key)
         if known is None:
             self.known_layers = cuts[key].parts.layers
         return cuts[key]
 
     @contextlib.contextmanager
-    def refused_by_jax(self, args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    def refused_by_jax(self, call: Call) -> Iterator[None]:
         """Raises what JAX itself raises for the loss function's gradient in place of an internal error of the body."""
-        arrays, flags = split_flags(kwargs)
-        model, loss = self._model, with_flags(self._loss_fn, flags)
-        refused = refused_by_jax(loss, model.params, args, arrays, model.compute_dtype, model.optimizer.frozen)
+        model, given = self._model, (call.args, call.arrays)
+        loss = with_flags(self._loss_fn, call.flags)
+        refused = refused_by_jax(loss, model.params, *given, model.compute_dtype, model.optimizer.frozen)
         with for_platform(self._placement.platform), refused:
             yield
 
-    def forward(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> ForwardPartition:
+    def forward(self, function: Callable[..., Any], call: Call) -> ForwardPartition:
         """Any function of the parameters, without derivatives."""
-        arrays, flags = split_flags(kwargs)
-        model = self._model
+        model, function = self._model, with_flags(function, call.flags)
         with for_platform(self._placement.platform):
-            parts = partition_forward(with_flags(function, flags), model.params, args, arrays, **self._settings())
+            parts = partition_forward(function, model.params, call.args, call.arrays, **self._settings())
         return dataclasses.replace(parts, layers=held_whole(parts.layers, model.optimizer.whole))
 
     def _settings(self) -> dict[str, Any]:

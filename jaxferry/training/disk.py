@@ -90,21 +90,17 @@ class StateOnDisk:
             self._known[key] = {group: sizes[group] for group in fewest_on_disk(sizes, is_enough)}
             on_disk = list(self._known[key].values())
             if self._least_bytes is None:
-                self._warn(left_in_memory(needed, on_disk))
                 self._least_bytes = sum(map(sum, on_disk))
+                most, least = self._most_bytes, sum(left_in_memory(needed, on_disk).values())
+                if most is not None and least > most:
+                    needs, wanted = format_apart(least, most)
+                    warnings.warn(
+                        f"training takes {needs} of host memory, more than host_memory={wanted}, although all masters "
+                        "and optimizer state are in scratch=",
+                        stacklevel=users_stacklevel(),
+                    )
             self.scratch.slot_bytes = max(self.scratch.slot_bytes, slot_bytes(on_disk))
         return self._known[key]
-
-    def _warn(self, needed: dict[str, int]) -> None:
-        """Warns if host memory must hold more than the user wants it to."""
-        most, least = self._most_bytes, sum(needed.values())
-        if most is not None and least > most:
-            needs, wanted = format_apart(least, most)
-            warnings.warn(
-                f"training takes {needs} of host memory, more than host_memory={wanted}, although all masters and "
-                "optimizer state are in scratch=",
-                stacklevel=users_stacklevel(),
-            )
 
     def _sizes(self, layers: Sequence[Layer]) -> dict[int, Bytes]:
         """The bytes of masters, as they are stored, and of the optimizer's state, by group; without counts."""

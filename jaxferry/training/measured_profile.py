@@ -27,16 +27,14 @@ from jaxferry.step import (
 )
 from jaxferry.training.contention import measure_contention
 from jaxferry.training.microbenchmarks import (
+    GradientStore,
     HostUpdate,
     Subject,
     adds_there,
     device_update_subject,
     gradient_shapes,
-    gradients_text,
-    host_sum_subject,
     keys_of,
     load_subject,
-    offload_subject,
     program_subject,
     program_variants,
     streamed_update_subject,
@@ -95,7 +93,8 @@ def measure_profile(
       budget_s: seconds to spend; three repetitions of everything may exceed it. None for `BUDGET_S`.
     """
     partition, placement, cache = work.partition, work.placement, cache or default_cache(work.placement)
-    layers = MeasuredLayers(work, transport).profiles(cache, progress or silent, budget_s)
+    report = progress or (lambda part, done, total: None)
+    layers = MeasuredLayers(work, transport).profiles(cache, report, budget_s)
     profile = Profile(facts_of(placement, transport, remat), layers)
     if not placement.is_cpu:
         profile = with_link_work(profile, partition_costs(partition))
@@ -103,15 +102,6 @@ def measure_profile(
         profile = dataclasses.replace(profile, contention=contention)
     staging_bytes = make_transport(transport, placement, partition.layers).staging_bytes
     return with_program_facts(profile, partition, work.programs.derivatives, offload_activations, staging_bytes)
-
-
-def measure_share(work: Work, progress: Report | None = None) -> tuple[LayerProfile, ...]:
-    """Measures the work of one device of several: its programs and the updates of whole layers.
-
-    Loads, offloads and temporaries are 0, and programs that read or write host memory take no longer than others: these
-    follow from what all devices do together (`profiles.measure_shares`).
-    """
-    return MeasuredLayers(work, None).profiles(default_cache(work.placement), progress or silent, None)
 
 
 def facts_of(placement: Placement, transport: str, remat: str) -> dict[str, Any]:
@@ -140,10 +130,6 @@ def with_link_work(profile: Profile, costs: Sequence[LayerCosts]) -> Profile:
 def default_cache(placement: Placement) -> MeasurementCache:
     """Returns the user's cache of measurements on this device."""
     return MeasurementCache(cache_directory(), surroundings(placement.platform, placement.device_kind))
-
-
-def silent(part: str, done: int, total: int) -> None:
-    """Reports nothing."""
 
 
 def _seconds(
@@ -193,8 +179,12 @@ def temporary_bytes_of(
 class MeasuredLayers:
     """The subjects of a partition, and the profile's layers made from their seconds.
 
+    Without a `transport`, the work is that of one device of several: its programs and the updates of whole layers.
+    Loads, offloads and temporaries are 0 then, and programs that read or write host memory take no longer than others:
+    these follow from what all devices do together (`profiles.measure_shares`).
+
     Attributes:
-      subjects: by key; segments and layers that share a program, layout or update share the key.
+      subjects: by key, the content of transfers; segments and layers that share a program or update share the key.
       keys: for each segment, its programs by the names of their times. Those that read or write host memory do so for
         all groups of the segment.
       compiled: all programs that a step of any plan may run.
@@ -204,8 +194,9 @@ class MeasuredLayers:
         self._work, self._partition, self._transport = work, work.partition, transport
         self.subjects: dict[Any, Subject] = {}
         self.keys: list[dict[str, Any]] = []
-        self._stores: list[Any] = []
-        self._sums: dict[int, list[Any]] = {}
+        self._loads: dict[int, str] = {}
+        self._offloads: dict[int, str] = {}
+        self._sums: dict[int, list[str]] = {}
         self._widened = widened_groups(work.partition, work.programs.derivatives)
         self._recomputations: dict[tuple[int, Remat], ProgramKey] = {}
         self._variants = [] if transport is None else work.variants
@@ -239,7 +230,9 @@ class MeasuredLayers:
             self.subjects[key] = make(*arguments)
         return key
 
-    def profiles(self, cache: MeasurementCache, report: Report, budget_s: float | None) -> tuple[LayerProfile, ...]:
+    def profiles(
+        self, cache: MeasurementCache, report: Report, budget_s: float | None = None
+    ) -> tuple[LayerProfile, ...]:
         """Measures what is not in the cache; returns the profiles of all uses. Args as for `measure_profile`."""
         self._temporaries = temporary_bytes_of(self.compiled, self._work.programs, cache, report)
         end_s = time.monotonic() + (BUDGET_S if budget_s is None else budget_s)
@@ -252,21 +245,22 @@ class MeasuredLayers:
         )
 
     def _add_transfers(self, transport: str, number: int, gradients: Sequence[Any], is_sum: Sequence[bool]) -> None:
+        def add(subject: Subject) -> str:
+            self.subjects.setdefault(subject.content, subject)
+            return subject.content
+
         placement = self._work.placement
-        for use in (self._partition.uses[i] for i in self._partition.uses_of[number]):
-            layer, own = self._partition.layers[use.group], gradients[use.place]
-            self._measure(("load", layer.layout), load_subject, transport, placement, layer)
-            widens = use.group in self._widened
-            adds = is_sum[use.place] or widens
-            stored = (layer.layout, gradients_text(own), adds, widens)
-            self._stores.append(("offload", *stored))
-            arguments = (transport, placement, layer, own, adds, widens)
-            if use.is_trained:
-                self._measure(("offload", *stored), offload_subject, *arguments)
+        for index in self._partition.uses_of[number]:
+            use = self._partition.uses[index]
+            layer, own, widens = self._partition.layers[use.group], gradients[use.place], use.group in self._widened
+            store = GradientStore(transport, placement, layer, own, is_sum[use.place] or widens, widens)
+            self._loads[index] = add(load_subject(transport, placement, layer))
+            if not use.is_trained:
+                continue
+            self._offloads[index] = add(store.offload())
             has_rows = any(isinstance(gradient, RowGradient) for gradient in own)
-            if use.is_trained and not placement.is_cpu and (has_rows or adds):
-                key = self._measure(("sum", *stored), host_sum_subject, *arguments)
-                self._sums.setdefault(use.group, []).append(key)
+            if not placement.is_cpu and (has_rows or store.is_sum):
+                self._sums.setdefault(use.group, []).append(add(store.on_host()))
 
     def _add_updates(self) -> None:
         """Adds the updates on the host, and those of single groups on the device.
@@ -321,27 +315,21 @@ class MeasuredLayers:
 
     def _layer(self, number: int, costs: LayerCosts, times: Mapping[str, Any]) -> LayerProfile:
         use, seconds = self._partition.uses[number], self._seconds
-        is_last, is_alone = use.segment == len(self._partition.segments) - 1, self._transport is not None
+        is_last = use.segment == len(self._partition.segments) - 1
         update_s, streamed = 0.0, self._streamed.get(use.group) if use.is_trained else None
         if use.is_trained:
             update, share = self._updates[use.group]
             # An accelerator's host adds what is stored as the update begins.
             update_s = seconds[update] * share + sum(seconds[key] for key in self._sums.get(use.group, ()))
+        # The last segment has one program, so what it would keep is among that program's temporaries.
+        kept = {"activation_bytes": 0} if is_last else {}
         return LayerProfile(
-            name=costs.name,
-            parameters=costs.parameters,
-            block=costs.block,
-            param_bytes=costs.param_bytes,
-            grad_bytes=costs.grad_bytes,
-            # The last segment has one program, so what it would keep is among that program's temporaries.
-            activation_bytes=0 if is_last else costs.activation_bytes,
-            load_s=seconds["load", self._partition.layers[use.group].layout] if is_alone else 0.0,
-            offload_s=seconds[self._stores[number]] if use.is_trained and is_alone else 0.0,
+            load_s=seconds.get(self._loads.get(number), 0.0),
+            offload_s=seconds.get(self._offloads.get(number), 0.0),
             update_s=update_s,
             update_gpu_s=seconds.get(self._updates_on_device.get(use.group)) if use.is_trained else None,
             update_streamed_s=None if streamed is None else streamed[1] * seconds[streamed],
-            shares_program=use.place > 0,
-            **times,
+            **{**costs.of_profile, **kept, **times},
         )
 
 

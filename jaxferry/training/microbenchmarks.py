@@ -9,6 +9,7 @@ A task of an accelerator takes what its own queue takes (`timers.py`). A CPU, an
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxferry.partition import Derivative, Layer, Partition, RowGradient
 from jaxferry.step import Arrival, ProgramKey, ProgramKind, Source, Target
 from jaxferry.training.samples import ProgramArguments, sample, sample_gradient, sample_vectors
 from jaxferry.training.timers import MOST_REPETITIONS, Copy, Effort, cold_caches, device_timer, median_s, timed_call
-from jaxferry.transport import DeviceLayer, HostGradient, Placement, TaskMark, Vectors, make_transport, shares_of
+from jaxferry.transport import DeviceLayer, HostGradient, Placement, TaskMark, make_transport, shares_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,82 +82,74 @@ def load_subject(kind: str, placement: Placement, layer: Layer) -> Subject:
 
     def time(effort: Effort) -> float:
         transport = make_transport(kind, placement, [layer])
-        vectors = sample_vectors(layer, placement.pinned)
-
-        def begin(vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
-            return transport.load(0, vectors, mark)
-
-        return _copy_s(Copy(lambda: vectors, begin, DeviceLayer.parameters, transport.drop), placement, effort)
+        vectors, load = sample_vectors(layer, placement.pinned), functools.partial(transport.load, 0)
+        return _copy_s(Copy(lambda: vectors, load, DeviceLayer.parameters, transport.drop), placement, effort)
 
     return Subject(f"load {layer.name}", f"load by {kind}\n{layer.layout}", time)
 
 
-def offload_subject(
-    kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool, widens: bool = False
-) -> Subject:
-    """Measures the store of a layer's gradient; on a CPU until the host can read it.
+@dataclasses.dataclass(frozen=True)
+class GradientStore:
+    """The store of a layer's gradient in host memory, by a kind of transport.
 
-    `gradients` are shapes of the backward's: arrays, or rows of lookups. With `is_sum` it is added to the stored
-    gradient of a later segment, with `widens` to a sum of more bits.
+    Attributes:
+      gradients: shapes of the backward's: arrays, or rows of lookups.
+      is_sum: whether it is added to the stored gradient of a later segment.
+      widens: whether that is a sum of more bits.
     """
 
-    def time(effort: Effort) -> float:
-        return _copy_s(_store(kind, placement, layer, gradients, is_sum, widens), placement, effort)
+    kind: str
+    placement: Placement
+    layer: Layer
+    gradients: Sequence[Any]
+    is_sum: bool
+    widens: bool = False
 
-    content = f"offload by {kind}, {_sum_text(is_sum, widens)}\n{layer.layout}\n{gradients_text(gradients)}"
-    return Subject(f"offload {layer.name}", content, time)
+    def offload(self) -> Subject:
+        """Measures the store; on a CPU until the host can read it."""
+
+        def time(effort: Effort) -> float:
+            return _copy_s(self._copy(), self.placement, effort)
+
+        return Subject(f"offload {self.layer.name}", self._content("offload"), time)
+
+    def on_host(self) -> Subject:
+        """Measures what an accelerator's host does with it before the update reads it: it may add rows."""
+
+        def time(effort: Effort) -> float:
+            return median_s(device_timer(self.placement).arrival(self._copy()), effort)
+
+        return Subject(f"sum {self.layer.name} on the host", self._content("sum on the host"), time)
+
+    def _content(self, what: str) -> str:
+        kind = f"{what} by {self.kind}, sum {self.is_sum}{' in more bits' * self.widens}"
+        return f"{kind}\n{self.layer.layout}\n{', '.join(map(_words, self.gradients))}"
+
+    def _copy(self) -> Copy:
+        transport = make_transport(self.kind, self.placement, [self.layer])
+        stored = self.layer.trained.wide if self.widens else self.layer.trained
+        known = [HostGradient(sample_vectors(stored, self.placement.update_output), True)] if self.is_sum else []
+
+        def prepare() -> Any:
+            return [sample_gradient(gradient, self.placement.device) for gradient in self.gradients]
+
+        def begin(arrays: Any, mark: TaskMark | None) -> HostGradient:
+            return transport.store(0, arrays, known.pop() if known else None, mark, False, self.widens)
+
+        def end(stored: HostGradient) -> None:
+            if self.is_sum:
+                known.append(stored)
+            else:
+                transport.recycle(0, stored)
+
+        return Copy(prepare, begin, functools.partial(transport.gather, 0), end)
 
 
-def host_sum_subject(
-    kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool, widens: bool = False
-) -> Subject:
-    """Measures what an accelerator's host does with a stored gradient before the update reads it: it may add rows.
-
-    Args as for `offload_subject`.
-    """
-
-    def time(effort: Effort) -> float:
-        store = _store(kind, placement, layer, gradients, is_sum, widens)
-        return median_s(device_timer(placement).arrival(store), effort)
-
-    content = f"sum on the host by {kind}, {_sum_text(is_sum, widens)}\n{layer.layout}\n{gradients_text(gradients)}"
-    return Subject(f"sum {layer.name} on the host", content, time)
-
-
-def _sum_text(is_sum: bool, widens: bool) -> str:
-    return f"sum {is_sum}{' in more bits' * widens}"
-
-
-def _store(kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool, widens: bool) -> Copy:
-    """The store of a gradient; arguments as for `offload_subject`."""
-    transport = make_transport(kind, placement, [layer])
-    stored = layer.trained.wide if widens else layer.trained
-    known = [HostGradient(sample_vectors(stored, placement.update_output), True)] if is_sum else []
-
-    def prepare() -> Any:
-        return [sample_gradient(gradient, placement.device) for gradient in gradients]
-
-    def begin(arrays: Any, mark: TaskMark | None) -> HostGradient:
-        return transport.store(0, arrays, known.pop() if known else None, mark, False, widens)
-
-    def end(stored: HostGradient) -> None:
-        if is_sum:
-            known.append(stored)
-        else:
-            transport.recycle(0, stored)
-
-    return Copy(prepare, begin, lambda stored: transport.gather(0, stored), end)
-
-
-def gradients_text(gradients: Sequence[Any]) -> str:
-    """Describes gradients' shapes in words; equal for equal stores."""
-
-    def words(gradient: Any) -> str:
-        if not isinstance(gradient, RowGradient):
-            return f"{gradient.dtype}{list(gradient.shape)}"
-        return f"{words(gradient.indices)} of {words(gradient.rows)} in {gradient.dtype}{list(gradient.shape)}"
-
-    return ", ".join(map(words, gradients))
+def _words(gradient: Any) -> str:
+    """Describes a gradient's shape; equal for equal stores."""
+    if not isinstance(gradient, RowGradient):
+        return f"{gradient.dtype}{list(gradient.shape)}"
+    return f"{_words(gradient.indices)} of {_words(gradient.rows)} in {gradient.dtype}{list(gradient.shape)}"
 
 
 def gradient_shapes(partition: Partition, derivative: Derivative) -> list[list[Any]]:

@@ -106,8 +106,7 @@ class Model:
         self.transport = choose_transport(transport, placement, self.layers)
         in_memory = functools.partial(self.host_bytes, uses_disk=False)
         self.disk = StateOnDisk(disk, self.optimizer, placement.ownership, in_memory, self._fits)
-        self._known: tuple[tuple[Layer, ...], Mapping[int, int], Collection[int], Collection[int] | None]
-        self._known = (), {}, (), None
+        self._known: dict[str, Any] = {}
 
     def on(self, placement: Placement) -> Model:
         """The same model on other devices, with the same transport."""
@@ -212,10 +211,8 @@ class Model:
 
     def host_bytes_of(self, prepared: Prepared) -> dict[str, int]:
         """Bytes of host memory that training by a prepared step keeps in this process."""
-        program = prepared.program
-        layers, saved_bytes = program.partition.layers, prepared.saved_bytes
-        kinds = program.widened, program.streamed, buffered_groups(program.partition, prepared.plan.gradient_buffers)
-        return self.host_bytes(layers, program.read_in_place, saved_bytes, *kinds)
+        read = prepared.program.read_in_place
+        return self.host_bytes(read=read, saved_bytes=prepared.saved_bytes, **_updated(prepared))
 
     def _with_buffers(self, layers: Sequence[Layer], num: int | None) -> frozenset[int]:
         """The groups with gradient buffers, if each has a program of its own."""
@@ -223,8 +220,7 @@ class Model:
 
     def _known_bytes(self) -> dict[str, int]:
         """Bytes of host memory as the last step prepared shows them, without what depends on its plan."""
-        layers, widened, streamed, with_buffers = self._known
-        return self.host_bytes(layers, widened=widened, streamed=streamed, with_buffers=with_buffers)
+        return self.host_bytes(**self._known)
 
     def check_host_memory(self) -> None:
         """Checks that host memory can hold everything that a training step keeps there, before a state is made.
@@ -299,9 +295,7 @@ class Model:
         existing_bytes = min(kept_bytes, needed.get(_SAVED, 0)) + is_begun * needed.get(_SUMS, 0)
         host_memory.check(needed, "a step", remedy, held_bytes, existing_bytes)
         if needed.keys() & {_SUMS, _WHOLE, _GRADIENTS}:
-            program, num = prepared.program, prepared.plan.gradient_buffers
-            kinds = program.widened, program.streamed, buffered_groups(prepared.partition, num)
-            self._known = prepared.partition.layers, *kinds
+            self._known = _updated(prepared)
 
     def masters(self, leaves: Sequence[Any]) -> dict[int, Stored]:
         """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
@@ -365,6 +359,13 @@ def host_bytes(
 def buffered_groups(parts: Partition, num: int | None) -> frozenset[int]:
     """The groups whose gradients have memory of their own on the host: see `Plan.gradient_buffers`."""
     return groups_with_buffers(parts.layers, groups_backward(parts), num)
+
+
+def _updated(prepared: Prepared) -> dict[str, Any]:
+    """The arguments of `Model.host_bytes` that say what updates of a prepared step keep."""
+    program, num = prepared.program, prepared.plan.gradient_buffers
+    kinds = {"layers": program.partition.layers, "widened": program.widened, "streamed": program.streamed}
+    return kinds | {"with_buffers": buffered_groups(program.partition, num)}
 
 
 def few_buffers(fits: Callable[[int | None], bool]) -> int | None:

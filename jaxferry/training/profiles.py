@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -40,13 +40,13 @@ from jaxferry.settings import users_stacklevel
 from jaxferry.step import LayerPlan, Plan, program_keys
 from jaxferry.training.choice import Conditions, needs_times, planning_profile, with_updates_on_device
 from jaxferry.training.contention import TRANSFER_BYTES, measure_contention, measure_links
-from jaxferry.training.cuts import Cut, Cutter, split_flags
+from jaxferry.training.cuts import Call, Cut, Cutter
 from jaxferry.training.measured_profile import (
+    MeasuredLayers,
     Work,
     default_cache,
     facts_of,
     measure_profile,
-    measure_share,
     temporary_bytes_of,
 )
 from jaxferry.training.model import Model
@@ -109,7 +109,7 @@ def _measured_alone(
         own = share()
         if [use.name for use in partition.uses] != [use.name for use in own.partition.uses]:
             raise InputError("the share of the batch that one device has is cut into other layers than the whole batch")
-        layers = measure_share(own, progress)
+        layers = MeasuredLayers(own, None).profiles(default_cache(own.placement), progress)
     except ValueError as error:  # JAX's own, too
         problem = str(error).splitlines()[0]
     if placement.num_processes > 1:
@@ -142,21 +142,20 @@ def share_of_one(
     planning: Planning,
     placement: Placement,
     partition: Partition,
-    args: Any,
-    kwargs: Mapping[str, Any],
+    call: Call,
 ) -> Work:
     """What the first device of this process does; raises InputError if the loss function cannot be traced for them."""
     alone = make_placement(placement.device.mesh.local_devices[0])
     own = model.on(alone)
     cutter = Cutter(own, loss_fn, planning, alone)
     cutter.known_layers = partition.layers
-    variants = _cut(cutter, partition.graph, args, kwargs).variants(planning.remat, planning.tiles)
+    variants = _cut(cutter, partition.graph, call).variants(planning.remat, planning.tiles)
     is_scaled = model.numerics.loss_scale is not None
     programs = Programs(variants.base, variants.derivatives, alone, own.is_native, is_scaled)
     return Work(variants.base, variants.recomputing, programs, own.optimizer, alone)
 
 
-def _cut(cutter: Cutter, graph: Graph, args: Any, kwargs: Mapping[str, Any]) -> Cut:
+def _cut(cutter: Cutter, graph: Graph, call: Call) -> Cut:
     """The loss function of one device's arguments, by the first rule of what it has a share of that can be traced.
 
     The rules: arguments that are not shaped like a parameter, as running statistics are; all; all but vectors of
@@ -174,7 +173,7 @@ def _cut(cutter: Cutter, graph: Graph, args: Any, kwargs: Mapping[str, Any]) -> 
     )
     for rule in has_rows:
         try:
-            return cutter.cut(*_share(graph, rule, args, kwargs))
+            return cutter.cut(_share(graph, rule, call))
         except Exception as error:  # noqa: BLE001 - the user's function, with arrays of other shapes
             errors.append(error)
     if is_internal(errors[0]):
@@ -182,12 +181,9 @@ def _cut(cutter: Cutter, graph: Graph, args: Any, kwargs: Mapping[str, Any]) -> 
     raise InputError(f"the loss function takes no share of its arguments: {described(errors[0])}") from errors[0]
 
 
-def _share(
-    graph: Graph, has_rows: Callable[[Any], bool], args: Any, kwargs: Mapping[str, Any]
-) -> tuple[Any, dict[str, Any]]:
+def _share(graph: Graph, has_rows: Callable[[Any], bool], call: Call) -> Call:
     """The arguments of one device, as shapes."""
-    arrays, flags = split_flags(kwargs)
-    leaves, tree = jax.tree.flatten((args, arrays))
+    leaves, tree = jax.tree.flatten((call.args, call.arrays))
     shares = []
     for value, leaf in zip(graph.batch, leaves, strict=True):
         aval = graph.avals[value]
@@ -197,7 +193,7 @@ def _share(
         struct = jax.ShapeDtypeStruct(tuple(shape), aval.dtype, weak_type=aval.weak_type)
         shares.append(struct if hasattr(leaf, "shape") else leaf)
     args, arrays = jax.tree.unflatten(tree, shares)
-    return args, {**arrays, **flags}
+    return Call(args, arrays, call.flags)
 
 
 LEAST_SCALE = 0.5

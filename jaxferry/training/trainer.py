@@ -21,7 +21,7 @@ from jaxferry.processes import PROGRESS, check_same_values, global_shape, messag
 from jaxferry.settings import own_settings
 from jaxferry.step import Run
 from jaxferry.training.compiler import Compiler, Shared
-from jaxferry.training.cuts import split_flags, weighted
+from jaxferry.training.cuts import Call, weighted
 from jaxferry.training.disk import DiskOptions
 from jaxferry.training.model import Model, abstract
 from jaxferry.training.options import Options, metrics_of
@@ -137,7 +137,7 @@ class TrainStep:
             prepared = self._arranged(state, args, kwargs)
             state.fill()
             number = state.step
-            result = prepared.runner.step(state, _leaves(args, kwargs), extra_args)
+            result = prepared.runner.step(state, Call.of(args, kwargs).leaves, extra_args)
             return state, metrics_of(number, prepared.partition, result, self._options.numerics)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
@@ -170,7 +170,7 @@ class TrainStep:
           **kwargs: likewise.
         """
         with self.owner.using("TrainStep.measure"):
-            return self._adopt(params).measure(*self._of_all(args, kwargs))
+            return self._adopt(params).measure(Call.of(*self._of_all(args, kwargs)))
 
     def compile_updates(self, state: TrainState, *args: Any, **kwargs: Any) -> None:
         """Compiles the step and the host updates ahead of the first step.
@@ -191,8 +191,7 @@ class TrainStep:
     def _prepared(self, state: TrainState | None, args: Any, kwargs: Any) -> Prepared:
         """The prepared step; see `Compiler.prepare`."""
         is_known = state is not None and state.optimizer is self.compiler.model.optimizer and state.damage is None
-        of_all: tuple[Any, Any] = self._of_all(args, kwargs)
-        return self.compiler.prepare(*of_all, state if is_known else None)
+        return self.compiler.prepare(Call.of(*self._of_all(args, kwargs)), state if is_known else None)
 
     def _made(self, state: TrainState) -> TrainState:
         """Notes a new state, which `prepare` is likely to be for."""
@@ -255,7 +254,7 @@ class TrainStep:
             state.fill()
             graphs = [prepared.partition.graph for prepared in compiler.prepared]
             held_bytes = sum(graph.held_bytes(*graph.constants) for graph in graphs)
-            return evaluator.run(state, _leaves(args, kwargs), held_bytes)
+            return evaluator.run(state, Call.of(args, kwargs).leaves, held_bytes)
 
     @property
     def owner(self) -> Owner:
@@ -444,7 +443,3 @@ class TrainStep:
         if state.optimizer is not self.compiler.model.optimizer:
             raise StateError("this state belongs to another model or training step: restore it from a checkpoint")
         state.check()
-
-
-def _leaves(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    return jax.tree.leaves((args, split_flags(kwargs)[0]))

@@ -254,7 +254,7 @@ def test_a_comparison_in_which_nothing_fits_names_the_smallest_feasible_budget(r
     ("line", "target"),
     [
         (f"fit {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.fit.pinned_bytes"),
-        (f"profile --model {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.profile.estimate_profile"),
+        (f"profile --model {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.traced.estimate_profile"),
         (f"profile --model {NAME}:arrays", "jaxferry.partition.build.check_outputs"),
         (f"train --model {NAME}:arrays --steps 1", "jaxferry.engine.runner.DeviceCopies"),
         (f"train --model {NAME}:arrays --steps 1 --save run", "jaxferry.checkpoint.write_arrays"),

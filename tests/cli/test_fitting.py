@@ -9,9 +9,8 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.cli.batch_sizes import Sizes
-from jaxferry.cli.fit import find_fit
-from jaxferry.cli.profile import trace
+from jaxferry.cli.fit import Sizes, find_fit
+from jaxferry.cli.traced import trace
 from jaxferry.costs import find_machine
 from jaxferry.modes import Remat
 from jaxferry.step import needed_bytes
@@ -140,7 +139,7 @@ def test_the_least_budget_is_what_a_step_accepts_to_the_byte_where_temporaries_a
     with monkeypatch.context() as patch:
         patch.setattr(Placement, "allocator", Allocator.PREALLOCATED)
         assert prepared(made.smallest_bytes).peak.total <= made.smallest_bytes
-    monkeypatch.setattr("jaxferry.cli.profile.unsplit_by_step", lambda *_: 0)
+    monkeypatch.setattr("jaxferry.cli.traced.unsplit_by_step", lambda *_: 0)
     least = dataclasses.replace(made).smallest_bytes
     assert prepared(least).peak.total <= least < made.smallest_bytes
     with pytest.raises(jaxferry.BudgetError) as caught:

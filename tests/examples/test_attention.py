@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from examples.common.layers import attention
-from jaxferry.cli.profile import trace
+from jaxferry.cli.traced import trace
 from jaxferry.costs import find_machine, partition_costs
 from jaxferry.errors import InputError
 from jaxferry.modes import MODULE

@@ -202,13 +202,13 @@ class Starts:
 
         from jaxferry.training import profiles
 
-        measured, is_last = profiles.measure_share, self.number == jax.process_count() - 1
+        measured, is_last = profiles.MeasuredLayers.profiles, self.number == jax.process_count() - 1
 
         def late(*given, **more):
             layers = measured(*given, **more)
             return tuple(dataclasses.replace(each, forward_s=each.forward_s + is_last) for each in layers)
 
-        profiles.measure_share = late
+        profiles.MeasuredLayers.profiles = late
         options = {"mesh": self.mesh, "policy": "auto", "profile": "measure"}
         step = self._step_of(word_loss, self._adam.adamw(1e-2), **options)
         state, words = step.init(init_params(jax.random.key(0))), self.own(words_of(8))

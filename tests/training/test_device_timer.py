@@ -16,13 +16,12 @@ from jaxferry.training import (
     Copy,
     DeviceTimer,
     Effort,
+    GradientStore,
     cold_caches,
     device_timer,
-    host_sum_subject,
     load_subject,
     made_on_device,
     median_s,
-    offload_subject,
     sample,
 )
 from jaxferry.transport import Ferry, make_placement
@@ -71,14 +70,14 @@ def test_copies_take_what_the_link_takes_and_not_what_their_calls_take(timed, mo
         gradients = [jnp.zeros((WIDTH, WIDTH), jnp.float32)]
         seconds = {
             "load": load_subject("ferry", placement, layer).time(FEW),
-            "offload": offload_subject("ferry", placement, layer, gradients, False).time(FEW),
+            "offload": GradientStore("ferry", placement, layer, gradients, False).offload().time(FEW),
         }
     finally:
         for direction in ("load", "store"):
             cpu.set_bandwidth(direction, 0)
     for what, found in seconds.items():
         assert 0.95 * LINK_S <= found < CALL_S, what
-    assert host_sum_subject("ferry", placement, layer, gradients, True).time(FEW) >= CALL_S
+    assert GradientStore("ferry", placement, layer, gradients, True).on_host().time(FEW) >= CALL_S
 
 
 class Device:
