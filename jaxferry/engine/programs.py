@@ -238,8 +238,8 @@ def with_program_facts(
     # Values and residuals that wait in host memory.
     moved = offloaded_values(partition, derivatives) if offload_activations is True else {}
     if offload_activations == AUTO:
-        levels = {each: derivatives_of(partition, each.value) for each in Remat if each is not Remat.NONE}
-        levels, leaving = {Remat.NONE: derivatives} | levels, LeavingValues(partition)
+        levels, leaving = {Remat.NONE: derivatives}, LeavingValues(partition)
+        levels |= {each: derivatives_of(partition, each.value) for each in Remat if each is not Remat.NONE}
         for number, uses in enumerate(partition.uses_of):
             fields[uses[0]]["offloadable_bytes"] = _offloadable_bytes(partition, levels, leaving, number)
     for value, (last_forward, backward) in moved.items():
