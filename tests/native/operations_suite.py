@@ -55,11 +55,11 @@ class CopySuite:
             check_same(array, vector[offset : offset + 7])
 
     @pytest.mark.parametrize(
-        ("dtype", "kind", "accumulate", "place"),
-        pairwise(DTYPES, DTYPES, (False, True), [(0, 64), (3, 9001), (1, 5), (7, 0)]),
+        ("dtype", "added", "place"),
+        pairwise(DTYPES, itertools.product(DTYPES, (False, True)), [(0, 64), (3, 9001), (1, 5), (7, 0)]),
     )
-    def test_a_store_writes_or_adds_its_range_alone_and_in_place(self, operations, dtype, kind, accumulate, place):
-        offset, size = place
+    def test_a_store_writes_or_adds_its_range_alone_and_in_place(self, operations, dtype, added, place):
+        (kind, accumulate), (offset, size) = added, place
         before, gradient = numbers(3, offset + size + 17, dtype), numbers(4, size, kind)
         destination = operations.host(before)
         address = destination.unsafe_buffer_pointer()
@@ -187,15 +187,16 @@ class ProductSuite:
         np.testing.assert_allclose(one, many, atol=epsilon * k, rtol=epsilon)
 
     @pytest.mark.parametrize(
-        ("dtype", "kind", "transpose", "accumulate", "round_to", "sizes"),
+        ("dtype", "added", "transpose", "sizes"),
         pairwise(
-            *[DTYPES] * 2, *[(False, True)] * 2, (None, "bfloat16"), [(40, 48, 40, 0), (40, 33, 65, 3), (1, 5, 9, 1)]
+            DTYPES,
+            itertools.product(DTYPES, (False, True), (None, "bfloat16")),
+            (False, True),
+            [(40, 48, 40, 0), (40, 33, 65, 3), (1, 5, 9, 1)],
         ),
     )
-    def test_a_gradient_of_a_product_lands_in_its_range(
-        self, operations, dtype, kind, transpose, accumulate, round_to, sizes
-    ):
-        m, k, n, offset = sizes
+    def test_a_gradient_of_a_product_lands_in_its_range(self, operations, dtype, added, transpose, sizes):
+        (kind, accumulate, round_to), (m, k, n, offset) = added, sizes
         # Whole numbers: their sums are the same in any order, so that rounding can be checked to the bit.
         generator = np.random.default_rng(11)
         x, dy = (generator.integers(-9, 9, (m, size)).astype(DTYPES[dtype]) for size in (k, n))
