@@ -125,7 +125,8 @@ def test_bounds_are_below_every_plan_in_both_orders(factor, profile):
         assert solve(profile, None, columns, objective).bound_s <= least[objective] * (1 + 1e-12)
 
 
-@pytest.mark.parametrize(("objective", "given"), [("step", 1.0), ("steady", None)])
+@pytest.mark.parametrize("objective", ["step", "steady"])
+@pytest.mark.parametrize("given", [1.0, None])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_the_search_for_many_layers_is_near_the_optimum_and_honest_about_its_gap(objective, seed, given, monkeypatch):
     monkeypatch.setattr(search, "MOST_ENUMERATED", 0)

@@ -64,6 +64,13 @@ def test_the_choice_makes_no_plan_slower_and_more_budgets_feasible(factor):
     assert any(chosen is not None and any(chosen.recomputes) for _, chosen in pairs)
 
 
+@pytest.mark.slow
+def test_nothing_is_recomputed_where_memory_is_no_matter():
+    profile = recomputing(transformer(9, 3), seconds_of_forward=0.0)
+    assert not any(make_plan(profile, "auto").recomputes)
+    assert not any(make_plan(profile, "auto", memory_budget_bytes=10**12).recomputes)
+
+
 def test_an_infeasible_budget_names_the_smallest_one_and_that_it_takes_recomputation():
     profile = recomputing(transformer(6))
     smallest = smallest_peak_bytes(profile)
