@@ -91,10 +91,11 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_finish(session):
     """Leaves what the imports have made out of every later garbage collection, which tests ask for often.
 
-    Runs without slow tests repeat each measurement of a profile three times alone, with warm caches, and lower programs
-    quickly.
+    Runs without slow tests repeat each measurement of a profile three times alone, with warm caches, lower programs
+    quickly, and search for plans with a quarter of the effort, but for the tests of planners.
     """
     if "not slow" in session.config.option.markexpr:
+        importlib.import_module("jaxferry.planner.search").MOST_EFFORT //= 4
         measured = sys.modules.get("jaxferry.training.measured_profile")
         if measured is not None:
             measured.BUDGET_S = 0.0

@@ -1,4 +1,4 @@
-"""Misspelt keys of JSON files are named, with the key that is meant."""
+"""Misspelt keys of JSON files are named, with the key that is meant. Sizes as text."""
 
 import copy
 
@@ -7,6 +7,7 @@ import pytest
 from jaxferry.costs import MACHINES, Machine, Profile
 from jaxferry.errors import InputError
 from jaxferry.step import Plan
+from jaxferry.units import format_apart, format_bytes, parse_bytes
 from jaxferry.weights import Instance
 from profiles import transformer
 
@@ -63,3 +64,18 @@ def test_a_misspelt_key_is_named(kind, place, key, misspelt):
 def test_other_keys_of_a_plan_are_its_details():
     plan = Plan.from_json({**DOCUMENTS[Plan], "lower_bound_s": 1, "remarks": "mine"})
     assert plan.details == {"lower_bound_s": 1, "remarks": "mine"}
+
+
+@pytest.mark.parametrize("num_bytes", [7, 2**10, 10**6, 1288490189, 5 * 2**40 // 3])
+@pytest.mark.parametrize("less", [1, 1000, 2**20])
+def test_sizes_that_a_reader_compares_differ_unless_they_are_equal(num_bytes, less):
+    other = max(num_bytes - less, 0)
+    shown = format_apart(num_bytes, other)
+    assert len(set(shown)) == 2
+    assert parse_bytes(shown[0]) >= parse_bytes(shown[1])
+    assert format_apart(num_bytes, num_bytes) == [format_bytes(num_bytes)] * 2
+
+
+def test_sizes_that_differ_already_have_few_digits():
+    assert format_apart(2**30, 2**29) == ["1.00 GiB", "512.0 MiB"]
+    assert format_apart(2**30 + 2**20, 2**30) == ["1.001 GiB", "1.000 GiB"]

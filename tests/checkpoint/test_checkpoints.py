@@ -88,3 +88,44 @@ def test_a_checkpoint_with_other_dtypes_of_the_optimizer_is_refused(gpt, tmp_pat
     step.save(step.init(gpt.params), tmp_path / "saved")
     with pytest.raises(jaxferry.CheckpointError, match="is bfloat16 in the checkpoint and float32 in the optimizer"):
         jaxferry.train_step(gpt.loss_fn, optax.adam(1e-3)).restore(tmp_path / "saved", gpt.params)
+
+
+PARAMS = {"inner": {"mu": np.ones((4, 4), np.float32)}, "w": np.ones((4, 4), np.float32)}
+
+
+def nested_loss(params, x):
+    return jnp.mean((x @ params["w"] @ params["inner"]["mu"]) ** 2)
+
+
+@pytest.fixture(scope="module")
+def saved_adamw(tmp_path_factory):
+    path = tmp_path_factory.mktemp("transformations") / "adamw"
+    step = jaxferry.train_step(nested_loss, optax.adamw(1e-3))
+    step.save(step.init(PARAMS), path)
+    return path
+
+
+SAVED = r"saved with scale_by_adam.* \(count, mu, nu\) at \[0\], and this optimizer has "
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (optax.sgd(0.1, momentum=0.9), SAVED + r"trace \(trace\) at \[0\]"),
+        (optax.lion(1e-3), SAVED + r"scale_by_lion \(count, mu\) at \[0\]"),
+        (optax.sgd(0.1), SAVED + r"nothing at \[0\]"),
+        (optax.chain(optax.clip(1.0), optax.adam(1e-3)), SAVED + r"scale_by_adam.* \(count, mu, nu\) at \[1\]\[0\]"),
+        (optax.adam(optax.linear_schedule(1, 0, 9)), r"nothing at \[1\], .* scale_by_schedule \(count\) at \[1\]"),
+    ],
+    ids=["sgd", "lion", "without state", "chain", "schedule"],
+)  # fmt: skip
+def test_the_transformations_of_both_are_named(saved_adamw, optimizer, expected):
+    with pytest.raises(jaxferry.CheckpointError, match=expected) as caught:
+        jaxferry.train_step(nested_loss, optimizer).restore(saved_adamw)
+    assert "the checkpoint does not match the optimizer" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(1e-3), optax.adamw(0.1), jaxferry.adamw(1e-3)])
+def test_the_same_transformations_are_restored(saved_adamw, optimizer):
+    assert jaxferry.train_step(nested_loss, optimizer).restore(saved_adamw).step == 0

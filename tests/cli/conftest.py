@@ -49,9 +49,9 @@ def refused(jaxferry):
 
 @pytest.fixture
 def profile(tmp_path):
-    """A file with a profile of 14 layers."""
+    """A file with a profile of eight layers."""
     path = tmp_path / "profile.json"
-    transformer(14).save(path)
+    transformer(8).save(path)
     return path
 
 

@@ -41,9 +41,10 @@ LINES = [
     ("plan p.json --policy auto --memory-budget 1KB", "p.json: memory budget .* smallest feasible"),
     ("plan p.json --policy memferry --memory-budget 1KB", "smallest feasible"),
     ("plan p.json --processes 2", "--processes needs --devices"),
-    ("plan p.json --granularity fine", "granularity must be"),
+    ("plan p.json --granularity fine", "granularity must be one of block, module, auto"),
+    ("tune p.json --granularity fine", "granularity must be one of block, module, auto"),
     ("plan none.json", "cannot read none.json"),
-    ("plan p.json -o no/plan.json", "cannot write no/plan.json"),
+    ("plan p.json --policy memferry -o no/plan.json", "cannot write no/plan.json"),
     ("simulate other.json plan.json", "plan.json and other.json: .*another profile"),
     ("simulate p.json p.json", "p.json: format must be"),
     ("simulate p.json none.json", "cannot read none.json"),
@@ -55,7 +56,7 @@ LINES = [
     ("tune p.json --reserve-factor 0:2:1", "reserve factor must"),
     ("tune p.json --reserve-factor inf", "reserve factor must"),
     ("tune p.json --memory-budget 1:x:1", "budget must be"),
-    ("tune p.json --reserve-factor 1 --plot no/p.png", "cannot write no/p.png"),
+    ("tune p.json --policy memferry --reserve-factor 1 --plot no/p.png", "cannot write no/p.png"),
     ("tune p.json --reserve-factor 1 --plot p.foo", r"\.png, \.pdf, \.svg, got 'p\.foo'"),
     ("tune p.json --reserve-factor 1 --plot p", r"\.png, \.pdf, \.svg, got 'p'"),
     ("weights i.json --policy best", "policy must be one of greedy, .*, got 'best'"),
@@ -137,7 +138,7 @@ LINES = [
     ("report p.json", 'p.json: format must be "jaxferry.bench/1" or "jaxferry.recording/1", got "?.jaxferry.profile/1'),
     ("doctor --link-size 0", "--link-size must be positive, got 0"),
     ("doctor --link-size far", "--link-size must be"),
-    ("doctor --scratch none", "scratch must be a folder to write to, got '.*none': .*No such file"),
+    ("doctor --link-size 1KiB --scratch none", "scratch must be a folder to write to, got '.*none': .*No such file"),
     (f"train --model {NAME}:arrays --scratch none", "scratch must be a folder to write to, got '.*none'"),
     (f"train --model {NAME}:arrays --host-memory 1GiB", "host_memory='1GiB' needs scratch="),
     (f"train --model {NAME}:arrays --gradient-buffers 0", "gradient_buffers must be a whole number, 1 or more"),
@@ -253,12 +254,12 @@ def test_a_comparison_in_which_nothing_fits_names_the_smallest_feasible_budget(r
 @pytest.mark.parametrize(
     ("line", "target"),
     [
-        (f"fit {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.fit.pinned_bytes"),
+        (f"fit {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.fit.host_bytes"),
         (f"profile --model {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.traced.estimate_profile"),
         (f"profile --model {NAME}:arrays", "jaxferry.partition.build.check_outputs"),
         (f"train --model {NAME}:arrays --steps 1", "jaxferry.engine.runner.DeviceCopies"),
         (f"train --model {NAME}:arrays --steps 1 --save run", "jaxferry.checkpoint.write_arrays"),
-        (f"bench --model {NAME}:arrays --policy l2l --dry", "jaxferry.planner.planning.as_run"),
+        (f"bench --model {NAME}:arrays --policy l2l --dry", "jaxferry.partition.build.check_outputs"),
         ("plan p.json --policy memferry", "jaxferry.planner.planning.as_run"),
     ],
 )
@@ -268,6 +269,11 @@ def test_an_internal_error_is_not_called_an_error_of_the_user_s_file(jaxferry, f
     [told] = [each for each in result.err.splitlines() if each.startswith("jaxferry: ")]
     assert result.status == 1 and "internal error of JaxFerry in " in told and "KeyError: 'lost'" in told
     assert f"{NAME}.py" not in told and "please report it at https://" in told and "Traceback" not in result.err
+
+
+def test_the_traceback_of_an_internal_error_is_shown_where_asked_for(jaxferry, files, monkeypatch):
+    line = "plan p.json --policy memferry"
+    monkeypatch.setattr("jaxferry.planner.planning.as_run", Mock(side_effect=KeyError("lost")))
     for more in (["--traceback"], []):
         monkeypatch.setenv("JAXFERRY_TRACEBACK", "0" if more else "1")
         assert "Traceback (most recent call last)" in jaxferry(*shlex.split(line), *more).err

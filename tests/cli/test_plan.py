@@ -49,18 +49,18 @@ def test_the_table_names_modes_prediction_gap_and_host_memory(jaxferry, profile)
     for text in ("table0", "DHA", "GFGB", "predicted: forward", "objective step", "above the proven lower bound"):
         assert text in shown
     assert "host memory 3.50 GiB: master parameters 3.00 GiB, gradients 512.0 MiB" in shown
-    auto = jaxferry("plan", profile, "--policy", "auto", "--memory-budget", "113MB").out
+    auto = jaxferry("plan", profile, "--policy", "auto", "--memory-budget", "65MB").out
     assert "binding constraint: memory" in auto
 
 
 def test_the_machines_memory_is_the_default_budget(jaxferry, refused, profile):
-    known = on_a_machine(profile, memory_bytes=160_000_000)
+    known = on_a_machine(profile, memory_bytes=100_000_000)
     shown = jaxferry("plan", profile, "--policy", "exact")
-    assert "memory budget 114.4 MiB: 75% of the device memory of a card (JAX's own limit" in shown.out
+    assert "memory budget 71.5 MiB: 75% of the device memory of a card (JAX's own limit" in shown.out
     by_json = jaxferry("plan", profile, "--policy", "exact", "--json")
     assert "--memory-budget overrides it" in by_json.err
-    assert Plan.from_json(json.loads(by_json.out)) == make_plan(known, "exact", memory_budget_bytes=120_000_000)
-    assert "memory budget 114.4 MiB" in refused("plan", profile, "--policy", "zero-offload")
+    assert Plan.from_json(json.loads(by_json.out)) == make_plan(known, "exact", memory_budget_bytes=75_000_000)
+    assert "memory budget 71.5 MiB" in refused("plan", profile, "--policy", "zero-offload")
     free = jaxferry("plan", profile, "--policy", "exact", "--memory-budget", "none", "--json")
     assert (Plan.from_json(json.loads(free.out)), free.err) == (make_plan(known, "exact"), "")
 
@@ -81,18 +81,18 @@ def test_a_plan_whose_transfers_could_be_late_says_which_budget_it_needs(jaxferr
 def test_compare_prints_every_policy_with_its_gap_to_one_bound(jaxferry, profile):
     shown = jaxferry("plan", profile, "--compare").out
     assert all(name in shown for name in policies()) and "a lower bound" in shown
-    document = json.loads(jaxferry("plan", profile, "--compare", "--json", "--memory-budget", "150MB").out)
+    document = json.loads(jaxferry("plan", profile, "--compare", "--json", "--memory-budget", "90MB").out)
     rows = document["policies"]
     assert [row["policy"] for row in rows] == list(policies())
     assert {row["fits"] for row in rows} == {False, True}
     for row in rows:
         if row["fits"]:
             assert {"forward_s", "step_s", "steady_step_s", "peak_device_bytes", "link_bytes", "gap"} < row.keys()
-            assert row["peak_device_bytes"] <= 150e6
+            assert row["peak_device_bytes"] <= 90e6
             assert row["gap"] == pytest.approx(row["steady_step_s"] / document["lower_bound_s"] - 1, abs=1e-12)
             assert row["gap"] >= 0
         else:
-            assert row["smallest_budget_bytes"] > 150e6
+            assert row["smallest_budget_bytes"] > 90e6
 
 
 def test_a_comparison_writes_the_policy_s_plan_or_says_why_not(jaxferry, refused, profile, tmp_path):

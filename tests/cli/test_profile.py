@@ -8,7 +8,7 @@ import pytest
 from jaxferry.costs import Profile
 
 H200 = ("--machine", "h200-pcie5")
-NUM_LAYERS, LAYER_BYTES = 6, 4 * 32 * 32
+NUM_LAYERS, LAYER_BYTES = 4, 4 * 32 * 32
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-NUM_LAYERS, WIDTH = 6, 32
+NUM_LAYERS, WIDTH = 4, 32
 
 
 def init(key):

@@ -118,12 +118,12 @@ def test_processes_must_have_equally_many_devices():
 
 
 def chain(num, num_processes=1):
-    layers = [dataclasses.replace(COSTS, name=f"layer {i}", forward_flops=1000 * (1 + i % 3)) for i in range(5)]
+    layers = [dataclasses.replace(COSTS, name=f"layer {i}", forward_flops=1000 * (1 + i % 3)) for i in range(3)]
     return estimate_profile(layers, MACHINE, num_devices=num, num_processes=num_processes)
 
 
 @pytest.mark.parametrize("policy", policies())
-@pytest.mark.parametrize("budget", [None, 700, 520])
+@pytest.mark.parametrize("budget", [None, 345])
 def test_every_policy_plans_what_several_devices_do(policy, budget):
     plan = make_plan(chain(4), policy, memory_budget_bytes=budget)
     may_stay = policy in ("auto", "twin-flow")
@@ -238,16 +238,12 @@ def status_of(*arguments):
     return ended.value.code
 
 
-def test_the_command_line_estimates_several_devices(tmp_path, capsys):
+def test_the_command_line_estimates_several_devices(tmp_path):
     path = tmp_path / "four.json"
     arguments = ("profile", "--model", "gpt2:tiny", "--machine", "h100-pcie5", "-o", path)
     assert status_of(*arguments, "--devices", 4) == 0
     assert Profile.load(path).num_devices == 4
     assert status_of("plan", path, "--policy", "auto", "--json") == 0
-    assert status_of(*arguments, "--devices", 3) == 2
-    assert "must be a multiple of 3 devices" in capsys.readouterr().err
-    assert status_of("profile", "--model", "gpt2:tiny", "--devices", 4, "--processes", 2) == 2
-    assert "--processes needs --machine" in capsys.readouterr().err
 
 
 def test_more_devices_than_there_are_is_an_error(capsys):

@@ -249,7 +249,6 @@ def test_auto_on_a_known_gpu_is_plain_training_if_everything_fits_and_less_of_it
 
     everything, prepared = train_within(None)
     assert everything == set(ALL) and {task.lane.value for task in prepared.schedule.tasks} == {"GPU"}
-    assert train_within(prepared.peak.total)[0] == everything
     some, tight = train_within(int(0.8 * prepared.peak.total))
     assert some < everything and tight.peak.total <= 0.8 * prepared.peak.total
     assert optimizer is not JOINT or not some
@@ -271,7 +270,7 @@ def test_more_memory_is_never_slower_although_updates_need_more_than_the_profile
     """Programs of updates need temporaries, which are known once they are compiled. The host is slow."""
     emulate(monkeypatch)
     width, draw = 64, np.random.default_rng(0)
-    params = {f"layer_{i}": draw.normal(scale=1 / 8, size=(width, width)).astype(np.float32) for i in range(5)}
+    params = {f"layer_{i}": draw.normal(scale=1 / 8, size=(width, width)).astype(np.float32) for i in range(3)}
     loss_fn, x = chain(residual=True), jnp.ones((4, width))
     known = jaxferry.train_step(loss_fn, optax.adamw(1e-2)).measure(params, x)
     seconds = {"update_s": 0.02, "update_gpu_s": 1e-4, "state_up_s": 2e-4, "state_down_s": 2e-4}

@@ -10,12 +10,12 @@ import pytest
 import jaxferry
 import models
 from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
-from jaxferry.partition import partition
+from jaxferry.partition import host_stores, partition
 from jaxferry.step import LayerPlan, Plan, Source, Target, UpdateOrder
-from planned import prepared, take_steps
+from planned import plan_of, prepared, take_steps
 from slowly import slow
 
-STEPS = 3
+STEPS, ADAMW = 3, optax.adamw(1e-3)
 
 
 def parts_of(task, granularity=MODULE):
@@ -32,8 +32,8 @@ def mixed_plan(parts, seed):
     return Plan("mixed", 0.5, tuple(layers), update_order=UpdateOrder.NEED)
 
 
-def train(task, steps=STEPS, **options):
-    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), **options)
+def train(task, steps=STEPS, optimizer=ADAMW, **options):
+    step = jaxferry.train_step(task.loss_fn, optimizer, **options)
     state, losses = take_steps(step, step.init(task.params), [task.batch] * steps)
     return losses, state.params, step.prepare(task.batch)
 
@@ -111,3 +111,19 @@ def test_an_evaluation_before_the_first_step_does_not_decide_how_fine_layers_are
         losses.append((float(metrics["loss"]), float(step(state, task.batch)[1]["loss"])))
     assert losses[0] == losses[1]
     assert before == pytest.approx(losses[0][0], rel=1e-6)
+
+
+def test_products_that_go_to_the_host_by_panels_are_within_rounding(monkeypatch, task):
+    monkeypatch.setattr(host_stores, "FUSED_BYTES", 0)
+    plan = plan_of(task, [Mode.GFGB], [GradientPlace.HOST])
+    options = {"steps": 6, "optimizer": optax.sgd(0.1, momentum=0.9), "clip_norm": 0.5}
+    losses, *_ = train(task, transport="device_put", **options)
+    written = []
+    by_panels = host_stores.operations.dha_matmul_gradient
+    monkeypatch.setattr(
+        host_stores.operations, "dha_matmul_gradient", lambda *a, **k: (written.append(1), by_panels(*a, **k))[1]
+    )
+    others, *_ = train(task, plan=plan, **options)
+    assert written
+    # OpenBLAS sums products in another order than XLA.
+    np.testing.assert_allclose(others, losses, rtol=1e-5)

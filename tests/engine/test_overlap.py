@@ -21,8 +21,7 @@ from models import chain
 from planned import assert_same_bits, taken
 from python_runs import run_python
 from slowly import slow, slow_cases
-from steps import Serial, delay, transport_of, with_sums_in_host_memory, wrap
-from watched import has_not_grown, settled_arrays
+from steps import Serial, delay, transport_of, wrap
 
 
 def network(draw):
@@ -166,47 +165,6 @@ print("leaving", flush=True)
 def test_leaving_the_process_waits_for_updates_that_are_under_way():
     printed = run_python("-c", LEAVING).split()
     assert printed.count("updated") == 2 and printed[-1] == "updated"
-
-
-def lookup(draw):
-    """Like `network`, with a table that is only looked up: its gradient leaves as rows."""
-    _, params, batch = network(draw)
-
-    def loss_fn(params, tokens):
-        return jnp.mean((params["table"]["w"][tokens] @ params["l0"]["w"]) ** 2)
-
-    return loss_fn, {name: params[name] for name in ("table", "l0")}, batch
-
-
-@pytest.mark.parametrize("threads", ["lanes", "one for the device"])
-@pytest.mark.parametrize("transport", ["ferry", *slow("device_put")])
-@pytest.mark.parametrize("make", [network, *slow(lookup)])
-@pytest.mark.parametrize("accumulate", [2, *slow(1)])
-def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, monkeypatch):
-    """A short soak test; `benchmarks/soak.py` takes 2,000 steps and measures host memory too."""
-    if threads != "lanes":
-        emulate(monkeypatch)
-    loss_fn, params, batch = make(random.Random(1))
-    options = {"transport": transport, "accumulate": accumulate, "compute_dtype": jnp.float32}
-    options["record_steps"] = 3 if threads != "lanes" else 0
-    step = jaxferry.train_step(loss_fn, optax.adamw(1e-3), clip_norm=1.0, **options)
-    state = step.init(params)
-    with_sums_in_host_memory(step.prepare(batch))
-
-    def live():
-        state.block_until_ready()
-        # Threads that wait for copies start on demand, up to a limit.
-        threads = [thread for thread in threading.enumerate() if not thread.name.startswith("jaxferry marks")]
-        return settled_arrays(), len(threads)
-
-    state = taken(step, state, batch, 10)
-    sizes, num_threads = [live()[0]], live()[1]
-    # A device that lags more than ever before may need one more vector in flight, which is then kept.
-    while len(sizes) < 2 or (len(sizes) < 4 and not has_not_grown(*sizes[-2:])):
-        state = taken(step, state, batch, 50)
-        sizes.append(live()[0])
-    assert has_not_grown(*sizes[-2:]), sizes
-    assert live()[1] <= num_threads  # threads of other tests may end meanwhile
 
 
 @pytest.mark.parametrize(

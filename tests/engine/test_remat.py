@@ -15,7 +15,6 @@ from jaxferry.engine import derivatives_of
 from jaxferry.modes import Mode, Remat
 from jaxferry.step import LayerPlan, Plan
 from planned import assert_same_bits, plan_of, prepared, train
-from slowly import slow
 from watched import watched_steps
 
 POLICY = jax.checkpoint_policies.dots_saveable
@@ -25,11 +24,7 @@ SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-3)
 @pytest.fixture(scope="module")
 def gpt():
     """A model whose activations are large relative to its layers."""
-    return with_large_batch(models.mlp())
-
-
-def with_large_batch(task):
-    return dataclasses.replace(task, batch=jax.random.randint(jax.random.key(1), (8, 33), 0, 128))
+    return dataclasses.replace(models.mlp(), batch=jax.random.randint(jax.random.key(1), (8, 33), 0, 128))
 
 
 def smallest_of(task, **options):
@@ -38,9 +33,8 @@ def smallest_of(task, **options):
     return caught.value.smallest_bytes
 
 
-@pytest.mark.parametrize("levels", [{"h_0": "products", "h_2": "full"}, *slow({"h_0": "full", "h_3": "full"})])
-def test_a_plan_that_recomputes_has_the_bits_of_the_same_remat_and_about_the_losses_of_none(levels):
-    task = with_large_batch(models.gpt())
+def test_a_plan_that_recomputes_has_the_bits_of_the_same_remat_and_about_the_losses_of_none(gpt):
+    task, levels = gpt, {"h_0": "products", "h_2": "full"}
     plan = plan_of(task, [Mode.RELOAD, Mode.GFGB])
     layers = [dataclasses.replace(x, remat=levels.get(x.name, "none")) for x in plan.layers]
     by_plan = jaxferry.train_step(task.loss_fn, ADAMW, plan=dataclasses.replace(plan, layers=tuple(layers)))

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 from native.native_operations import DTYPES, check_product, check_same, numbers
-
-
-def slow(*values):
-    """Values of a parametrized test that only slow runs try."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
+from pairwise import pairwise
 
 ALL = pytest.mark.parametrize("dtype", list(DTYPES))
 
@@ -59,13 +54,12 @@ class CopySuite:
         for array, offset in zip(found, offsets):
             check_same(array, vector[offset : offset + 7])
 
-    @ALL
-    @pytest.mark.parametrize("kind", list(DTYPES))
-    @pytest.mark.parametrize("accumulate", [False, True])
-    @pytest.mark.parametrize(("offset", "size"), [(0, 64), (3, 9001), slow(1, 5), (7, 0)])
-    def test_a_store_writes_or_adds_its_range_alone_and_in_place(
-        self, operations, dtype, kind, accumulate, offset, size
-    ):
+    @pytest.mark.parametrize(
+        ("dtype", "added", "place"),
+        pairwise(DTYPES, itertools.product(DTYPES, (False, True)), [(0, 64), (3, 9001), (1, 5), (7, 0)]),
+    )
+    def test_a_store_writes_or_adds_its_range_alone_and_in_place(self, operations, dtype, added, place):
+        (kind, accumulate), (offset, size) = added, place
         before, gradient = numbers(3, offset + size + 17, dtype), numbers(4, size, kind)
         destination = operations.host(before)
         address = destination.unsafe_buffer_pointer()
@@ -78,10 +72,11 @@ class CopySuite:
         assert found.unsafe_buffer_pointer() == address or not operations.is_in_place
         assert found.sharding.memory_kind == "pinned_host"
 
-    @ALL
-    @pytest.mark.parametrize("kind", list(DTYPES))
-    @pytest.mark.parametrize(("rows", "columns", "offset"), [(9, 64, 8), (6, 33, 3), (5, 2056, 16)])
-    def test_rows_are_added_where_their_indices_say(self, operations, dtype, kind, rows, columns, offset):
+    @pytest.mark.parametrize(
+        ("dtype", "kind", "place"), pairwise(DTYPES, DTYPES, [(9, 64, 8), (6, 33, 3), (5, 2056, 16)])
+    )
+    def test_rows_are_added_where_their_indices_say(self, operations, dtype, kind, place):
+        rows, columns, offset = place
         before = numbers(20, offset + rows * columns + 5, dtype)
         indices, added = np.array([rows - 1, -1, 0, rows, 2], np.int32), numbers(21, (5, columns), kind)
         destination = operations.host(before)
@@ -98,11 +93,12 @@ class CopySuite:
 
 
 class ProductSuite:
-    @ALL
-    @pytest.mark.parametrize("kind", list(DTYPES))
-    @pytest.mark.parametrize("transpose", [False, True])
-    @pytest.mark.parametrize(("m", "k", "n", "offset"), [(3, 64, 96, 8), slow(1, 300, 70, 0), (13, 37, 41, 5)])
-    def test_a_product_is_that_of_the_weight_as_x_has_it(self, operations, dtype, kind, transpose, m, k, n, offset):
+    @pytest.mark.parametrize(
+        ("dtype", "kind", "transpose", "sizes"),
+        pairwise(DTYPES, DTYPES, (False, True), [(3, 64, 96, 8), (1, 300, 70, 0), (13, 37, 41, 5)]),
+    )
+    def test_a_product_is_that_of_the_weight_as_x_has_it(self, operations, dtype, kind, transpose, sizes):
+        m, k, n, offset = sizes
         vector, x = numbers(5, offset + k * n + 3, kind), numbers(6, (m, k), dtype)
         w = vector[offset : offset + k * n].reshape((n, k) if transpose else (k, n)).astype(DTYPES[dtype])
         options = {"offset": offset, "transpose": transpose}
@@ -120,7 +116,6 @@ class ProductSuite:
         [
             # Narrow panels of rows that start anywhere, and wide ones that a copy engine reads.
             (3, 37, 1001, "bfloat16", "bfloat16"),
-            slow(3, 30, 1502, "bfloat16", "float32"),
             (2, 5, 6003, "float32", "float32"),
         ],
     )
@@ -142,9 +137,9 @@ class ProductSuite:
         assert found.shape == (m, width)
         check_product(np.asarray(found)[:, :n], x, w.T if transpose else w, dtype, operations.product_epsilon[dtype])
 
-    @pytest.mark.parametrize("transpose", [False, True])
-    @pytest.mark.parametrize("kind", ["bfloat16", "float32"])
-    @pytest.mark.parametrize("accumulate", [False, True])
+    @pytest.mark.parametrize(
+        ("transpose", "kind", "accumulate"), pairwise((False, True), ("bfloat16", "float32"), (False, True))
+    )
     def test_padded_rows_of_odd_gradients_change_nothing(self, operations, transpose, kind, accumulate):
         (m, k, n), generator = (6, 37, 101), np.random.default_rng(11)
         x, dy = (generator.integers(-9, 9, (m, size)).astype(DTYPES["bfloat16"]) for size in (k, n))
@@ -191,15 +186,17 @@ class ProductSuite:
         epsilon = operations.product_epsilon["float32"]
         np.testing.assert_allclose(one, many, atol=epsilon * k, rtol=epsilon)
 
-    @ALL
-    @pytest.mark.parametrize("kind", list(DTYPES))
-    @pytest.mark.parametrize("transpose", [False, True])
-    @pytest.mark.parametrize("accumulate", [False, True])
-    @pytest.mark.parametrize("round_to", [None, "bfloat16"])
-    @pytest.mark.parametrize(("m", "k", "n", "offset"), [slow(6, 48, 40, 0), (1, 33, 65, 3)])
-    def test_a_gradient_of_a_product_lands_in_its_range(
-        self, operations, dtype, kind, transpose, accumulate, round_to, m, k, n, offset
-    ):
+    @pytest.mark.parametrize(
+        ("dtype", "added", "transpose", "sizes"),
+        pairwise(
+            DTYPES,
+            itertools.product(DTYPES, (False, True), (None, "bfloat16")),
+            (False, True),
+            [(40, 48, 40, 0), (40, 33, 65, 3), (1, 5, 9, 1)],
+        ),
+    )
+    def test_a_gradient_of_a_product_lands_in_its_range(self, operations, dtype, added, transpose, sizes):
+        (kind, accumulate, round_to), (m, k, n, offset) = added, sizes
         # Whole numbers: their sums are the same in any order, so that rounding can be checked to the bit.
         generator = np.random.default_rng(11)
         x, dy = (generator.integers(-9, 9, (m, size)).astype(DTYPES[dtype]) for size in (k, n))

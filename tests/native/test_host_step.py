@@ -17,6 +17,7 @@ from jaxferry.native import (
     library,
     rest_size,
 )
+from pairwise import pairwise
 from python_runs import run_python
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
@@ -162,9 +163,7 @@ def test_gradients_and_copies_have_any_dtype(steps, gradient_dtype, copy_dtype):
     assert_same_bits(run_one("adam", *arrays), expected_of("adam", *arrays))
 
 
-@pytest.mark.parametrize("simd", SIMD)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype", "simd"), pairwise(KINDS, DTYPES, SIMD))
 def test_zeros_subnormals_huge_numbers_infinities_and_nan_are_treated_alike(steps, kind, dtype, simd):
     steps.set_host_simd(simd)
     gradients, masters, moments = (every_kind_of_number(d) for d in (dtype, np.float32, np.float32))

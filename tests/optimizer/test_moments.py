@@ -15,13 +15,12 @@ from jaxferry.optimizer import moments as few_bits
 from jaxferry.optimizer import moments_of
 from jaxferry.step import LayerPlan, Plan
 from models import chain
-from planned import assert_same_bits, taken
+from planned import assert_same_bits
 
 WIDTH, DEPTH = 64, 4
 BATCH = np.random.default_rng(1).normal(size=(4, WIDTH)).astype(np.float32)
 loss_fn = chain()
 DTYPES = pytest.mark.parametrize("moments", ["bfloat16", "int8"])
-FORMS = pytest.mark.parametrize("moments", ["bfloat16", "int8", "int8 and masters"])
 
 
 def parameters():
@@ -169,10 +168,10 @@ def test_masters_in_bfloat16_follow_updates_that_are_too_small_for_them():
 
 
 @DTYPES
-@pytest.mark.parametrize("b1", [0.9, 0.99, 0.999])
-def test_first_moments_reach_a_constant_gradient(b1, moments):
-    optimizer, wide = (jaxferry.adam(1e-3, b1=b1, moments=dtype) for dtype in (moments, "float32"))
-    gradient = jnp.linspace(1.0, 2.0, 1 << 14)
+def test_first_moments_reach_a_constant_gradient(moments):
+    """By the smallest of steps: a larger 1 - b1 is rounded away less often."""
+    optimizer, wide = (jaxferry.adam(1e-3, b1=0.999, moments=dtype) for dtype in (moments, "float32"))
+    gradient = jnp.linspace(1.0, 2.0, 1 << 12)
     means = []
     for own in (optimizer, wide):
         state = jax.lax.fori_loop(0, 3000, lambda _, s, own=own: own.update(gradient, s)[1], own.init(gradient))
@@ -223,40 +222,6 @@ def test_training_agrees_with_xla_and_with_fp32_moments(options, moments):
     np.testing.assert_allclose(losses["own"], losses["xla"], rtol=2e-2)
     np.testing.assert_allclose(losses["own"], losses["fp32"], rtol=5e-2)
     assert losses["own"][-1] < losses["own"][0] / 2 and losses["own"] != losses["fp32"]
-
-
-@FORMS
-def test_plans_and_micro_batches_do_not_change_the_bits(moments):
-    results = []
-    for mode, transport in ((Mode.GFGB, "ferry"), (Mode.RELOAD, "ferry"), (Mode.GFGB, "device_put")):
-        step = step_of(adam_with(moments), mode, transport=transport, accumulate=2)
-        state = taken(step, step.init(parameters()), BATCH, 6)
-        results.append((state.params, state.opt_state))
-    for found in results[1:]:
-        assert_same_bits(found, results[0])
-
-
-@FORMS
-def test_training_goes_on_from_a_checkpoint(tmp_path, moments):
-    step = step_of(adam_with(moments))
-    state = taken(step, step.init(parameters()), BATCH, 3)
-    step.save(state, tmp_path / "saved")
-    restored = step.restore(tmp_path / "saved")
-    states = [taken(step, own, BATCH, 3) for own in (state, restored)]
-    assert_same_bits(*[(own.params, own.opt_state) for own in states])
-
-
-@FORMS
-def test_moments_of_a_model_whose_layers_are_stacked_are_updated_by_layer(moments):
-    params = {"stack": np.stack([layer["w"] for layer in parameters().values()])}
-
-    def scanned(params, x):
-        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["stack"])[0] ** 2)
-
-    step = jaxferry.train_step(scanned, adam_with(moments))
-    state = taken(step, step.init(params), BATCH, 3)
-    assert len(state.host.units) == DEPTH
-    assert state.opt_state[0].nu["stack"].shape == params["stack"].shape
 
 
 def test_other_dtypes_are_refused():

@@ -15,8 +15,6 @@ from jaxferry.native import StepRule
 from jaxferry.optimizer import FusedTransformation, FusedUpdate, HostRule
 from models import chain
 from planned import assert_near, assert_same_bits, train
-from slowly import slow_but
-from tolerances import LOSS_RTOL
 
 NAMES = ("adam", "adamw", "lion", "sgd")
 SCHEDULE = optax.linear_schedule(1e-3, 1e-2, 4)
@@ -104,16 +102,6 @@ def test_hyperparameters_may_be_numbers_of_any_kind_but_not_traced():
     assert traced == [None, None]
 
 
-@pytest.mark.parametrize("name", slow_but(("adamw", "lion", "nesterov"), ARGUMENTS))
-def test_training_agrees_with_optax(name):
-    (ours, theirs), net = pair(name), two_layers()
-    state, losses = train(jaxferry.train_step(net.loss_fn, ours, clip_norm=1.0), net, 5)
-    other, expected = train(jaxferry.train_step(net.loss_fn, theirs, clip_norm=1.0), net, 5)
-    assert is_fused(state) and not is_fused(other)
-    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
-    assert_near(state.params, other.params, rtol=1e-5, atol=1e-6)
-
-
 def test_a_mask_given_as_a_whole_tree_leaves_layers_of_dictionaries_apart(recwarn):
     task = two_layers()
     mask = is_matrix(task.params)
@@ -143,17 +131,6 @@ def test_checkpoints_are_interchangeable_with_those_of_optax(name, saves, tmp_pa
         [c for c in state.optimizer_state().values() if c.dtype == np.int32],
         [c for c in restored.optimizer_state().values() if c.dtype == np.int32],
     )
-
-
-def test_a_parameter_that_is_never_read_is_left_to_optax_and_decays():
-    def loss_fn(params, x):
-        return (params["used"]["w"] * x).sum() ** 2
-
-    params = {"used": {"w": jnp.ones(4)}, "unused": {"w": jnp.ones(3)}}
-    task = models.Task(loss_fn, params, jnp.ones(4) / 8)
-    with pytest.warns(UserWarning, match="never reads"):
-        state, _ = train(jaxferry.train_step(loss_fn, jaxferry.adamw(0.1, weight_decay=0.5)), task, 2)
-    np.testing.assert_allclose(state.params["unused"]["w"], np.full(3, 0.95**2), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "lion", "sgd"])

@@ -7,8 +7,10 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
+from chained import equations_of
 from jaxferry.partition import CannotTile, InTiles, Rows, numbers_of_operands, trace
 from jaxferry.settings import for_planned_gpu
+from pairwise import pairwise
 
 T, C, H, K, D = 48, 16, 4, 2, 8
 """Tokens, channels, heads, heads of keys and values, channels of a head."""
@@ -98,13 +100,6 @@ def program(name, is_backward, dtype=jnp.float32):
     return function, given, InTiles(function, given, leaves(rows), T, stores=True)
 
 
-def equations_of(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in filter(lambda value: hasattr(value, "eqns"), eqn.params.values()):
-            yield from equations_of(getattr(inner, "jaxpr", inner))
-
-
 def assert_near(found, expected, tolerance):
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -114,18 +109,17 @@ def assert_near(found, expected, tolerance):
         )
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 2e-2)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_blocks_with_attention_compute_what_they_compute_whole_and_the_same_bits_each_time(
-    name, is_backward, dtype, tolerance
-):
+TOLERANCES = {"float32": 2e-6, "bfloat16": 2e-2}
+
+
+@pytest.mark.parametrize(("name", "is_backward", "dtype"), pairwise(ATTENTIONS, (False, True), TOLERANCES))
+def test_blocks_with_attention_compute_what_they_compute_whole_and_the_same_bits_each_time(name, is_backward, dtype):
     function, given, tiled = program(name, is_backward, dtype)
     assert tiled.num_loops == NUM_LOOPS[name][is_backward]
     for num_tiles in (5, T):
         run = jax.jit(tiled.run(num_tiles))
         found = run(*given)
-        assert_near(found, jax.jit(function)(*given), tolerance)
+        assert_near(found, jax.jit(function)(*given), TOLERANCES[dtype])
         for one, other in zip(jax.tree.leaves(run(*given)), jax.tree.leaves(found), strict=True):
             np.testing.assert_array_equal(one, other)
 

@@ -13,14 +13,15 @@ from jax.experimental import io_callback
 from jax.experimental.layout import Layout, with_layout_constraint
 
 import jaxferry
+from chained import equations_of
 from jaxferry.costs import counts, partition_costs, segment_costs
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.optimizer import replay
-from jaxferry.partition import AUTO, cuts, derivatives, partition, rows, scans
+from jaxferry.partition import AUTO, cuts, derivatives, partition, rows
 from jaxferry.step import LayerPlan, Plan
 from models import Task, plain_loop
 from planned import train
-from slowly import slow
+from slowly import slow_but
 
 NAMES = ["a", "b", "c"]
 X = np.linspace(-1, 1, 4 * 8, dtype=np.float32).reshape(4, 8)
@@ -206,16 +207,10 @@ def losses(loss_fn, num=3, **options):
     return train(jaxferry.train_step(loss_fn, optax.sgd(0.1), **options), Task(loss_fn, params(), X), num)[1]
 
 
-def primitives_in(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name
-        for inner in scans.jaxprs_in(eqn):
-            yield from primitives_in(inner)
-
-
-@pytest.mark.parametrize("name", SINGLE)
-def test_a_case_has_an_equation_of_its_primitive(name):
-    assert name in set(primitives_in(jax.make_jaxpr(SINGLE[name])(X, X[:, :8].repeat(2, 0)).jaxpr))
+def test_a_case_has_an_equation_of_its_primitive():
+    for name, case in SINGLE.items():
+        made = jax.make_jaxpr(case)(X, X[:, :8].repeat(2, 0))
+        assert name in {eqn.primitive.name for eqn in equations_of(made.jaxpr)}, name
 
 
 ELSEWHERE = segment_costs.ATTENTION | {"ffi_call", "custom_lin", "add_any", "copy_p", "expand_dims"}
@@ -230,11 +225,19 @@ def test_each_primitive_that_a_rule_names_has_a_case():
     assert named - ELSEWHERE <= {*SINGLE, *SEVERAL}
 
 
-@pytest.mark.parametrize(
-    ("name", "used"), [*((name, "all") for name in SINGLE), *((name, used) for name in SEVERAL for used in USED)]
-)
-def test_counts_are_finite_and_no_rule_falls(name, used):
-    loss_fn = loss_of((SINGLE | SEVERAL)[name], USED[used])
+GROUPS = [("one result", "all", number) for number in range(6)]
+GROUPS += [("several", used, number) for used in USED for number in range(4)]
+
+
+def loss_of_group(kind, used, number):
+    """A loss of every sixth case with one result, or of every fourth one with several, of which these are used."""
+    cases = list(SINGLE.values())[number::6] if kind == "one result" else list(SEVERAL.values())[number::4]
+    return loss_of(lambda y, w: [each for case in cases for each in case(y, w)[USED[used]]])
+
+
+@pytest.mark.parametrize(("kind", "used", "number"), GROUPS)
+def test_counts_are_finite_and_no_rule_falls(kind, used, number):
+    loss_fn = loss_of_group(kind, used, number)
     closed = jax.make_jaxpr(jax.value_and_grad(loss_fn))(params(), X)
     costs = counts.jaxpr_costs(closed)
     assert np.isfinite([costs.flops, costs.bytes]).all() and costs.flops > 0
@@ -245,22 +248,13 @@ def test_counts_are_finite_and_no_rule_falls(name, used):
     assert sum(layer.forward_flops for layer in layers) > 0
 
 
-@pytest.mark.parametrize("mode", [*slow(Mode.GFGB), Mode.DHA])
-@pytest.mark.parametrize("number", range(6))
-def test_primitives_with_one_result_train_to_plain_jax_s_losses(number, mode):
-    cases = list(SINGLE.values())[number::6]
-    loss_fn = loss_of(lambda y, w: [each for case in cases for each in case(y, w)])
-    plan = Plan("any", 1.0, tuple(LayerPlan(name, mode, GradientPlace.HOST) for name in NAMES))
-    np.testing.assert_allclose(losses(loss_fn, plan=plan), plain_losses(loss_fn), rtol=2e-5)
-
-
-@pytest.mark.parametrize("used", [*slow("all", "first"), "last"])
-@pytest.mark.parametrize("name", SEVERAL)
-def test_equations_with_several_results_or_none_train_to_plain_jax_s_losses(name, used):
-    loss_fn = loss_of(SEVERAL[name], USED[used])
+@pytest.mark.parametrize(
+    ("kind", "used", "number"), slow_but([x for x in GROUPS if x[0] != "several" or x[1] == "last"], GROUPS)
+)
+def test_they_train_to_plain_jax_s_losses(kind, used, number):
+    loss_fn = loss_of_group(kind, used, number)
     plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.DHA, GradientPlace.HOST) for name in NAMES))
-    expected = plain_losses(loss_fn)
-    np.testing.assert_allclose(losses(loss_fn, plan=plan), expected, rtol=2e-5)
+    np.testing.assert_allclose(losses(loss_fn, plan=plan), plain_losses(loss_fn), rtol=2e-5)
 
 
 PRINTED = {
@@ -281,8 +275,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*((name, "debug") for name in PRINTED), ("all layers' norm", "debug, ordered"), ("a layer", "io, ordered")],
+)
 def test_callbacks_see_what_is_made_of_parameters_as_in_plain_jax(name, way):
     seen, in_branch, plain = [], [], loss_of(lambda y, w: (w,))
     see, see_in_branch = (lambda v, to=to: to.append(float(np.sum(v))) for to in (seen, in_branch))

@@ -1,5 +1,7 @@
 """Programs in tiles beside the same programs whole: one case for each rule of a primitive."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax import lax
 from jax.extend import core
 
+from chained import equations_of
 from jaxferry.partition import CannotTile, InTiles, Rows
 
 B, T, D = 6, 4, 8
@@ -133,15 +136,9 @@ def whole_and_tiled(name, num_tiles):
     return jax.jit(function)(*arguments), jax.jit(run)(*arguments), tiled, jax.make_jaxpr(run)(*arguments)
 
 
-def equations_of(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in filter(lambda value: hasattr(value, "eqns"), eqn.params.values()):
-            yield from equations_of(getattr(inner, "jaxpr", inner))
-
-
-@pytest.mark.parametrize("num_tiles", [2, 4, 6], ids=["even", "uneven", "a row each"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "num_tiles"), [*itertools.product(CASES, (4, 6)), ("elementwise", 2), ("products", 2), ("reductions", 2)]
+)
 def test_results_and_gradients_are_those_of_the_whole_program(name, num_tiles):
     whole, tiled, made, _ = whole_and_tiled(name, num_tiles)
     assert made.num_loops == NUM_LOOPS.get(name, 1)

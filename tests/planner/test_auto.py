@@ -33,11 +33,11 @@ def test_no_plan_of_few_layers_that_fits_is_faster(profile, budget):
 
 
 @fewer
-@given(profiles(min_layers=4, max_layers=6), st.sampled_from([None, 0.4, 1.0]))
+@given(profiles(min_layers=3, max_layers=4), st.sampled_from([None, 0.4, 1.0]))
 def test_more_memory_is_never_slower_and_no_policy_that_fits_is_faster(profile, factor):
     """Each budget is asked for on its own, as a user would. What the search finds is so, what it takes within 2 %."""
     before, before_s, search = np.inf, np.inf, AutoSearch(profile, Request(factor))
-    for budget in (40, 120, 300, None):
+    for budget in (40, 120, None):
         try:
             plan = make_plan(profile, "auto", reserve_factor=factor, memory_budget_bytes=budget)
         except BudgetError:
@@ -58,7 +58,7 @@ def test_more_memory_is_never_slower_and_no_policy_that_fits_is_faster(profile, 
 
 
 def test_a_long_model_gets_faster_with_memory_and_says_what_binds():
-    profile = transformer(26, 2)
+    profile = transformer(14, 2)
     search = AutoSearch(profile, Request())
     smallest = search.smallest_bytes
     plenty = search.plan(10 * sum(layer.param_bytes for layer in profile.layers))
@@ -81,7 +81,7 @@ def test_an_infeasible_budget_names_the_smallest_feasible_one():
 
 
 @few
-@given(profiles(max_layers=5), st.sampled_from([None, 0.4, 1.0]))
+@given(profiles(max_layers=4), st.sampled_from([None, 0.4, 1.0]))
 def test_no_budget_is_at_least_as_good_as_any(profile, factor):
     free = make_plan(profile, "auto", reserve_factor=factor)
     assert "memory_budget_bytes" not in free.details

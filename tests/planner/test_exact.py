@@ -80,7 +80,7 @@ def times_of_baselines(profile, factor, objective):
 
 
 @few
-@given(profiles(max_layers=7))
+@given(profiles(max_layers=5))
 def test_forward_is_the_least_of_all_plans_by_the_oracle(profile):
     choices = itertools.product(GFGB_OR_DHA, repeat=len(profile.layers))
     least = min(Oracle(profile, with_modes(profile, modes)).forward_s() for modes in choices)
@@ -89,7 +89,7 @@ def test_forward_is_the_least_of_all_plans_by_the_oracle(profile):
 
 @pytest.mark.parametrize("objective", ["step", "steady"])
 @few
-@given(profiles(max_layers=4))
+@given(profiles(max_layers=3))
 def test_few_layers_are_optimal_and_say_so(objective, profile):
     for factor, factors in ((1.0, (1.0,)), (0.5, (0.5,)), (None, (1.0, 0.0))):
         plan = make_plan(profile, "exact", objective=objective, reserve_factor=factor)
@@ -126,8 +126,8 @@ def test_bounds_are_below_every_plan_in_both_orders(factor, profile):
 
 
 @pytest.mark.parametrize("objective", ["step", "steady"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 @pytest.mark.parametrize("given", [1.0, None])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_the_search_for_many_layers_is_near_the_optimum_and_honest_about_its_gap(objective, seed, given, monkeypatch):
     monkeypatch.setattr(search, "MOST_ENUMERATED", 0)
     profile = transformer(6, seed)

@@ -162,7 +162,7 @@ def test_groups_larger_than_the_room_stream_in_small_subgroups():
     assert simulate(profile, plan).steady_step_s < 0.7 * simulate(profile, on_host).steady_step_s
     assert simulate(profile, plan).peak_device_bytes <= budget
     assert Plan.from_json(plan.to_json()) == plan
-    budgets = (int(share * budget) for share in (0.5, 0.7, 0.8, 1, 1.3, 1.7, 2, 4, 8))
+    budgets = (int(share * budget) for share in (0.5, 0.8, 1, 1.7, 4))
     steps_s = [simulate(profile, search.plan(each)).steady_step_s for each in budgets]
     assert all(more <= less * (1 + EQUAL_WITHIN) for less, more in itertools.pairwise(steps_s))
 

@@ -1,5 +1,6 @@
 """The simulator agrees with a second one written from the model's text, and with figures computed by hand."""
 
+import bisect
 import dataclasses
 import itertools
 
@@ -9,9 +10,20 @@ from hypothesis import given
 from jaxferry.costs import Profile
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.step import Kind, Lane, machine, repeat, schedule_step, simulate
+from jaxferry.step import (
+    Kind,
+    Lane,
+    device_bytes,
+    device_bytes_by_kind,
+    machine,
+    repeat,
+    run,
+    schedule_chain,
+    schedule_step,
+    simulate,
+)
 from oracle import Oracle
-from profiles import deterministic, planned, transformer, with_modes
+from profiles import deterministic, examples, planned, transformer, with_modes
 from profiles import unit_layer as layer
 
 PAPER_MODES = (Mode.GFGB, Mode.DHA, Mode.DFGB)
@@ -132,3 +144,17 @@ def test_by_need_the_host_sees_all_gradients_that_arrive_at_an_instant():
     run = machine.run(schedule_step(profile, with_modes(profile, [Mode.GFGB] * 2, update_order="need")))
     starts = {task.name: start for task, start in zip(run.schedule.tasks, run.starts_s, strict=True)}
     assert starts["update a"] < starts["update b"]
+
+
+def held_at(changes, time):
+    return changes[bisect.bisect_right([moment for moment, _ in changes], time) - 1][1]
+
+
+@examples(25)
+@given(planned(recomputing=True, programs=True, offloading=True))
+def test_the_kinds_add_up_to_the_memory_of_the_schedule(case):
+    profile, plan = case
+    of = run(schedule_chain(profile, plan, 2))
+    kinds = device_bytes_by_kind(of, profile, plan).values()
+    for time, held in device_bytes(of)[1:]:
+        assert sum(held_at(changes, time) for changes in kinds) == held

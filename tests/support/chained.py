@@ -4,8 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.partition import RowGradient, differentiate, evaluate, partition
+from jaxferry.partition import RowGradient, differentiate, evaluate, partition, scans
 from tolerances import LOSS_RTOL
+
+
+def equations_of(jaxpr):
+    """The equations of a program and of those within it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in scans.jaxprs_in(eqn):
+            yield from equations_of(inner)
 
 
 def parts_of(task, *args, **kwargs):

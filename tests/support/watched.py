@@ -77,16 +77,6 @@ def settled(count):
     return counts[-1]
 
 
-def settled_arrays():
-    """Number and bytes of all arrays, once they stay the same."""
-
-    def count():
-        arrays = live_arrays()
-        return len(arrays), sum(array.nbytes for array in arrays)
-
-    return settled(count)
-
-
 def becomes(condition, within_s=30):
     """Whether a condition holds, now or before long: on a busy machine a thread may hold its last array for a while."""
     end = time.monotonic() + within_s
@@ -96,11 +86,6 @@ def becomes(condition, within_s=30):
         time.sleep(0.02)
         gc.collect()
     return True
-
-
-def has_not_grown(before, after):
-    """Whether arrays and bytes have not increased; they may decrease as earlier tests' arrays are freed."""
-    return all(a <= b for a, b in zip(after, before, strict=True))
 
 
 class Watch:

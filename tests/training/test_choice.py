@@ -1,7 +1,6 @@
 """The plans that training steps receive from policies."""
 
 import contextlib
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +8,12 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.costs import MACHINES, LayerProfile, Profile, estimate_profile, partition_costs
+from jaxferry.costs import MACHINES, estimate_profile, partition_costs
 from jaxferry.engine import RematVariants, derivatives_of, with_program_facts
 from jaxferry.errors import BudgetError
 from jaxferry.modes import Mode
 from jaxferry.partition import partition
-from jaxferry.planner import make_plan, with_update_order
-from jaxferry.step import schedule_step, steady_step_s
+from jaxferry.planner import make_plan
 from jaxferry.training import Planning, choose_plan
 from models import chain
 from slowly import slow
@@ -79,50 +77,3 @@ def test_the_smallest_budget_that_an_error_names_is_enough(policy):
 
 def _is_shape(x):
     return isinstance(x, tuple)
-
-
-NUM_LAYERS = 16
-
-
-def busy_profile(compute_s=1.0, load_s=0.9, offload_s=0.7, update_s=0.9):
-    """Equal layers whose lanes are nearly equally busy; arguments are totals over all layers."""
-    layer = LayerProfile(
-        name="layer",
-        param_bytes=1000,
-        grad_bytes=1000,
-        load_s=load_s,
-        offload_s=offload_s,
-        update_s=update_s,
-        forward_s=compute_s / 3,
-        forward_dha_s=max(compute_s / 3, load_s),
-        backward_s=2 * compute_s / 3,
-        backward_dha_s=max(2 * compute_s / 3, load_s),
-        backward_go_s=max(2 * compute_s / 3, offload_s),
-    )
-    known = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
-    times = {key: value / NUM_LAYERS for key, value in known.items() if key.endswith("_s") and value is not None}
-    layers = [dataclasses.replace(layer, name=f"layer{i}", parameters=f"layer{i}", **times) for i in range(NUM_LAYERS)]
-    return Profile({}, tuple(layers))
-
-
-@pytest.mark.parametrize(
-    ("policy", "mode", "is_by_need"), [("native-overlapped", Mode.GFGB, True), ("go-memferry", Mode.RESIDENT, False)]
-)
-def test_the_host_updates_in_the_order_that_makes_steps_shorter(policy, mode, is_by_need):
-    profile = busy_profile()
-    plan = make_plan(profile, policy)
-    layers = (dataclasses.replace(layer, mode=mode) for layer in plan.layers)
-    plan = with_update_order(profile, dataclasses.replace(plan, layers=tuple(layers)))
-    assert plan.update_order == ("need" if is_by_need else "backward")
-    other = dataclasses.replace(plan, update_order="backward" if is_by_need else "need")
-    times = [steady_step_s(schedule_step(profile, each)) for each in (plan, other)]
-    assert times[0] < 0.95 * times[1]
-    assert with_update_order(profile, other).update_order == plan.update_order
-
-
-@pytest.mark.parametrize("mode", [Mode.GFGB, Mode.RESIDENT])
-def test_without_times_copies_that_are_refreshed_decide_on_the_order(mode):
-    profile = busy_profile(0, 0, 0, 0)
-    plan = make_plan(profile, "native-overlapped")
-    plan = dataclasses.replace(plan, layers=tuple(dataclasses.replace(layer, mode=mode) for layer in plan.layers))
-    assert with_update_order(profile, plan).update_order == ("need" if mode is Mode.GFGB else "backward")

@@ -10,15 +10,13 @@ import jaxferry
 import models
 from jaxferry.modes import GradientPlace, Mode
 from planned import plan_of, train
-from python_runs import run_python
-from tolerances import LOSS_RTOL
 
 DTYPES = {"w": jnp.bfloat16, "scale": jnp.float32, "b": jnp.float16}
 HALF_RTOL = 1e-2
 
 
-def make_task(is_half):
-    """Layers of a matrix in bf16, a scale in fp32, a bias in fp16; products in bf16 if `is_half`, else in fp32."""
+def make_task():
+    """Layers of a matrix in bf16, a scale in fp32, a bias in fp16; products in bf16."""
     generator = np.random.default_rng(0)
 
     def layer():
@@ -30,8 +28,7 @@ def make_task(is_half):
         assert seen == {jnp.dtype(dtype) for dtype in DTYPES.values()}
         for i in range(3):
             layer = params[f"layer_{i}"]
-            dtype = jnp.bfloat16 if is_half else jnp.float32
-            y = (x.astype(dtype) @ layer["w"].astype(dtype)).astype(jnp.float32)
+            y = (x.astype(jnp.bfloat16) @ layer["w"]).astype(jnp.float32)
             x = x + jnp.tanh(y * (1 + layer["scale"]) + layer["b"])
         return jnp.mean((x - 1) ** 2)
 
@@ -39,16 +36,9 @@ def make_task(is_half):
     return models.Task(loss_fn, params, jnp.asarray(generator.normal(size=(4, 12)), jnp.float32))
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(False, id="fp32", marks=pytest.mark.slow), pytest.param(True, id="bf16")]
-)
-def is_half(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def task(is_half):
-    return make_task(is_half)
+def task():
+    return make_task()
 
 
 def plain_loop(task, optimizer, num_steps):
@@ -74,14 +64,14 @@ def plain_loop(task, optimizer, num_steps):
 @pytest.mark.parametrize(
     "optimizer", [optax.adamw(1e-2, eps=1e-3), jaxferry.adamw(1e-2, eps=1e-3)], ids=["optax", "one pass"]
 )
-def test_losses_are_those_of_plain_optax_on_fp32_masters(task, is_half, optimizer):
+def test_losses_are_those_of_plain_optax_on_fp32_masters(task, optimizer):
     expected, expected_losses = plain_loop(task, optimizer, 10)
     state, losses = train(jaxferry.train_step(task.loss_fn, optimizer), task, 10)
-    np.testing.assert_allclose(losses, expected_losses, rtol=HALF_RTOL if is_half else LOSS_RTOL)
+    np.testing.assert_allclose(losses, expected_losses, rtol=HALF_RTOL)
     assert losses[-1] < 0.9 * losses[0]
     for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
         assert ours.dtype == np.float32
-        np.testing.assert_allclose(ours, theirs, rtol=HALF_RTOL, atol=1e-2 if is_half else 1e-5)
+        np.testing.assert_allclose(ours, theirs, rtol=HALF_RTOL, atol=1e-2)
     for layer, vectors in zip(state.host.layers, state.host.vectors, strict=True):
         assert [vector.dtype for vector in vectors] == [vector.dtype for vector in layer.vectors]
         assert {vector.dtype for vector in vectors} == {jnp.dtype(dtype) for dtype in DTYPES.values()}
@@ -92,11 +82,11 @@ def test_losses_are_those_of_plain_optax_on_fp32_masters(task, is_half, optimize
 
 
 @pytest.mark.parametrize("mode", [Mode.DHA, Mode.DFGB])
-def test_parameters_of_all_dtypes_are_read_in_host_memory(task, is_half, mode):
+def test_parameters_of_all_dtypes_are_read_in_host_memory(task, mode):
     expected = plain_loop(task, optax.adamw(1e-2), 5)[1]
     plan = plan_of(task, [mode], [GradientPlace.HOST])
     losses = train(jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), plan=plan), task, 5)[1]
-    np.testing.assert_allclose(losses, expected, rtol=HALF_RTOL if is_half else LOSS_RTOL)
+    np.testing.assert_allclose(losses, expected, rtol=HALF_RTOL)
 
 
 def test_a_compute_dtype_is_that_of_all():
@@ -109,36 +99,3 @@ def test_a_compute_dtype_is_that_of_all():
     state, _ = step(step.init(params), jnp.ones((2, 4), jnp.bfloat16))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
     assert [vector.dtype for vector in state.host.vectors[0]] == [jnp.bfloat16]
-
-
-FLOAT64 = """
-import jax, jax.numpy as jnp, numpy as np, optax, jaxferry
-
-def loss_fn(params, x):
-    return jnp.mean((jnp.tanh(params["table"][x] @ params["w"]) - 1) ** 2)
-
-params = {"table": np.linspace(-1, 1, 24).reshape(6, 4), "w": np.linspace(-1, 1, 20).reshape(4, 5)}
-x = np.arange(3)
-for library in (jaxferry, optax):
-    step = jaxferry.train_step(loss_fn, library.adamw(1e-2))
-    state, optimizer = step.init(params), optax.adamw(1e-2)
-    plain, plain_state = params, optimizer.init(params)
-    for _ in range(5):
-        state, _ = step(state, x)
-        updates, plain_state = optimizer.update(jax.grad(loss_fn)(plain, x), plain_state, plain)
-        plain = optax.apply_updates(plain, updates)
-    for ours, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(plain), strict=True):
-        assert ours.dtype == np.float64
-        np.testing.assert_allclose(ours, expected, rtol=1e-12)
-try:
-    jaxferry.train_step(loss_fn, optax.sgd(1e-2), transport="ferry").init(params)
-except jaxferry.InputError as error:
-    assert "float64" in str(error) or "native library" in str(error)
-else:
-    raise AssertionError("a transport that cannot move float64 was accepted")
-"""
-
-
-@pytest.mark.slow
-def test_parameters_in_float64_train_by_plain_copies():
-    run_python("-c", FLOAT64, JAX_ENABLE_X64="1")

@@ -38,16 +38,6 @@ def test_every_policy_trains_with_the_same_bits_but_for_products_in_host_memory(
         assert_same_bits(state.params, params)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", WITHOUT_MOST)
-def test_without_the_native_library_every_policy_trains_with_the_same_bits(gpt, policy):
-    params, expected = trained(gpt, ADAMW_SLOW, 3)
-    options = {"policy": policy, "reserve_factor": 0.5, "transport": "device_put", "profile": "estimate"}
-    state, losses = train(jaxferry.train_step(gpt.loss_fn, ADAMW_SLOW, **options), gpt, 3)
-    assert losses == expected
-    assert_same_bits(state.params, params)
-
-
 def test_a_policy_plans_with_the_given_profile_and_checks_that_it_fits_the_model(gpt, tmp_path):
     task = models.mlp(depth=3)
     step = step_of(gpt, SGD)

@@ -1,4 +1,4 @@
-"""Models that scan over their layers train like plain Optax, layer by layer, under every plan."""
+"""Models that scan over their layers train layer by layer. Losses: tests/test_bits.py, tests/test_models.py."""
 
 import gc
 import warnings
@@ -15,44 +15,8 @@ from jaxferry.modes import Mode
 from models import Task, plain_loop
 from planned import assert_near, assert_same_bits, plan_of, take_steps, train
 from scanned import DEPTH
-from slowly import slow
 from tolerances import LOSS_RTOL
 from watched import live_arrays
-
-MIXED = (Mode.GFGB, Mode.RELOAD, Mode.RESIDENT)
-
-
-def with_key(task):
-    """The same model with dropout, its key in the batch."""
-    return Task(lambda params, batch: task.loss_fn(params, *batch), task.params, (task.batch, jax.random.key(3)))
-
-
-MODELS = {
-    "linen": lambda: with_key(scanned.linen(dropout=0.2, remat=True)),
-    "nnx": scanned.nnx_net,
-    "lax": lambda: scanned.plain(reverse=True),
-}
-
-
-@pytest.mark.parametrize("name", ["linen", *slow("nnx", "lax")])
-def test_scanned_models_train_as_plain_optax_does_under_every_plan(name):
-    task, optimizer = MODELS[name](), optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p))
-    params, expected = plain_loop(task, optimizer, 10)
-    runs = []
-    for modes in ((Mode.GFGB,), (Mode.RELOAD,), MIXED):
-        step = jaxferry.train_step(task.loss_fn, optimizer, plan=plan_of(task, modes))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            state, losses = train(step, task, 10)
-        runs.append((losses, state))
-    for losses, state in runs:
-        np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
-        assert losses == runs[0][0]
-        assert_same_bits(state.params, runs[0][1].params)
-        assert len(state.host.units) == len(state.host.layers) >= DEPTH
-    assert jax.tree.structure(state.params) == jax.tree.structure(params)
-    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
 
 
 def test_with_reload_two_layers_are_on_the_device_at_most_and_the_compute_dtype_is_kept():
