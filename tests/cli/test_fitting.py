@@ -12,8 +12,8 @@ import jaxferry
 from jaxferry.cli.fit import Sizes, find_fit
 from jaxferry.cli.traced import trace
 from jaxferry.costs import find_machine
-from jaxferry.modes import Remat
-from jaxferry.step import needed_bytes
+from jaxferry.modes import Mode, Remat
+from jaxferry.step import LayerPlan, Plan, needed_bytes
 from jaxferry.training import StepCompiler
 from jaxferry.transport import Allocator, Placement
 from jaxferry.units import format_apart
@@ -63,6 +63,14 @@ def test_the_largest_batch_is_that_of_trying_all(own, need, budget):
     sizes.of(1)
     found = sizes.largest(loading=True).batch_size
     assert need(found) <= budget < need(found + 1)
+
+
+def test_the_stated_memory_has_the_copies_of_the_plan_s_layers():
+    model, kernel_bytes = traced(8), WIDTH * WIDTH * 4
+    for mode, num in ((Mode.GFGB, DEPTH), (Mode.RELOAD, 2), (Mode.DHA, 0)):
+        layers = (LayerPlan(layer.name, mode) for layer in model.profile.layers)
+        found = model.device_bytes(Plan("any", 1.0, tuple(layers)), 2**30)
+        assert found["parameters"] == num * kernel_bytes, mode
 
 
 def test_memory_that_is_nearly_linear_in_the_batch_needs_few_traces():

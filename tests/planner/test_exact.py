@@ -79,18 +79,22 @@ def times_of_baselines(profile, factor, objective):
                 )
 
 
+@pytest.mark.parametrize("size", [5, pytest.param(7, marks=pytest.mark.slow)])
 @few
-@given(profiles(max_layers=5))
-def test_forward_is_the_least_of_all_plans_by_the_oracle(profile):
+@given(st.data())
+def test_forward_is_the_least_of_all_plans_by_the_oracle(size, data):
+    profile = data.draw(profiles(max_layers=size))
     choices = itertools.product(GFGB_OR_DHA, repeat=len(profile.layers))
     least = min(Oracle(profile, with_modes(profile, modes)).forward_s() for modes in choices)
     assert least <= make_plan(profile, "exact", objective="forward").predicted.forward_s <= least * (1 + EQUAL_WITHIN)
 
 
 @pytest.mark.parametrize("objective", ["step", "steady"])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
 @few
-@given(profiles(max_layers=3))
-def test_few_layers_are_optimal_and_say_so(objective, profile):
+@given(st.data())
+def test_few_layers_are_optimal_and_say_so(size, objective, data):
+    profile = data.draw(profiles(max_layers=size))
     for factor, factors in ((1.0, (1.0,)), (0.5, (0.5,)), (None, (1.0, 0.0))):
         plan = make_plan(profile, "exact", objective=objective, reserve_factor=factor)
         least = min(brute_force(profile, gradients_to_host(profile, x))[Objective(objective)] for x in factors)
