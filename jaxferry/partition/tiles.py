@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 import numbers
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -142,8 +143,20 @@ def _stop(graph: Graph, segment: Segment, remat: Any, is_loss: bool) -> str:
     return ""
 
 
+_ROWS: weakref.WeakKeyDictionary[ForwardPartition, tuple[dict[int, Rows | None], int]] = weakref.WeakKeyDictionary()
+
+
 def rows_of_values(partition: ForwardPartition) -> tuple[dict[int, Rows | None], int]:
-    """Where the values between segments have the rows of the batch, and the number of rows, of each device's share."""
+    """Where the values between segments have the rows of the batch, and the number of rows, of each device's share.
+
+    Found once for a partition, which is tried in many numbers of tiles.
+    """
+    if partition not in _ROWS:
+        _ROWS[partition] = _rows_of_values(partition)
+    return _ROWS[partition]
+
+
+def _rows_of_values(partition: ForwardPartition) -> tuple[dict[int, Rows | None], int]:
     graph, devices = partition.graph, partition.graph.num_devices if partition.graph.batch_size else 1
     num_rows, parameters = graph.num_rows // devices, {graph.avals[value].shape for value in graph.parameters}
     rows: dict[int, Rows | None] = {}
