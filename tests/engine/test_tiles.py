@@ -25,7 +25,7 @@ from native.compile_for_gpu import compile_lowered, instructions, text
 from native.cuda_library import cuda_library
 from planned import assert_same_bits, plan_of, train
 
-ADAMW = optax.adamw(1e-3)
+ADAMW, NUM_STEPS = optax.adamw(1e-3), 20
 CUBLAS_BYTES = 2**25
 """What a product of cuBLASLt takes beside its operands, on an H200."""
 
@@ -35,6 +35,13 @@ def gpt():
     """A model with a batch of eight rows."""
     task = models.mlp()
     return dataclasses.replace(task, batch=jax.random.randint(jax.random.key(1), (8, 33), 0, 128))
+
+
+def test_losses_of_many_steps_are_those_of_one_tile(gpt):
+    steps = (jaxferry.train_step(gpt.loss_fn, ADAMW, tiles=tiles) for tiles in (3, "off"))
+    losses, others = (train(step, gpt, NUM_STEPS)[1] for step in steps)
+    np.testing.assert_allclose(losses, others, rtol=1e-6)
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(("rows", "tiles"), [(2, 2), (1, 4)], ids=["along the batch", "along one row"])
