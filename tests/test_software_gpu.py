@@ -142,7 +142,7 @@ SLOW_THERE = "large or product_before_it or random_loads"
 CHOSEN = {
     "operations": (
         ["tests/gpu/test_operations.py", "-k", f"(Copies or Products or Ferry) and not ({SLOW_THERE})"],
-        240,
+        120,
     ),
     "half precision": (["tests/training/test_loss_scale.py"], 8),
     "transports": (

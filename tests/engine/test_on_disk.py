@@ -149,7 +149,11 @@ def test_reads_and_writes_are_tasks_of_their_own_lane(tmp_path, expected, deferr
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize(("dtype", "num_devices"), [(HALF, 1), (FP32, 1), (HALF, 2)], ids=["half", "fp32", "mesh"])
+@pytest.mark.parametrize(
+    ("dtype", "num_devices"),
+    [(HALF, 1), (FP32, 1), pytest.param(HALF, 2, marks=pytest.mark.cpu_device)],
+    ids=["half", "fp32", "mesh"],
+)
 def test_everything_that_reads_or_replaces_the_state_sees_that_of_memory(tmp_path, optimizer, dtype, num_devices):
     mesh = {} if num_devices == 1 else {"mesh": jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])}
     plain, disk = (made(folder, optimizer=optimizer, **dtype, **mesh) for folder in (None, tmp_path))
