@@ -41,8 +41,17 @@ def weighed():
 
 
 def long_batch():
-    """Activations outweigh parameters."""
-    return loss_fn, init, {name: jnp.repeat(value, 64, axis=0) for name, value in batch(0).items()}
+    """Six layers, whose activations outweigh their parameters."""
+
+    def loss(params, batch):
+        x = batch["x"]
+        for kernel in params.values():
+            x = jnp.tanh(x @ kernel)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    kernels = jax.random.normal(jax.random.key(0), (6, WIDTH, WIDTH)) / WIDTH**0.5
+    params = {f"layer_{i}": kernel for i, kernel in enumerate(kernels)}
+    return loss, params, {name: jnp.repeat(value, 64, axis=0) for name, value in batch(0).items()}
 
 
 def shapes():
