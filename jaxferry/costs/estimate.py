@@ -34,6 +34,8 @@ MOST_PANELS = 16
 """A weight that its product reads in host memory is cut into so many panels, unless they would be smaller than the
 least, or larger than half of the scratch (`xla_ffi/cuda/panels.h`)."""
 
+_OF_PROFILE = frozenset(field.name for field in dataclasses.fields(LayerProfile))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recomputation:
@@ -100,8 +102,7 @@ class LayerCosts:
     @property
     def of_profile(self) -> dict[str, Any]:
         """The fields that a profile's layer has too."""
-        names = {field.name for field in dataclasses.fields(LayerProfile)}
-        return {key: value for key, value in vars(self).items() if key in names}
+        return {key: value for key, value in vars(self).items() if key in _OF_PROFILE}
 
 
 def estimate_profile(

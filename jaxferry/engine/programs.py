@@ -191,9 +191,16 @@ def derivatives_of(
     partition: Partition, remat: Any = None, known: Mapping[int, Derivative] | None = None
 ) -> dict[int, Derivative]:
     """Differentiates each distinct segment that is not `known`; `remat` as in `differentiate`, the same for all."""
-    missing = (segment for segment in partition.segments if known is None or segment.program not in known)
-    first = {segment.program: segment for segment in reversed(list(missing))}
-    return {program: differentiate(partition.graph, segment, remat) for program, segment in first.items()}
+    missing = _first_by_program(s for s in partition.segments if known is None or s.program not in known)
+    return {program: differentiate(partition.graph, segment, remat) for program, segment in missing.items()}
+
+
+def _first_by_program(segments: Iterable[Segment]) -> dict[int, Segment]:
+    """The first segment of each program: what is made of it is that of all of them."""
+    found: dict[int, Segment] = {}
+    for segment in segments:
+        found.setdefault(segment.program, segment)
+    return found
 
 
 def lower_traced(traced: Any, platform: str | None = None) -> Any:
@@ -336,12 +343,11 @@ class RematVariants:
         self._partition = with_tiles(partition, tiles, self._choices)
         self.derivatives: dict[int, Derivative] = {}
         self.base = self.of([Remat.NONE] * len(partition.uses))
-        are_open = [segment.remat == AUTO for segment in self.base.segments[:-1]] + [False]
-        chosen = list(zip(self.base.segments, are_open, strict=True))
-        first = {segment.program: segment for segment, is_open in reversed(chosen) if is_open}
-        by_program = {program: self._levels(segment) for program, segment in first.items()}
-        levels = [by_program[segment.program] if is_open else (Remat.NONE,) for segment, is_open in chosen]
-        self.may_keep = tuple(levels[use.segment] if use.place == 0 else (Remat.NONE,) for use in partition.uses)
+        pairs = zip(self.base.segments[:-1], partition.uses_of[:-1], strict=True)
+        chosen = {uses[0]: segment for segment, uses in pairs if segment.remat == AUTO}
+        levels = {program: self._levels(each) for program, each in _first_by_program(chosen.values()).items()}
+        found = [levels[chosen[n].program] if n in chosen else (Remat.NONE,) for n in range(len(partition.uses))]
+        self.may_keep = tuple(found)
 
     def _levels(self, segment: Segment) -> tuple[Remat, ...]:
         """What a plan may let a segment keep; large products if that is more than its inputs, and far less than all."""

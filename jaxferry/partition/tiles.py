@@ -225,7 +225,7 @@ class _Tiled:
         assert isinstance(self._source, Derivative)
         self._forward  # noqa: B018 - made here, or it raises
         if is_loss:
-            self._loss_alone  # noqa: B018
+            self._loss_alone  # noqa: B018 - likewise
         elif self._segment.runs_back:
             self._backward  # noqa: B018
 
