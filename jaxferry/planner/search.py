@@ -40,7 +40,7 @@ from jaxferry.step import UpdateOrder, slots_bytes
 MOST_EFFORT = 130_000
 """The tasks of the plans that a search for one budget lowers or simulates."""
 
-_EFFORT_A_LAYER = 350
+EFFORT_A_LAYER = 350
 """What every search begins with costs about as much, for each layer of the model."""
 
 _LONG = 96
@@ -141,7 +141,7 @@ class _BudgetSearch:
         self._random = np.random.default_rng(0)
         self._first_effort, self._num_plans = self.judge.effort, 0
         size = len(search.profile.layers)
-        effort = MOST_EFFORT // 2 if size > _LONG else MOST_EFFORT - _EFFORT_A_LAYER * size
+        effort = MOST_EFFORT // 2 if size > _LONG else MOST_EFFORT - EFFORT_A_LAYER * size
         self._most_effort, self._least_plans = int(share * effort), int(share * _LEAST_PLANS)
         groups = streamable_groups(search.profile)
         is_much = slots_bytes(search.profile, groups) > _MUCH * self.limit

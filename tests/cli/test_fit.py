@@ -8,6 +8,7 @@ import pytest
 from jaxferry.cli.fit import _Workload as Workload
 from jaxferry.step import Plan
 from jaxferry.units import format_bytes
+from slowly import slow_cases
 
 A100 = ("--machine", "a100-pcie4")
 
@@ -27,6 +28,7 @@ def with_rates():
 WORDS = """
 import jax
 import jax.numpy as jnp
+from slowly import slow_cases
 
 def make(batch_size=8, length=16):
     params = {"embed": jax.ShapeDtypeStruct((50, 8), jnp.float32), "head": jax.ShapeDtypeStruct((8, 50), jnp.float32)}
@@ -96,8 +98,7 @@ def test_the_report_states_the_answer_memory_speed_and_plan(jaxferry, user_model
     ("optimizer", "of_moments", "buffers", "num_gradients"),
     [
         ("adamw", 8, "all", 4),
-        ("adamw-bf16", 4, "auto", 2),
-        ("adamw-int8", 2 + 2 * 4 / 256, "all", 4),
+        *slow_cases(("adamw-bf16", 4, "auto", 2), ("adamw-int8", 2 + 2 * 4 / 256, "all", 4)),
         ("adamw-int8-bf16", 2 + 2 * 4 / 256 - 2.125, "auto", 2),
     ],
 )

@@ -158,8 +158,9 @@ def test_a_plan_for_blocks_is_simulated_with_its_profile_of_modules(jaxferry, us
         assert {key: json.loads(result.out)[key] for key in written} == written
 
 
-@pytest.mark.parametrize(("update", "mode"), [("gpu", "GFGB"), ("resident", "RESIDENT")])
-@pytest.mark.parametrize("missing", ["update_gpu_s", "state_bytes"])
+@pytest.mark.parametrize(
+    ("update", "mode", "missing"), [("gpu", "GFGB", "update_gpu_s"), ("resident", "RESIDENT", "state_bytes")]
+)
 def test_updates_on_the_device_are_not_free_where_the_profile_does_not_state_their_cost(
     jaxferry, refused, profile, plan, update, mode, missing
 ):

@@ -16,6 +16,7 @@ from jaxferry.step import needed_bytes
 from native import compiled_steps
 from native.compiled_steps import TOLERANCE, CompiledModel, compare_step, peak_bytes
 from native.cuda_library import cuda_library
+from slowly import slow
 
 ROWS, WIDTH, NARROW, NUM_LAYERS = 3000, 2048, 64, 6
 STEPS = np.linspace(0, 1, WIDTH, dtype=np.float32)
@@ -59,7 +60,7 @@ def farthest(rows, part):
     return max(abs(counted - compiled) / max(compiled, 1) for counted, compiled in (row[part] for row in rows))
 
 
-@pytest.mark.parametrize("policy", ["zero-offload", "go-memferry", "auto"])
+@pytest.mark.parametrize("policy", [*slow("zero-offload"), "go-memferry", "auto"])
 def test_planner_engine_and_compiled_programs_have_the_same_peak(compiled, policy):
     model, _, profile = compiled
     plan = plan_of(profile, policy)

@@ -148,12 +148,16 @@ def test_reads_and_writes_are_tasks_of_their_own_lane(tmp_path, expected, deferr
         assert end_s > start_s or task.lane is not Lane.DISK
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("dtype", "num_devices"),
-    [(HALF, 1), (FP32, 1), pytest.param(HALF, 2, marks=pytest.mark.cpu_device)],
-    ids=["half", "fp32", "mesh"],
-)
+def kept_cases():
+    """Every optimizer in half precision, and one of them in fp32 and on two devices; all others are slow."""
+    for name, optimizer in OPTIMIZERS.items():
+        for kind, dtype, num_devices in (("half", HALF, 1), ("fp32", FP32, 1), ("mesh", HALF, 2)):
+            is_quick = kind == "half" or name == {"fp32": "optax", "mesh": "own"}[kind]
+            marks = [pytest.mark.cpu_device] * (kind == "mesh") + [pytest.mark.slow] * (not is_quick)
+            yield pytest.param(optimizer, dtype, num_devices, id=f"{kind}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("optimizer", "dtype", "num_devices"), kept_cases())
 def test_everything_that_reads_or_replaces_the_state_sees_that_of_memory(tmp_path, optimizer, dtype, num_devices):
     mesh = {} if num_devices == 1 else {"mesh": jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])}
     plain, disk = (made(folder, optimizer=optimizer, **dtype, **mesh) for folder in (None, tmp_path))

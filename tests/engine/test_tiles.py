@@ -24,6 +24,7 @@ from jaxferry.transport import make_placement
 from native.compile_for_gpu import compile_lowered, instructions, text
 from native.cuda_library import cuda_library
 from planned import assert_same_bits, plan_of, train
+from slowly import slow, slow_cases
 
 ADAMW, NUM_STEPS = optax.adamw(1e-3), 20
 CUBLAS_BYTES = 2**25
@@ -176,7 +177,7 @@ def test_a_policy_chooses_among_plans_in_tiles(worded, least_bytes):
     assert prepared.plan.layers[-1].tiles > 1 and prepared.peak.total <= 0.7 * least_bytes
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [*slow(1), 2])
 def test_gradients_that_programs_write_to_the_host_have_the_bits_of_others(gpt, accumulate, monkeypatch):
     monkeypatch.setattr(host_stores, "FUSED_BYTES", 2**8)
     options = {"compute_dtype": jnp.bfloat16, "clip_norm": 0.1, "accumulate": accumulate, "tiles": 3}
@@ -209,7 +210,7 @@ def wide():
     [
         (-1, ProgramKind.LOSS, "none"),
         (2, ProgramKind.FORWARD, "none"),
-        (2, ProgramKind.BACKWARD, "none"),
+        *slow_cases((2, ProgramKind.BACKWARD, "none")),
         (2, ProgramKind.BACKWARD, "full"),
     ],
 )
@@ -225,7 +226,7 @@ def test_temporaries_of_a_gpu_are_those_of_a_tile_and_the_sums_of_gradients(wide
     assert len(loops) == 1
 
 
-@pytest.mark.parametrize("kind", [ProgramKind.FORWARD, ProgramKind.BACKWARD])
+@pytest.mark.parametrize("kind", [*slow(ProgramKind.FORWARD), ProgramKind.BACKWARD])
 def test_a_block_of_llama_8b_needs_on_a_gpu_what_is_estimated_for_one_row_of_131072_tokens(kind):
     """Without flash attention: the scores of all queries are 2 TiB."""
     config = dataclasses.replace(llama.SIZES["3-8b"], num_layers=1, attention="xla")
@@ -239,7 +240,7 @@ def test_a_block_of_llama_8b_needs_on_a_gpu_what_is_estimated_for_one_row_of_131
     assert 0.95 < costs[1].temporary_bytes[name] / stats.temp_size_in_bytes < 1.05
 
 
-@pytest.mark.parametrize("target", [Target.HOST, Target.HOST_SUM])
+@pytest.mark.parametrize("target", [*slow(Target.HOST), Target.HOST_SUM])
 def test_a_gradient_that_a_gpu_writes_to_the_host_is_the_sum_and_has_no_copy(wide, target):
     compiled, other = (compiled_for_gpu(wide, -1, ProgramKind.LOSS, "none", 16, to) for to in (target, Target.DEVICE))
     [weight] = [wide.graph.avals[value] for value in wide.segments[-1].weights if wide.graph.avals[value].ndim > 1]

@@ -23,6 +23,7 @@ import weights
 from jaxferry.errors import InputError
 from metrics_files import read_metrics
 from planned import assert_same_bits
+from slowly import slow_cases
 from small_examples import attend, dense, exact, gelu_by_tanh, norm, run
 
 SMALL = small_examples.SMALL["gpt2"]
@@ -261,7 +262,9 @@ def test_options_reach_the_training(args, small, cache, text, tmp_path):
     assert 0 < peak <= (whole / 2 if "bfloat16" in args else whole)
 
 
-@pytest.mark.parametrize(("saving", "number", "status"), [(True, signal.SIGTERM, 143), (False, signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("saving", "number", "status"), [(True, signal.SIGTERM, 143), *slow_cases((False, signal.SIGINT, 130))]
+)
 def test_an_interrupted_run_is_saved_where_that_was_asked_for(
     saving, number, status, small, cache, text, tmp_path, monkeypatch, capsys
 ):

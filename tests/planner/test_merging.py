@@ -18,6 +18,7 @@ from jaxferry.partition import partition, print_table
 from jaxferry.planner import make_plan, merges_of_names, merges_of_small
 from jaxferry.transport import Placement
 from plain_optax import plain_losses
+from slowly import slow
 
 H200 = MACHINES["h200-pcie5"]
 LAYERS, WIDTH, WORDS = 12, 16, 50
@@ -104,7 +105,7 @@ def test_the_table_of_segments_tells_what_was_merged_and_why():
     assert "are one layer: together they take no longer than the 200.00 us that issuing a segment" in output.getvalue()
 
 
-@pytest.mark.parametrize("given", ["plan", "profile"])
+@pytest.mark.parametrize("given", [*slow("plan"), "profile"])
 def test_a_plan_or_profile_with_merged_layers_runs_anywhere_with_the_same_losses(given):
     profile = estimate_profile(partition_costs(parts_on(H200)), H200)
     policy = None if given == "plan" else "exact"

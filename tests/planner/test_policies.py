@@ -72,13 +72,13 @@ def test_a_plan_fits_the_budget_or_the_error_names_one_that_does(name, profile, 
 @everyone
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_same_question_has_the_same_answer(name, tied):
-    profile = transformer(14, tied=tied)
+    profile = transformer(7, tied=tied)
     assert make_plan(profile, name, reserve_factor=0.5) == make_plan(profile, name, reserve_factor=0.5)
 
 
 @everyone
 def test_a_plan_with_its_prediction_survives_json(name):
-    plan = make_plan(transformer(12), name)
+    plan = make_plan(transformer(7), name)
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
@@ -148,7 +148,7 @@ def test_objectives_and_budgets_that_are_none_are_refused():
 
 
 def test_prediction_agrees_with_the_search_s_own_numbers():
-    profile = transformer(30)
+    profile = transformer(10)
     for objective in Objective:
         plan = make_plan(profile, "exact", objective=objective)
         found_s = plan.details["lower_bound_s"] * (1 + plan.details["gap"])

@@ -107,7 +107,7 @@ def test_plans_keep_what_the_budget_allows_and_recompute_no_more(bytes_a_layer, 
 
 def test_some_layers_keep_products_and_others_all_or_nothing_where_that_is_the_fastest():
     profile = computing()
-    for extra in (0, 300, 600, 900, 1500, 3000):
+    for extra in (0, 900, 3000):
         budget = 600 + extra + 20
         plan = make_plan(profile, "auto", memory_budget_bytes=budget)
         least_s = AutoSearch(profile, Request()).fastest(budget).objective_s
