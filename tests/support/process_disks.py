@@ -111,6 +111,10 @@ class Disks:
         found["bits"].append([found["bits"][0][0], bits(plain.restore(self.folder / case))])
         if case == "own":
             found["alone"] = bits(disk.restore(self.folder / "alone"))
+            disk.apply(states[1], lambda params, x: x @ (params["l1"]["w"] + params["l5"]["w"]), given[0])
+            found["bits"].append(list(map(bits, states)))
+            layers = states[1].host.layers
+            found["rearranged"] = [layers[unit.layers[0]].name for unit in states[1].host.units if unit.is_on_disk]
         profile = disk.prepare(given[0]).profile
         found["seconds"] = [(layer.state_read_s, layer.state_write_s) for layer in profile.layers]
         found["rates"] = disk.compiler.model.disk.seconds_a_byte
