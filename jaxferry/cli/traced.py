@@ -373,7 +373,10 @@ class HostLayout:
             sizes = {
                 group: (all_bytes[0] * num // total, all_bytes[1] * num // total) for group, num in numbers.items()
             }
-            chosen = fewest_on_disk(sizes, lambda on_disk: fits(left_in_memory(in_memory, on_disk)))
+            num_bytes = {group: sum(own) for group, own in sizes.items()}
+            chosen = fewest_on_disk(
+                num_bytes, lambda groups: fits(left_in_memory(in_memory, [sizes[group] for group in groups]))
+            )
             self.on_disk = {group: sizes[group] for group in chosen}
         self.needed = self._left(in_memory)
         self._streams = fits(host_bytes(own, range(len(own.profile.groups)), self.num_buffers))

@@ -3,8 +3,8 @@ from .all_processes import Messages as Messages
 from .all_processes import check_same as check_same
 from .all_processes import check_same_values as check_same_values
 from .all_processes import coordination_client as coordination_client
+from .all_processes import largest as largest
 from .all_processes import messages_of as messages_of
-from .all_processes import slowest as slowest
 from .all_processes import watch as watch
 from .distributed import JOIN_TIMEOUT_S as JOIN_TIMEOUT_S
 from .distributed import is_first as is_first

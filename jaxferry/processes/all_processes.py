@@ -61,10 +61,10 @@ def check_same_values(what: str, leaves: Sequence[Any]) -> None:
     check_same(what, " ".join(np.asarray(sample).tobytes().hex() for sample in samples))
 
 
-def slowest(seconds: Sequence[float]) -> list[float]:
-    """Returns the largest of each figure in any process, in single precision; each must call this."""
-    found = np.asarray(multihost_utils.process_allgather(np.asarray(seconds, np.float32)))
-    return [float(most) for most in found.reshape(-1, len(seconds)).max(axis=0)]
+def largest(numbers: Sequence[float]) -> list[float]:
+    """Returns the largest of each number in any process, in single precision; each must call this."""
+    found = np.asarray(multihost_utils.process_allgather(np.asarray(numbers, np.float32)))
+    return [float(most) for most in found.reshape(-1, len(numbers)).max(axis=0)]
 
 
 class Messages:

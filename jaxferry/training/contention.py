@@ -50,7 +50,7 @@ from jaxferry.costs import (
 )
 from jaxferry.optimizer import HostOptimizer
 from jaxferry.partition import Layer
-from jaxferry.processes import empty, slowest
+from jaxferry.processes import empty, largest
 from jaxferry.settings import with_own_settings
 from jaxferry.step import Arrival
 from jaxferry.training.microbenchmarks import HostUpdate
@@ -81,7 +81,7 @@ def measure_links(placement: Placement) -> Links:
     sizes = [-(-size // (4 * num)) * 4 * num for size in (SMALL_BYTES, large)]
     length = 1 if placement.platform == "cpu" else _ROW_LENGTH
     made = (make(placement, which, size // 4) for make, which in moves.values() for size in sizes)
-    seconds = slowest([_move_s(call, length) for call in made])
+    seconds = largest([_move_s(call, length) for call in made])
     lines: dict[tuple[str, str], Line] = {}
     for number, (kind, among) in enumerate(moves):
         small, most = (size // num if kind in ("up", "down") else size for size in sizes)

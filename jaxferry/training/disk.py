@@ -1,4 +1,8 @@
-"""Which layers' masters and optimizer state are in the scratch file, and what host memory then holds."""
+"""Which layers' masters and optimizer state are in the scratch file, and what host memory then holds.
+
+Of several processes, each has a file and elements of its own. Their plans must be the same, so all choose the same
+layers, by the largest numbers that any of them has.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import Self
 from jaxferry.errors import InputError
 from jaxferry.optimizer import HostOptimizer, Scratch, Stored, host_memory, master_bytes, put_on_disk
 from jaxferry.partition import Layer, Ownership, aval_bytes
+from jaxferry.processes import check_same, largest
 from jaxferry.settings import users_stacklevel
 from jaxferry.step import DISK_SLOTS
 from jaxferry.units import format_apart
@@ -28,10 +33,8 @@ class DiskOptions:
     host_memory_bytes: int | None = None
 
     @classmethod
-    def of(cls, folder: str | None, host_memory_bytes: int | None, num_processes: int) -> Self:
+    def of(cls, folder: str | None, host_memory_bytes: int | None) -> Self:
         """The file in a folder, or none; raises `InputError` if there can be none."""
-        if folder is not None and num_processes > 1:
-            raise InputError("scratch is for one process: leave out scratch, or train with one process")
         return cls(None if folder is None else Scratch(folder), host_memory_bytes)
 
 
@@ -42,7 +45,8 @@ class StateOnDisk:
     """Chooses the groups whose masters and optimizer state are in the scratch file: as few as host memory allows.
 
     They are spread evenly, so that the disk works beside other groups' updates. The first choice is made before a state
-    exists; later ones, of other groups, leave as many bytes to the disk.
+    exists; later ones, of other groups, leave as many bytes to the disk. Of several processes, each must ask for a
+    choice first at the same point; all take as many groups as the one needs that needs most.
 
     Args:
       options: the file.
@@ -63,7 +67,9 @@ class StateOnDisk:
         self.scratch, self._most_bytes, self._optimizer = options.scratch, options.host_memory_bytes, optimizer
         self._ownership, self._needs, self._fits = ownership, needs, fits
         self._known: dict[tuple[Layer, ...], Mapping[int, Bytes]] = {}
-        self._least_bytes: int | None = None
+        self._least_bytes: float | None = None
+        self._is_alone = ownership.is_all
+        self._has_compared = self._is_alone
 
     def groups(self, layers: Sequence[Layer]) -> frozenset[int]:
         """The chosen groups; raises `InputError` if one update covers several."""
@@ -71,6 +77,9 @@ class StateOnDisk:
 
     def _chosen(self, layers: Sequence[Layer]) -> Mapping[int, Bytes]:
         """The bytes of each chosen group."""
+        if not self._has_compared:
+            check_same("whether they have scratch=", str(self.scratch is not None))
+            self._has_compared = True
         if self.scratch is None:
             return {}
         key = tuple(layers)
@@ -79,18 +88,19 @@ class StateOnDisk:
                 raise InputError(
                     "scratch needs an optimizer that updates each layer alone: this one updates several at once"
                 )
-            sizes = self._sizes(layers)
-            needed = self._needs(layers)
+            sizes, needed = self._sizes(layers), self._needs(layers)
+            num_bytes = dict(zip(sizes, self._largest(list(map(sum, sizes.values()))), strict=True))
 
-            def is_enough(on_disk: Sequence[Bytes]) -> bool:
+            def is_enough(groups: Sequence[int]) -> bool:
                 if self._least_bytes is not None:
-                    return sum(map(sum, on_disk)) >= self._least_bytes
-                return self._fits(left_in_memory(needed, on_disk))
+                    return sum(num_bytes[group] for group in groups) >= self._least_bytes
+                return self._fits(left_in_memory(needed, [sizes[group] for group in groups]))
 
-            self._known[key] = {group: sizes[group] for group in fewest_on_disk(sizes, is_enough)}
+            groups = self._together(lambda least: fewest_on_disk(num_bytes, is_enough, least))
+            self._known[key] = {group: sizes[group] for group in groups}
             on_disk = list(self._known[key].values())
             if self._least_bytes is None:
-                self._least_bytes = sum(map(sum, on_disk))
+                self._least_bytes = sum(num_bytes[group] for group in groups)
                 most, least = self._most_bytes, sum(left_in_memory(needed, on_disk).values())
                 if most is not None and least > most:
                     needs, wanted = format_apart(least, most)
@@ -101,6 +111,17 @@ class StateOnDisk:
                     )
             self.scratch.slot_bytes = max(self.scratch.slot_bytes, slot_bytes(on_disk))
         return self._known[key]
+
+    def _together(self, choose: Callable[[int], list[int]]) -> list[int]:
+        """The fewest groups with which all processes do, of a function that chooses at least so many for this one."""
+        num, chosen = -1, choose(0)
+        while (most := int(self._largest([len(chosen)])[0])) > num:
+            num, chosen = most, choose(most)
+        return chosen
+
+    def _largest(self, numbers: Sequence[float]) -> Sequence[float]:
+        """The largest of each number in any process."""
+        return numbers if self._is_alone or not numbers else largest(numbers)
 
     def _sizes(self, layers: Sequence[Layer]) -> dict[int, Bytes]:
         """The bytes of masters, as they are stored, and of the optimizer's state, by group; without counts."""
@@ -116,14 +137,21 @@ class StateOnDisk:
         return left_in_memory(needed, list(self._chosen(layers).values()))
 
     def bytes_by_name(self, layers: Sequence[Layer]) -> dict[str, int]:
-        """The bytes in the file, by group."""
-        return {layers[group].name: sum(own) for group, own in self._chosen(layers).items()}
+        """The most bytes that any process has in its file, by group; each must call this."""
+        chosen = self._chosen(layers)
+        num_bytes = self._largest(list(map(sum, chosen.values())))
+        return {layers[group].name: int(own) for group, own in zip(chosen, num_bytes, strict=True)}
 
     @functools.cached_property
     def seconds_a_byte(self) -> tuple[float, float]:
-        """What a byte takes from the scratch file, and to it, as measured."""
+        """What a byte takes from the scratch file, and to it, as measured by the slowest process; each must call this.
+
+        All measure at the same time, as they train: several files may be on one disk.
+        """
         assert self.scratch is not None
-        return self.scratch.seconds_a_byte()
+        self._largest([0.0])  # nobody begins before the others
+        read_s, write_s = self._largest(self.scratch.seconds_a_byte())
+        return read_s, write_s
 
     def keep(self, stored: Stored) -> Stored:
         """An array that a new state is made of; in the file, if there is one."""
@@ -138,19 +166,24 @@ def slot_bytes(on_disk: Sequence[Bytes]) -> int:
     return sum(sorted(map(sum, on_disk))[-DISK_SLOTS:])
 
 
-def fewest_on_disk(sizes: Mapping[int, Bytes], is_enough: Callable[[Sequence[Bytes]], bool]) -> list[int]:
-    """The fewest groups that are enough, spread evenly; all if none are.
+def fewest_on_disk(sizes: Mapping[int, float], is_enough: Callable[[Sequence[int]], bool], least: int = 0) -> list[int]:
+    """The fewest groups that are enough, `least` or more, spread evenly; all if none are.
 
     Much larger ones than usual, whose slots are large too, are taken only if all others do not do.
+
+    Args:
+      sizes: the bytes of each group.
+      is_enough: whether some groups are.
+      least: the least number.
     """
-    ordered = sorted(map(sum, sizes.values()))
-    usual = [group for group, own in sizes.items() if sum(own) <= 2 * ordered[len(ordered) // 2]]
+    ordered = sorted(sizes.values())
+    usual = [group for group, own in sizes.items() if own <= 2 * ordered[len(ordered) // 2]]
     others = [group for group in sizes if group not in usual]
     chosen: list[int] = []
-    for num in range(len(sizes) + 1):
+    for num in range(least, len(sizes) + 1):
         evenly = [usual[len(usual) * (2 * place + 1) // (2 * num)] for place in range(min(num, len(usual)))]
         chosen = evenly if num <= len(usual) else usual + others[: num - len(usual)]
-        if is_enough([sizes[group] for group in chosen]):
+        if is_enough(chosen):
             break
     return chosen
 

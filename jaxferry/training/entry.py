@@ -135,10 +135,11 @@ def train_step(
         16, 8, 4 or 2 as it holds. Results are bit-identical.
       scratch: a folder on a fast disk, for the masters and the optimizer state that host memory does not hold. They are
         read before each update and written back afterwards, while other layers compute. As few layers as needed have
-        their state there. The file has no name and goes with the process. Results are bit-identical. Not with several
-        processes, nor with an optimizer that updates all parameters at once.
-      host_memory: with `scratch`, what training may take of host memory, such as `"48GiB"`; None for what the process
-        may still take.
+        their state there. The file has no name and goes with the process. Results are bit-identical. Of several
+        processes, each has a file of its own, and all have the same layers there. Not with an optimizer that updates
+        all parameters at once.
+      host_memory: with `scratch`, what training may take of the process's host memory, such as `"48GiB"`; None for what
+        the process may still take.
       skip_nonfinite: skip updates whose loss or gradients are not finite; the state stays unchanged. By default a
         non-finite loss raises `NonFiniteError` (the state stays unchanged as well).
       check_gradients: whether a non-finite gradient raises `NonFiniteError` before its update, as a loss does. True:

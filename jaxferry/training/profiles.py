@@ -35,7 +35,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.optimizer import num_bytes_on_each, unit_on_devices
 from jaxferry.partition import Graph, Partition
 from jaxferry.planner import Auto
-from jaxferry.processes import check_same, is_raw_key, slowest
+from jaxferry.processes import check_same, is_raw_key, largest
 from jaxferry.settings import users_stacklevel
 from jaxferry.step import LayerPlan, Plan, program_keys
 from jaxferry.training.choice import Conditions, needs_times, planning_profile, with_updates_on_device
@@ -88,7 +88,7 @@ def measure_shares(
         made.append(dataclasses.replace(layer, temporary_bytes=sizes))
     # What the links of all devices and each process's updates take of each other's time, at most.
     found = measure_contention(own.optimizer, own.placement, own.partition.layers, cache, placement)
-    most = np.reshape(slowest(found.matrix.ravel().tolist()), found.matrix.shape)
+    most = np.reshape(largest(found.matrix.ravel().tolist()), found.matrix.shape)
     profile = Profile(
         {**facts_of(placement, transport, remat), "links": links.to_json()},
         tuple(made),
@@ -131,7 +131,7 @@ def _alike(layers: tuple[LayerProfile, ...], placement: Placement) -> list[Layer
     check_same(
         "the layers that they measure", str([(layer.name, *own) for layer, own in zip(layers, known, strict=True)])
     )
-    seconds = iter(slowest([own for times in known for own in times.values()]))
+    seconds = iter(largest([own for times in known for own in times.values()]))
     times: list[dict[str, Any]] = [{name: next(seconds) for name in own} for own in known]
     return [dataclasses.replace(layer, **own) for layer, own in zip(layers, times, strict=True)]
 

@@ -49,7 +49,7 @@ class TrainStep:
         with own_settings():
             choose_transport(transport, self._placement)
             self._shared = Shared(self._placement, options.record_steps)
-        self._disk = DiskOptions.of(options.scratch, options.host_memory_bytes, placement.num_processes)
+        self._disk = DiskOptions.of(options.scratch, options.host_memory_bytes)
         self._compiler: Compiler | None = None
         self._newest: weakref.ref[TrainState] | None = None
         self._saves = BackgroundSaves()

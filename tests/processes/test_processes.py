@@ -14,9 +14,11 @@ import pytest
 from safetensors.numpy import save_file
 
 import jaxferry
+import process_disks
 import process_runs
 import process_starts
 from jaxferry.costs import Profile
+from jaxferry.step import DISK_SLOTS
 from process_runs import BATCH, KINDS, NUM_LONG, NUM_STEPS, OPTIONS
 from processes.test_mesh import batches, loss_fn, params
 from slowly import slow
@@ -40,6 +42,7 @@ SEVERAL = [(2, 1), *slow((2, 2), (4, 1))]
 def trained(request, tmp_path_factory):
     """What so many processes of as many devices have found, and the folder of their checkpoints."""
     folder = tmp_path_factory.mktemp("trained")
+    process_disks.save_alone(folder)
     return process_runs.start("trains", *request.param, folder), folder
 
 
@@ -155,6 +158,7 @@ def test_what_fails_in_one_process_is_an_error_in_all(trained):
         ("code", "their programs"),
         ("plan", "their pro"),
         ("optimizer", "their optimizers"),
+        ("scratch", "whether they have scratch="),
         ("profile", "their profiles"),
         ("parameters", "their parameters"),
     ],
@@ -176,6 +180,35 @@ def test_a_process_holds_its_share_of_masters_and_optimizer_state_as_predicted(t
         rounding = 3 * 4 * len(found["params"]) * (jax.local_device_count() + num)
         assert abs(host["held"] - 4 * 4 - host["whole"] / num) <= rounding
         assert host["held"] < 0.7 * host["whole"]
+
+
+@pytest.mark.parametrize("case", process_disks.CASES)
+def test_scratch_files_change_no_bit_and_hold_the_same_layers_in_every_process(trained, case):
+    found = [each["disks"][case] for each in trained[0]]
+    for own in found:
+        assert own["losses"][0] == own["losses"][1]
+        assert all(plain == disk for plain, disk in own["bits"])
+        assert own["bits"] == found[0]["bits"]
+        assert own["groups"] == own["copied"] == found[0]["groups"]
+        assert own["seconds"] == found[0]["seconds"]
+        assert own.get("rearranged") == found[0].get("rearranged")
+        np.testing.assert_allclose(own["rates"], np.multiply(len(found), process_disks.SECONDS_A_BYTE), rtol=1e-6)
+    assert len(found[0]["groups"]) == DISK_SLOTS + 2 < process_disks.DEPTH
+    # Of five layers, one is made of two: four leave as many bytes to the disk.
+    assert case != "own" or found[0]["rearranged"] == ["l1+l5", "l0", "l3", "l4"]
+    assert list((trained[1] / "scratch").iterdir()) == []
+
+
+def test_a_checkpoint_passes_between_scratch_files_of_several_processes_and_one_process(trained, tmp_path):
+    found, folder = trained
+    plain, disk = process_disks.step_of("own"), process_disks.step_of("own", scratch=tmp_path, host_memory=1)
+
+    def restored(step, name):
+        return process_disks.bits(step.restore(folder / name, process_disks.parameters()))
+
+    for own in (each["disks"]["own"] for each in found):
+        assert restored(plain, "own") == restored(disk, "own") == own["bits"][0][0]
+        assert own["alone"] == restored(plain, "alone")
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import time
 import types
 from pathlib import Path
 
+from process_disks import Disks
 from process_starts import Starts
 
 TESTS = Path(__file__).parents[1]
@@ -109,7 +110,7 @@ def _texts_of(running, timeout_s, meanwhile):
             process.kill()
 
 
-class Member(Starts):
+class Member(Starts, Disks):
     """A process of the training, with its part of each batch."""
 
     def __init__(self, folder):
@@ -189,12 +190,13 @@ class Member(Starts):
         found["errors"]["shapes"] = differing(rows=4 if is_other else 8)
         found["errors"]["code"] = differing(loss_fn=twice if is_other else None)
         found["errors"]["optimizer"] = differing(clip_norm=0.5 if is_other else 1.0)
+        found["errors"]["scratch"] = differing(**({"scratch": self.folder} if is_other else {}))
         found["errors"]["profile"] = differing(profile="measure" if is_other else "estimate", policy="auto")
         params = self.model.params()
         params["first"]["b"] += float(is_other)
         found["errors"]["parameters"] = _error(lambda: self.step().init(params))
         found["errors"]["plan"] = differing(remat="full" if is_other else "none")
-        return found | {"measured": self.measures()}
+        return found | {"measured": self.measures(), "disks": self.disks()}
 
     def options(self):
         """Losses with other options."""
