@@ -92,12 +92,12 @@ def pytest_collection_finish(session):
     """Leaves what the imports have made out of every later garbage collection, which tests ask for often.
 
     Runs without slow tests repeat each measurement of a profile three times alone, with warm caches, lower programs
-    quickly, and search for plans with an eighth of the effort.
+    quickly, and search for plans with a sixteenth of the effort.
     """
     if "not slow" in session.config.option.markexpr:
         search = importlib.import_module("jaxferry.planner.search")
-        search.MOST_EFFORT //= 8
-        search.EFFORT_A_LAYER //= 8
+        search.MOST_EFFORT //= 16
+        search.EFFORT_A_LAYER //= 16
         measured = sys.modules.get("jaxferry.training.measured_profile")
         if measured is not None:
             measured.BUDGET_S = 0.0
