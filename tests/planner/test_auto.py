@@ -10,9 +10,12 @@ from hypothesis import given
 from every_plan import every_plan, least_within
 from jaxferry.errors import BudgetError
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.planner import EQUAL_WITHIN, AutoSearch, Request, make_plan, policies, score_of
+from jaxferry.planner import EQUAL_WITHIN, AutoSearch, Request, make_plan, policies, score_of, search
 from jaxferry.step import UpdateOrder, predict, simulate
 from profiles import UNLIMITED_BYTES, examples, profiles, smallest_peak_bytes, transformer
+
+MOST_EFFORT = search.MOST_EFFORT
+"""Of users' searches: runs without the slow tests lower it once the tests are collected (tests/conftest.py)."""
 
 few = examples(15)
 fewer = examples(3)
@@ -59,18 +62,19 @@ def test_more_memory_is_never_slower_and_no_policy_that_fits_is_faster(sizes, da
             assert fastest_s <= rival.predicted.steady_step_s * NEARLY
 
 
-def test_a_long_model_gets_faster_with_memory_and_says_what_binds():
+def test_a_long_model_gets_faster_with_memory_and_says_what_binds(monkeypatch):
+    monkeypatch.setattr(search, "MOST_EFFORT", MOST_EFFORT)
     profile = transformer(14, 2)
-    search = AutoSearch(profile, Request())
-    smallest = search.smallest_bytes
-    plenty = search.plan(10 * sum(layer.param_bytes for layer in profile.layers))
+    of_profile = AutoSearch(profile, Request())
+    smallest = of_profile.smallest_bytes
+    plenty = of_profile.plan(10 * sum(layer.param_bytes for layer in profile.layers))
     assert smallest == smallest_peak_bytes(profile)
     assert plenty.details["binding"] in ("GPU", "H2D", "D2H", "host")
-    tight = search.plan(smallest)
+    tight = of_profile.plan(smallest)
     assert tight.details["binding"] == "memory"
-    middle = search.plan((smallest + plenty.details["unlimited_needed_bytes"]) // 2)
+    middle = of_profile.plan((smallest + plenty.details["unlimited_needed_bytes"]) // 2)
     times = [predict(profile, plan).predicted.steady_step_s for plan in (tight, middle, plenty)]
-    assert times[0] * (1 + EQUAL_WITHIN) > times[1] > times[2] and times[0] > times[2]
+    assert times[0] > times[1] > times[2]
 
 
 def test_an_infeasible_budget_names_the_smallest_feasible_one():
