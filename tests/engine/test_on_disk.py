@@ -157,7 +157,7 @@ def kept_cases():
             yield pytest.param(optimizer, dtype, num_devices, id=f"{kind}-{name}", marks=marks)
 
 
-@pytest.mark.parametrize(("optimizer", "dtype", "num_devices"), kept_cases())
+@pytest.mark.parametrize(("optimizer", "dtype", "num_devices"), list(kept_cases()))
 def test_everything_that_reads_or_replaces_the_state_sees_that_of_memory(tmp_path, optimizer, dtype, num_devices):
     mesh = {} if num_devices == 1 else {"mesh": jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])}
     plain, disk = (made(folder, optimizer=optimizer, **dtype, **mesh) for folder in (None, tmp_path))
@@ -202,18 +202,24 @@ def test_a_copy_and_a_save_beside_training_do_not_change(tmp_path):
         assert_same_bits((other.params, other.opt_state), expected)
 
 
-def test_a_batch_of_other_layers_rearranges_what_is_on_disk(tmp_path):
+def test_a_batch_that_joins_layers_rearranges_what_is_on_disk(tmp_path):
     def loss_fn(params, batch):
-        x = batch["x"]
-        for name in sorted(params, reverse="back" in batch):
-            x = jnp.tanh(x @ params[name]["w"] + x)
+        x, (*others, last) = batch["x"], [params[name]["w"] for name in sorted(params)]
+        own = [others[0] + last, *others[1:]] if "joined" in batch else [*others, last]
+        for w in own:
+            x = jnp.tanh(x @ w + x)
         return jnp.mean(x**2)
 
-    batches = [{"x": BATCH}, {"x": BATCH, "back": BATCH}, {"x": BATCH[:2]}]
-    found = []
+    batches, found = [{"x": BATCH}, {"x": BATCH, "joined": BATCH}, {"x": BATCH[:2]}], []
     for disk in ({}, {"scratch": tmp_path, "host_memory": 1}):
         step = jaxferry.train_step(loss_fn, ADAMW, **HALF, **disk)
-        state, losses = take_steps(step, step.init(parameters()), batches)
+        state, losses, num_layers = step.init(parameters()), [], []
+        for batch in batches:
+            state, [loss] = take_steps(step, state, [batch])
+            losses.append(loss)
+            num_layers.append(len(state.host.layers))
+        assert num_layers == [DEPTH, DEPTH - 1, DEPTH]
+        assert all(unit.is_on_disk == bool(disk) for unit in state.host.units)
         found.append((losses, state.params, state.opt_state))
     assert found[0][0] == found[1][0]
     assert_same_bits(found[0][1:], found[1][1:])
