@@ -217,6 +217,7 @@ def test_a_batch_that_joins_layers_rearranges_what_is_on_disk(tmp_path):
         for batch in batches:
             state, [loss] = take_steps(step, state, [batch])
             losses.append(loss)
+            state.block_until_ready()
             num_layers.append(len(state.host.layers))
         assert num_layers == [DEPTH, DEPTH - 1, DEPTH]
         assert all(unit.is_on_disk == bool(disk) for unit in state.host.units)
