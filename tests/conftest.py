@@ -88,6 +88,9 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+_LESS_EFFORT = 16
+
+
 def pytest_collection_finish(session):
     """Leaves what the imports have made out of every later garbage collection, which tests ask for often.
 
@@ -96,8 +99,8 @@ def pytest_collection_finish(session):
     """
     if "not slow" in session.config.option.markexpr:
         search = importlib.import_module("jaxferry.planner.search")
-        search.MOST_EFFORT //= 16
-        search.EFFORT_A_LAYER //= 16
+        search.MOST_EFFORT //= _LESS_EFFORT
+        search.EFFORT_A_LAYER //= _LESS_EFFORT
         measured = sys.modules.get("jaxferry.training.measured_profile")
         if measured is not None:
             measured.BUDGET_S = 0.0
@@ -167,6 +170,15 @@ def cpu_by_default(request, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda backend="cpu": devices(backend))
     with jax.default_device(devices("cpu")[0]):
         yield
+
+
+@pytest.fixture
+def whole_effort(request, monkeypatch):
+    """Searches for plans with all effort, also in runs without slow tests."""
+    if "not slow" in request.config.option.markexpr:
+        search = importlib.import_module("jaxferry.planner.search")
+        monkeypatch.setattr(search, "MOST_EFFORT", _LESS_EFFORT * search.MOST_EFFORT)
+        monkeypatch.setattr(search, "EFFORT_A_LAYER", _LESS_EFFORT * search.EFFORT_A_LAYER)
 
 
 @pytest.fixture(scope="session")

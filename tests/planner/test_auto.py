@@ -10,12 +10,9 @@ from hypothesis import given
 from every_plan import every_plan, least_within
 from jaxferry.errors import BudgetError
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.planner import EQUAL_WITHIN, AutoSearch, Request, make_plan, policies, score_of, search
+from jaxferry.planner import EQUAL_WITHIN, AutoSearch, Request, make_plan, policies, score_of
 from jaxferry.step import UpdateOrder, predict, simulate
 from profiles import UNLIMITED_BYTES, examples, profiles, smallest_peak_bytes, transformer
-
-MOST_EFFORT = search.MOST_EFFORT
-"""Of users' searches: runs without the slow tests lower it once the tests are collected (tests/conftest.py)."""
 
 few = examples(15)
 fewer = examples(3)
@@ -62,17 +59,17 @@ def test_more_memory_is_never_slower_and_no_policy_that_fits_is_faster(sizes, da
             assert fastest_s <= rival.predicted.steady_step_s * NEARLY
 
 
-def test_a_long_model_gets_faster_with_memory_and_says_what_binds(monkeypatch):
-    monkeypatch.setattr(search, "MOST_EFFORT", MOST_EFFORT)
+@pytest.mark.usefixtures("whole_effort")
+def test_a_long_model_gets_faster_with_memory_and_says_what_binds():
     profile = transformer(14, 2)
-    of_profile = AutoSearch(profile, Request())
-    smallest = of_profile.smallest_bytes
-    plenty = of_profile.plan(10 * sum(layer.param_bytes for layer in profile.layers))
+    search = AutoSearch(profile, Request())
+    smallest = search.smallest_bytes
+    plenty = search.plan(10 * sum(layer.param_bytes for layer in profile.layers))
     assert smallest == smallest_peak_bytes(profile)
     assert plenty.details["binding"] in ("GPU", "H2D", "D2H", "host")
-    tight = of_profile.plan(smallest)
+    tight = search.plan(smallest)
     assert tight.details["binding"] == "memory"
-    middle = of_profile.plan((smallest + plenty.details["unlimited_needed_bytes"]) // 2)
+    middle = search.plan((smallest + plenty.details["unlimited_needed_bytes"]) // 2)
     times = [predict(profile, plan).predicted.steady_step_s for plan in (tight, middle, plenty)]
     assert times[0] > times[1] > times[2]
 
