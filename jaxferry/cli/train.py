@@ -43,13 +43,13 @@ from jaxferry.cli.workload import (
     user_code,
 )
 from jaxferry.engine import TrainState
-from jaxferry.errors import CheckpointError, InputError
+from jaxferry.errors import CheckpointError, InputError, ScratchError
 from jaxferry.modes import BLOCK
 from jaxferry.partition import AUTO, OFF
 from jaxferry.planner import policies
 from jaxferry.processes import JOIN_TIMEOUT_S, is_first, mesh_of, own_rows, start
 from jaxferry.records import check_format, load_record, write_json
-from jaxferry.step import chrome_trace
+from jaxferry.step import Plan, chrome_trace
 from jaxferry.training import ESTIMATE, MEASURE, Prepared, TrainStep, train_step
 from jaxferry.transport import Terminated, raising_terminated
 from jaxferry.units import format_bytes, format_seconds
@@ -196,6 +196,10 @@ def _started(devices: int, join_timeout: int) -> Any:
 def _step_of(user: UserModel, values: Mapping[str, Any], **more: Any) -> TrainStep:
     """Makes the training step for values of the options in `_KEPT`, and more arguments of `train_step`."""
     own = {name: value for name, value in values.items() if name not in ("optimizer", "learning_rate", "devices")}
+    if values["offload_activations"] is False and (plan := values["plan"]) and Plan.load(plan).offloads_activations:
+        raise InputError(
+            "--keep-activations contradicts --plan, which lets activations leave: leave out one of the two"
+        )
     own["memory_budget"] = read_budget(values["memory_budget"])
     own["offload_activations"] = read_offloading(values["offload_activations"])
     own["gradient_buffers"] = read_number_or_word(values["gradient_buffers"])
@@ -282,7 +286,7 @@ class _Run:
         """Prints a failed save as a warning; training goes on."""
         try:
             yield
-        except CheckpointError as error:
+        except (CheckpointError, ScratchError) as error:
             self._console.print(f"warning: {error}", soft_wrap=True)
 
     def write(self, trace: Path | None, record: Path | None) -> None:

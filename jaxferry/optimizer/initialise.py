@@ -28,7 +28,7 @@ from jaxferry.partition import (
 )
 from jaxferry.transport import Placement
 
-Keep = Callable[[Stored], Stored]
+Keep = Callable[[int, Stored], Stored]
 BLOCK_BYTES = 2 << 20  # the bytes of a stored array that are in memory at a time, beside its master
 
 
@@ -37,7 +37,7 @@ def masters_from_arrays(
     dtypes: Sequence[np.dtype],
     placement: Placement,
     spans: Sequence[Span | None] = (),
-    keep: Keep = lambda stored: stored,
+    keep: Keep = lambda index, stored: stored,
 ) -> dict[int, Stored]:
     """Copies parameters leaf by leaf into host memory, in their master dtypes; returns them by index.
 
@@ -48,12 +48,12 @@ def masters_from_arrays(
       dtypes: the master dtypes; those of bytes for leaves that are stored as bytes (`partition.packed`).
       placement: where the masters go.
       spans: of each leaf the elements that this process holds, None for all; none for all of all.
-      keep: called with each master once it is made; returns what is kept of it.
+      keep: called with each leaf's index and master once that is made; returns what is kept of it.
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise InputError("a state lives in host memory: it cannot be made under jax.jit or another transformation")
     return {
-        i: keep(host_array(leaf, placement, dtype, span))
+        i: keep(i, host_array(leaf, placement, dtype, span))
         for i, (leaf, dtype, span) in enumerate(zip(leaves, dtypes, spans or [None] * len(leaves), strict=True))
     }
 
@@ -114,7 +114,7 @@ def masters_layer_by_layer(
     rng: Any,
     layers: Sequence[Layer],
     placement: Placement,
-    keep: Keep = lambda stored: stored,
+    keep: Keep = lambda index, stored: stored,
 ) -> dict[int, Stored]:
     """Runs `init_fn(rng)` on the CPU backend, one layer at a time, each with only the equations that it needs.
 
@@ -132,7 +132,7 @@ def masters_layer_by_layer(
             dtypes = {leaf.index: leaf.master_dtype for leaf in layer.leaves}
             outputs = [(graph.outputs[leaf.index], leaf.index) for leaf in layer.leaves]
             for index, array in _arrays_one_by_one(graph, outputs, {**graph.constants, **inputs}):
-                masters[index] = keep(host_array(array, placement, dtypes[index], spans[index]))
+                masters[index] = keep(index, host_array(array, placement, dtypes[index], spans[index]))
                 del array  # before the next one is computed
     return masters
 

@@ -52,7 +52,7 @@ class Scratch:
         with contextlib.suppress(OSError):  # of a file system in memory, say
             fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_DIRECT)
         self._end, self._free = 0, dict[int, list[int]]()
-        self._lock, self._own = threading.Lock(), threading.local()
+        self._lock, self._slots, self._own = threading.Lock(), threading.Lock(), threading.local()
         self._threads = ThreadPool(_NUM_THREADS, "jaxferry disk")
         self._spare: list[Any] = []
         self._lent_bytes = self.slot_bytes = 0
@@ -130,11 +130,12 @@ class Scratch:
 
     def slot(self, like: OnDiskArray, is_numpy: bool) -> Any:
         """An array of the same shape and dtype whose memory is kept, of NumPy's or JAX's; None if there is none."""
-        self._lent_bytes += like.nbytes
         wanted = is_numpy, like.shape, like.dtype
-        for number, array in enumerate(self._spare):
-            if (isinstance(array, np.ndarray), tuple(array.shape), array.dtype) == wanted:
-                return self._spare.pop(number)
+        with self._slots:
+            self._lent_bytes += like.nbytes
+            for number, array in enumerate(self._spare):
+                if (isinstance(array, np.ndarray), tuple(array.shape), array.dtype) == wanted:
+                    return self._spare.pop(number)
         return None
 
     def keep(self, array: Any, lent_bytes: int) -> None:
@@ -142,11 +143,12 @@ class Scratch:
 
         All that is kept and given takes `slot_bytes` at most.
         """
-        self._lent_bytes -= lent_bytes
-        if not (isinstance(array, jax.Array) and array.is_deleted()):
-            self._spare.append(array)
-        while self._spare and self._lent_bytes + sum(each.nbytes for each in self._spare) > self.slot_bytes:
-            self._spare.pop(0)
+        with self._slots:
+            self._lent_bytes -= lent_bytes
+            if not (isinstance(array, jax.Array) and array.is_deleted()):
+                self._spare.append(array)
+            while self._spare and self._lent_bytes + sum(each.nbytes for each in self._spare) > self.slot_bytes:
+                self._spare.pop(0)
 
     def seconds_a_byte(self) -> tuple[float, float]:
         """Measures what a byte takes from the file, and to it."""

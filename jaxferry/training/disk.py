@@ -18,7 +18,7 @@ from jaxferry.partition import Layer, Ownership, aval_bytes
 from jaxferry.processes import check_same, largest
 from jaxferry.settings import users_stacklevel
 from jaxferry.step import DISK_SLOTS
-from jaxferry.units import format_apart
+from jaxferry.units import format_apart, format_bytes
 
 MASTERS, STATE = "master parameters", "optimizer state"
 Bytes = tuple[int, int]
@@ -45,8 +45,9 @@ class StateOnDisk:
     """Chooses the groups whose masters and optimizer state are in the scratch file: as few as host memory allows.
 
     They are spread evenly, so that the disk works beside other groups' updates. The first choice is made before a state
-    exists; later ones, of other groups, leave as many bytes to the disk. Of several processes, each must ask for a
-    choice first at the same point; all take as many groups as the one needs that needs most.
+    exists. Later ones, of other groups, are made likewise if the user says what training may take of host memory; else
+    they leave as many bytes to the disk, since the state itself takes memory by then. Of several processes, each must
+    ask for a choice first at the same point; all take as many groups as the one needs that needs most.
 
     Args:
       options: the file.
@@ -77,14 +78,16 @@ class StateOnDisk:
 
     def _chosen(self, layers: Sequence[Layer]) -> Mapping[int, Bytes]:
         """The bytes of each chosen group."""
+        is_by_layer = self.scratch is None or self._optimizer.is_by_layer(layers)
         if not self._has_compared:
             check_same("whether they have scratch=", str(self.scratch is not None))
+            check_same("their optimizers", str(is_by_layer))
             self._has_compared = True
         if self.scratch is None:
             return {}
         key = tuple(layers)
         if key not in self._known:
-            if not self._optimizer.is_by_layer(layers):
+            if not is_by_layer:
                 raise InputError(
                     "scratch needs an optimizer that updates each layer alone: this one updates several at once"
                 )
@@ -92,7 +95,7 @@ class StateOnDisk:
             num_bytes = dict(zip(sizes, self._largest(list(map(sum, sizes.values()))), strict=True))
 
             def is_enough(groups: Sequence[int]) -> bool:
-                if self._least_bytes is not None:
+                if self._least_bytes is not None and self._most_bytes is None:
                     return sum(num_bytes[group] for group in groups) >= self._least_bytes
                 return self._fits(left_in_memory(needed, [sizes[group] for group in groups]))
 
@@ -101,16 +104,24 @@ class StateOnDisk:
             on_disk = list(self._known[key].values())
             if self._least_bytes is None:
                 self._least_bytes = sum(num_bytes[group] for group in groups)
-                most, least = self._most_bytes, sum(left_in_memory(needed, on_disk).values())
-                if most is not None and least > most:
-                    needs, wanted = format_apart(least, most)
-                    warnings.warn(
-                        f"training takes {needs} of host memory, more than host_memory={wanted}, although all masters "
-                        "and optimizer state are in scratch=",
-                        stacklevel=users_stacklevel(),
-                    )
             self.scratch.slot_bytes = max(self.scratch.slot_bytes, slot_bytes(on_disk))
         return self._known[key]
+
+    def check(self, found: Mapping[str, int], others: Mapping[str, int]) -> None:
+        """Warns if the bytes of a step, by what they are for, are more than the user gives training.
+
+        `others` are those that no choice of what is on disk makes fewer.
+        """
+        most, num_bytes = self._most_bytes, sum(found.values())
+        if most is not None and num_bytes > most:
+            why = ", although all masters and optimizer state are in scratch="
+            if others:
+                why = f", of which {' and '.join(others)} take {format_bytes(sum(others.values()))}"
+            needs, wanted = format_apart(num_bytes, most)
+            warnings.warn(
+                f"training takes {needs} of host memory, more than host_memory={wanted}{why}",
+                stacklevel=users_stacklevel(),
+            )
 
     def _together(self, choose: Callable[[int], list[int]]) -> list[int]:
         """The fewest groups with which all processes do, of a function that chooses at least so many for this one."""
@@ -153,10 +164,24 @@ class StateOnDisk:
         read_s, write_s = self._largest(self.scratch.seconds_a_byte())
         return read_s, write_s
 
-    def keep(self, stored: Stored) -> Stored:
-        """An array that a new state is made of; in the file, if there is one."""
-        if (scratch := self.scratch) is None or not any(self._known.values()):
-            return stored
+    def left_bytes(self, found: Mapping[str, int]) -> int | None:
+        """What the user leaves for more than these bytes, by what they are for; None for no limit."""
+        return None if self._most_bytes is None else max(self._most_bytes - sum(found.values()), 0)
+
+    def keep_master(self, layers: Sequence[Layer], index: int, stored: Stored) -> Stored:
+        """A master, by index in the flattened tree, of which a new state is made; in the file if its group is there."""
+        is_chosen = any(leaf.index == index for group in self._chosen(layers) for leaf in layers[group].leaves)
+        return self._written(stored) if is_chosen else stored
+
+    def keep_state(self, layers: Sequence[Layer], path: str, stored: Stored) -> Stored:
+        """A leaf of the optimizer's state likewise, by path."""
+        chosen = self._chosen(layers)
+        units = [unit for unit in self._optimizer.units_of(layers) if unit.layers[0] in chosen] if chosen else []
+        return self._written(stored) if any(path == name for u in units for name, _ in u.state_keys) else stored
+
+    def _written(self, stored: Stored) -> Stored:
+        scratch = self.scratch
+        assert scratch is not None
         pieces = {where: put_on_disk(array, scratch) for where, array in stored.pieces.items()}
         return dataclasses.replace(stored, pieces=pieces)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 import re
 import warnings
@@ -43,7 +44,7 @@ from jaxferry.partition import (
     result_shapes,
     stored_struct,
 )
-from jaxferry.processes import is_key
+from jaxferry.processes import is_key, largest
 from jaxferry.settings import users_stacklevel
 from jaxferry.step import streamed_state_bytes
 from jaxferry.training.disk import MASTERS, NO_DISK, STATE, DiskOptions, StateOnDisk
@@ -156,7 +157,7 @@ class Model:
 
     def masters_from(self, init_fn: Callable[[Any], Any], rng: Any) -> dict[int, Stored]:
         """The parameters that `init_fn(rng)` makes, layer by layer: see `masters_layer_by_layer`."""
-        return masters_layer_by_layer(init_fn, rng, self.layers, self._placement, self.disk.keep)
+        return masters_layer_by_layer(init_fn, rng, self.layers, self._placement, self._keep_master)
 
     @functools.cached_property
     def update_text(self) -> str:
@@ -258,14 +259,20 @@ class Model:
         return not needed[_WHOLE]
 
     def left_bytes(self, is_first: bool) -> int | None:
-        """What host memory has left for activations beside training, `is_first` as of `check_step`; None for any."""
+        """What host memory has left for activations beside training, `is_first` as of `check_step`; None for any.
+
+        Of several processes, each must call this: the one with the least counts, so that their plans are the same.
+        """
         known = self._known_bytes()
         needed = sum(known[name] for name in _OF_STEPS if is_first and name in known)
-        left_bytes = host_memory.left_bytes(needed, sum(known.values()) - needed)
-        if self._placement.is_cpu:
-            return left_bytes
-        pinned_bytes = max(host_memory.pinned_limit().num_bytes - host_memory.pinned_bytes(known), 0)
-        return pinned_bytes if left_bytes is None else min(left_bytes, pinned_bytes)
+        limits = [host_memory.left_bytes(needed, sum(known.values()) - needed), self.disk.left_bytes(known)]
+        if not self._placement.is_cpu:
+            limits.append(max(host_memory.pinned_limit().num_bytes - host_memory.pinned_bytes(known), 0))
+        least = min((float(each) for each in limits if each is not None), default=math.inf)
+        if self._placement.num_processes > 1:
+            [most] = largest([-least])
+            least = -most * (1 - 2**-23)  # in single precision
+        return None if least == math.inf else int(least)
 
     def check_step(self, prepared: Prepared, is_first: bool, kept_bytes: int, is_begun: bool) -> None:
         """Checks that host memory can hold what a prepared step keeps there beside the state.
@@ -277,6 +284,7 @@ class Model:
         found, streamed_bytes = self.host_bytes_of(prepared), streamed_state_bytes(prepared.profile, prepared.plan)
         self._check_pinned(found, streamed_bytes)
         needed = {name: found[name] for name in (_COPIES, _SAVED) if name in found}
+        self.disk.check(found, needed)
         remedy = host_memory.LESS_STATE if not needed else _LESS_MOVED
         # Only batches show which gradients are summed in more bits; what is known has been checked before.
         known = self._known_bytes()
@@ -302,7 +310,10 @@ class Model:
         dtypes, own, numbers = _master_dtypes(self.layers), self._placement.ownership, range(len(leaves))
         spans = {leaf.index: own.span(layer, leaf) for layer in self.layers for leaf in layer.leaves}
         own_dtypes, own_spans = [dtypes[leaf] for leaf in numbers], [spans[leaf] for leaf in numbers]
-        return masters_from_arrays(leaves, own_dtypes, self._placement, own_spans, self.disk.keep)
+        return masters_from_arrays(leaves, own_dtypes, self._placement, own_spans, self._keep_master)
+
+    def _keep_master(self, index: int, stored: Stored) -> Stored:
+        return self.disk.keep_master(self.layers, index, stored)
 
     def optimizer_state(self, leaves: Mapping[str, Any]) -> dict[str, Stored]:
         """Reads the leaves of the optimizer's state from a checkpoint likewise, by path; they keep their dtypes."""
@@ -312,7 +323,7 @@ class Model:
         return {
             name: stored_whole(jax.device_put(leaf.read(), where, may_alias=False))
             if is_key(leaf)
-            else self.disk.keep(host_array(leaf, self._placement, leaf.dtype, spans.get(name)))
+            else self.disk.keep_state(self.layers, name, host_array(leaf, self._placement, leaf.dtype, spans.get(name)))
             for name, leaf in leaves.items()
         }
 

@@ -15,7 +15,9 @@ from faults import first_save_fails
 from jaxferry.cli.recording import Recording
 from jaxferry.cli.train import as_arguments, resumed_options, save_options
 from jaxferry.cli.workload import call_model
-from jaxferry.errors import InputError
+from jaxferry.errors import InputError, ScratchError
+from jaxferry.modes import ActivationPlace, GradientPlace, Mode
+from jaxferry.step import LayerPlan, Plan
 from jaxferry.training import TrainStep
 from plain_optax import plain_losses
 
@@ -170,12 +172,17 @@ def test_one_of_several_saved_states_is_resumed_with_its_run_s_options(jaxferry,
     assert all("--learning-rate 0.05" in text for text in told), told
 
 
-def test_a_save_that_fails_in_between_is_told_and_training_goes_on(jaxferry, user_model, tmp_path, monkeypatch):
-    calls = first_save_fails(monkeypatch)
+@pytest.mark.parametrize(
+    ("error", "told"), [(None, "cannot write to"), (ScratchError("the scratch file failed"), "the scratch file failed")]
+)
+def test_a_save_that_fails_in_between_is_told_and_training_goes_on(
+    error, told, jaxferry, user_model, tmp_path, monkeypatch
+):
+    calls = first_save_fails(monkeypatch, error)
     model, folder = user_model("functions"), tmp_path / "state"
     result = jaxferry("train", "--model", model, "--steps", 5, "--save", folder, "--save-every", 2, "--json")
     assert result.status == 0 and json.loads(result.out)["steps"] == 5
-    assert "warning: cannot write to" in result.err and len(calls) == 3
+    assert f"warning: {told}" in result.err and len(calls) == 3
     assert package.train_step(call_model(model).loss_fn, optax.adamw(1e-3)).restore(folder).step == 5
 
 
@@ -199,6 +206,14 @@ def test_policy_auto_lets_activations_leave_unless_told_to_keep_them(jaxferry, r
     resumed = jaxferry("train", "--steps", 2, "--resume", run, *model, "--json")
     assert len(json.loads(resumed.out)["losses"]) == 1
     assert jaxferry("train", "--steps", 3, "--resume", run, *model, "--keep-activations").status == 2
+
+
+def test_keeping_activations_contradicts_a_plan_that_lets_them_leave(refused, user_model, tmp_path):
+    leaves = {"activations": ActivationPlace.HOST}
+    layers = tuple(LayerPlan(f"layer_{i}", Mode.GFGB, GradientPlace.DEVICE, **leaves) for i in range(4))
+    Plan("any", 1.0, layers).save(tmp_path / "plan.json")
+    given = ("--model", user_model("long_batch"), "--plan", tmp_path / "plan.json", "--steps", 1)
+    assert "--keep-activations contradicts --plan" in refused("train", *given, "--keep-activations")
 
 
 def test_a_plan_given_again_replaces_the_saved_run_s_policy_and_wrong_types_are_named(tmp_path):

@@ -293,7 +293,7 @@ def batch(rows):
 
 
 @pytest.mark.cpu_device
-def test_plans_let_no_more_activations_leave_than_host_memory_has_room_for(monkeypatch):
+def test_plans_let_no_more_activations_leave_than_host_memory_has_room_for(monkeypatch, tmp_path):
     training, rows = 12 * 32 * 32 * 4 * 3, 4096
     options = {"offload_activations": "auto", "policy": "auto", "profile": "estimate", "remat": "auto"}
     # On the device, all segments' inputs take more than that.
@@ -305,6 +305,10 @@ def test_plans_let_no_more_activations_leave_than_host_memory_has_room_for(monke
     assert state.step == 1 and saved > 0
     monkeypatch.setenv(host_memory.VARIABLE, str(training + 128 * rows - 1))
     step, params = offloading(**options)
+    with pytest.raises(jaxferry.BudgetError):
+        step(step.init(params), batch(rows))
+    monkeypatch.setenv(host_memory.VARIABLE, str(training + 2**30))
+    step, params = offloading(scratch=tmp_path, host_memory=training + 128 * rows - 1, **options)
     with pytest.raises(jaxferry.BudgetError):
         step(step.init(params), batch(rows))
 

@@ -40,14 +40,14 @@ def identity_that_calls(fault):
     return identity
 
 
-def first_save_fails(monkeypatch):
+def first_save_fails(monkeypatch, error=None):
     """Makes Orbax's next save raise; returns the list of the calls."""
     save, calls = ocp.Checkpointer.save, []
 
     def once(self, *args, **kwargs):
         calls.append(args)
         if len(calls) == 1:
-            raise ValueError("no space")
+            raise error or ValueError("no space")
         return save(self, *args, **kwargs)
 
     monkeypatch.setattr(ocp.Checkpointer, "save", once)
