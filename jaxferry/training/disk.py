@@ -78,6 +78,9 @@ class StateOnDisk:
 
     def _chosen(self, layers: Sequence[Layer]) -> Mapping[int, Bytes]:
         """The bytes of each chosen group."""
+        key = tuple(layers)
+        if key in self._known:
+            return self._known[key]
         is_by_layer = self.scratch is None or self._optimizer.is_by_layer(layers)
         if not self._has_compared:
             check_same("whether they have scratch=", str(self.scratch is not None))
@@ -85,26 +88,24 @@ class StateOnDisk:
             self._has_compared = True
         if self.scratch is None:
             return {}
-        key = tuple(layers)
-        if key not in self._known:
-            if not is_by_layer:
-                raise InputError(
-                    "scratch needs an optimizer that updates each layer alone: this one updates several at once"
-                )
-            sizes, needed = self._sizes(layers), self._needs(layers)
-            num_bytes = dict(zip(sizes, self._largest(list(map(sum, sizes.values()))), strict=True))
+        if not is_by_layer:
+            raise InputError(
+                "scratch needs an optimizer that updates each layer alone: this one updates several at once"
+            )
+        sizes, needed = self._sizes(layers), self._needs(layers)
+        num_bytes = dict(zip(sizes, self._largest(list(map(sum, sizes.values()))), strict=True))
 
-            def is_enough(groups: Sequence[int]) -> bool:
-                if self._least_bytes is not None and self._most_bytes is None:
-                    return sum(num_bytes[group] for group in groups) >= self._least_bytes
-                return self._fits(left_in_memory(needed, [sizes[group] for group in groups]))
+        def is_enough(groups: Sequence[int]) -> bool:
+            if self._least_bytes is not None and self._most_bytes is None:
+                return sum(num_bytes[group] for group in groups) >= self._least_bytes
+            return self._fits(left_in_memory(needed, [sizes[group] for group in groups]))
 
-            groups = self._together(lambda least: fewest_on_disk(num_bytes, is_enough, least))
-            self._known[key] = {group: sizes[group] for group in groups}
-            on_disk = list(self._known[key].values())
-            if self._least_bytes is None:
-                self._least_bytes = sum(num_bytes[group] for group in groups)
-            self.scratch.slot_bytes = max(self.scratch.slot_bytes, slot_bytes(on_disk))
+        groups = self._together(lambda least: fewest_on_disk(num_bytes, is_enough, least))
+        self._known[key] = {group: sizes[group] for group in groups}
+        on_disk = list(self._known[key].values())
+        if self._least_bytes is None:
+            self._least_bytes = sum(num_bytes[group] for group in groups)
+        self.scratch.slot_bytes = max(self.scratch.slot_bytes, slot_bytes(on_disk))
         return self._known[key]
 
     def check(self, found: Mapping[str, int], others: Mapping[str, int]) -> None:
