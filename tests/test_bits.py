@@ -3,14 +3,12 @@
 With JAXFERRY_TESTS_DEVICE=accelerator, only the cases on the emulated accelerator.
 """
 
-import os
-
 import jax
 import numpy as np
 import pytest
 
 import matrix
-from accelerator import emulate
+from accelerator import IS_DEFAULT, emulate
 from jaxferry.native import library
 from jaxferry.step import Kind, chrome_trace
 from jaxferry.transport import pinned
@@ -21,10 +19,7 @@ from watched import SCALARS_BYTES, Watch
 
 CASES = matrix.covering(matrix.MOVES)
 CASES += matrix.covering(matrix.AXES, CASES)
-if os.environ.get("JAXFERRY_TESTS_DEVICE") == "accelerator":
-    RUN = [case for case in CASES if dict(case)["device"] in matrix.EMULATED]
-else:
-    RUN = CASES
+RUN = [case for case in CASES if dict(case)["device"] in matrix.EMULATED or not IS_DEFAULT]
 HALF_RTOL, NORM_HALF_RTOL = 2e-2, 2e-2
 
 

@@ -169,16 +169,16 @@ class StateOnDisk:
         """What the user leaves for more than these bytes, by what they are for; None for no limit."""
         return None if self._most_bytes is None else max(self._most_bytes - sum(found.values()), 0)
 
-    def keep_master(self, layers: Sequence[Layer], index: int, stored: Stored) -> Stored:
-        """A master, by index in the flattened tree, of which a new state is made; in the file if its group is there."""
-        is_chosen = any(leaf.index == index for group in self._chosen(layers) for leaf in layers[group].leaves)
-        return self._written(stored) if is_chosen else stored
+    def keeper(self, layers: Sequence[Layer]) -> Callable[[int | str, Stored], Stored]:
+        """What is kept of each array that a new state is made of: in the file if its group is there.
 
-    def keep_state(self, layers: Sequence[Layer], path: str, stored: Stored) -> Stored:
-        """A leaf of the optimizer's state likewise, by path."""
-        chosen = self._chosen(layers)
-        units = [unit for unit in self._optimizer.units_of(layers) if unit.layers[0] in chosen] if chosen else []
-        return self._written(stored) if any(path == name for u in units for name, _ in u.state_keys) else stored
+        The keys are those of masters, by index in the flattened tree, and of the optimizer's state, by path.
+        """
+        kept, chosen = set[int | str](), self._chosen(layers)
+        for unit in self._optimizer.units_of(layers) if chosen else []:
+            if unit.layers[0] in chosen:
+                kept |= {leaf.index for leaf in layers[unit.layers[0]].leaves} | {name for name, _ in unit.state_keys}
+        return lambda key, stored: self._written(stored) if key in kept else stored
 
     def _written(self, stored: Stored) -> Stored:
         scratch = self.scratch

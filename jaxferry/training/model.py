@@ -157,7 +157,7 @@ class Model:
 
     def masters_from(self, init_fn: Callable[[Any], Any], rng: Any) -> dict[int, Stored]:
         """The parameters that `init_fn(rng)` makes, layer by layer: see `masters_layer_by_layer`."""
-        return masters_layer_by_layer(init_fn, rng, self.layers, self._placement, self._keep_master)
+        return masters_layer_by_layer(init_fn, rng, self.layers, self._placement, self.disk.keeper(self.layers))
 
     @functools.cached_property
     def update_text(self) -> str:
@@ -310,20 +310,17 @@ class Model:
         dtypes, own, numbers = _master_dtypes(self.layers), self._placement.ownership, range(len(leaves))
         spans = {leaf.index: own.span(layer, leaf) for layer in self.layers for leaf in layer.leaves}
         own_dtypes, own_spans = [dtypes[leaf] for leaf in numbers], [spans[leaf] for leaf in numbers]
-        return masters_from_arrays(leaves, own_dtypes, self._placement, own_spans, self._keep_master)
-
-    def _keep_master(self, index: int, stored: Stored) -> Stored:
-        return self.disk.keep_master(self.layers, index, stored)
+        return masters_from_arrays(leaves, own_dtypes, self._placement, own_spans, self.disk.keeper(self.layers))
 
     def optimizer_state(self, leaves: Mapping[str, Any]) -> dict[str, Stored]:
         """Reads the leaves of the optimizer's state from a checkpoint likewise, by path; they keep their dtypes."""
         state = [key for unit in self.optimizer.units_of(self.layers) for key in unit.state_keys]
         spans = {name: span for name, span in state if isinstance(span, Span)}
-        where = self._placement.host
+        where, keep = self._placement.host, self.disk.keeper(self.layers)
         return {
             name: stored_whole(jax.device_put(leaf.read(), where, may_alias=False))
             if is_key(leaf)
-            else self.disk.keep_state(self.layers, name, host_array(leaf, self._placement, leaf.dtype, spans.get(name)))
+            else keep(name, host_array(leaf, self._placement, leaf.dtype, spans.get(name)))
             for name, leaf in leaves.items()
         }
 

@@ -28,7 +28,6 @@ def with_rates():
 WORDS = """
 import jax
 import jax.numpy as jnp
-from slowly import slow_cases
 
 def make(batch_size=8, length=16):
     params = {"embed": jax.ShapeDtypeStruct((50, 8), jnp.float32), "head": jax.ShapeDtypeStruct((8, 50), jnp.float32)}

@@ -199,7 +199,7 @@ def test_activations_that_plans_let_leave_take_no_more_host_memory_than_training
 
     sizes = {"model": "m", "machine": "a100", "host_bytes": lambda traced, streamed, num: KEPT}
     budget, one = choosing(64).loading_bytes, offloading(1).saved_bytes
-    for left in (20 * one, 2**30):
+    for left in (0, 20 * one, 2**30):
         fit = find_fit(choosing, 4, budget_bytes=budget, host_memory_bytes=1000 + left, **sizes)
         saved = fit.host_bytes.get("saved activations", 0)
         assert saved <= left and (saved > 0) == fit.rows[-1].plan.offloads_activations == (left == 2**30)

@@ -19,6 +19,7 @@ from jaxferry.planner import EQUAL_WITHIN, SweepPoint, make_plan, policies
 from jaxferry.step import LayerPlan, Plan, Predicted, Updates, needed_bytes, simulate
 from jaxferry.units import format_bytes
 from profiles import transformer
+from slowly import slow_cases
 
 
 @pytest.fixture
@@ -159,7 +160,12 @@ def test_a_plan_for_blocks_is_simulated_with_its_profile_of_modules(jaxferry, us
 
 
 @pytest.mark.parametrize(
-    ("update", "mode", "missing"), [("gpu", "GFGB", "update_gpu_s"), ("resident", "RESIDENT", "state_bytes")]
+    ("update", "mode", "missing"),
+    [
+        ("gpu", "GFGB", "update_gpu_s"),
+        ("resident", "RESIDENT", "state_bytes"),
+        *slow_cases(("gpu", "GFGB", "state_bytes"), ("resident", "RESIDENT", "update_gpu_s")),
+    ],
 )
 def test_updates_on_the_device_are_not_free_where_the_profile_does_not_state_their_cost(
     jaxferry, refused, profile, plan, update, mode, missing

@@ -1,10 +1,8 @@
 """With JAXFERRY_TESTS_DEVICE=accelerator, the tests of the engine train on the emulated accelerator."""
 
-import os
-
 import pytest
 
-from accelerator import emulate
+from accelerator import IS_DEFAULT, emulate
 from jaxferry.settings import own_settings
 from jaxferry.step import streaming
 
@@ -12,8 +10,7 @@ from jaxferry.step import streaming
 @pytest.fixture(autouse=True)
 def on_device(request, monkeypatch):
     """The device of every test: a CPU unless the environment asks for the emulated accelerator."""
-    is_emulated = os.environ.get("JAXFERRY_TESTS_DEVICE") == "accelerator"
-    if is_emulated and not request.node.get_closest_marker("cpu_device"):
+    if IS_DEFAULT and not request.node.get_closest_marker("cpu_device"):
         emulate(monkeypatch)
 
 

@@ -194,7 +194,7 @@ def test_scratch_files_change_no_bit_and_hold_the_same_layers_in_every_process(t
         assert own.get("rearranged") == found[0].get("rearranged")
         np.testing.assert_allclose(own["rates"], np.multiply(len(found), process_disks.SECONDS_A_BYTE), rtol=1e-6)
     assert len(found[0]["groups"]) == DISK_SLOTS + 2 < process_disks.DEPTH
-    # Of five layers, one is made of two: four leave as many bytes to the disk.
+    # Of five layers, one is made of two, and makes the slots larger: all are there.
     assert case != "own" or found[0]["rearranged"] == ["l1+l5", "l0", "l2", "l3", "l4"]
     assert list((trained[1] / "scratch").iterdir()) == []
 

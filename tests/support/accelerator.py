@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import os
 import pathlib
 import threading
 import time
@@ -38,6 +39,8 @@ _WIDTH, _PRODUCTS = 128, 16
 _ISSUING = "jaxferry H2D+"
 _FOR_COPIES_OF_THE_RUNTIME = {("copies.py", "wait"), ("device_put.py", "arrive")}
 """Where `device_put` waits until copies of the runtime have ended, so that memory which they read is free at once."""
+IS_DEFAULT = os.environ.get("JAXFERRY_TESTS_DEVICE") == "accelerator"
+"""Whether the tests of the engine train on the emulated accelerator."""
 _PUT, _JIT, _BLOCK = jax.device_put, jax.jit, jax.block_until_ready
 _DELETE, _BLOCK_ONE, _CALL = ArrayImpl.delete, ArrayImpl.block_until_ready, jax.stages.Compiled.__call__
 COUNTING = threading.Lock()

@@ -53,21 +53,13 @@ def bits(state):
     return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
 
 
-def trained(step, state, given):
-    """The state and the losses after a step for each batch."""
-    losses = []
-    for batch in given:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return state, losses
-
-
 def save_alone(folder):
-    """Saves a checkpoint of one process, with a scratch file; returns its bits."""
+    """Saves a checkpoint of one process, with a scratch file."""
+    from planned import take_steps
+
     step = step_of("own", scratch=folder, host_memory=1)
-    state, _ = trained(step, step.init(parameters()), rows())
+    state, _ = take_steps(step, step.init(parameters()), rows())
     step.save(state, folder / "alone")
-    return bits(state)
 
 
 class Disks:
@@ -84,6 +76,8 @@ class Disks:
 
     def disk(self, case):
         """One of the cases."""
+        from planned import take_steps
+
         given = list(map(self.own, rows()))
         plain = step_of(case, mesh=self.mesh)
         plain.declare(parameters())
@@ -94,7 +88,7 @@ class Disks:
         disk = step_of(case, mesh=self.mesh, scratch=self.folder / "scratch", host_memory=limit)
         states, losses = [], []
         for step in (plain, disk):
-            state, own = trained(step, step.init(parameters()), given)
+            state, own = take_steps(step, step.init(parameters()), given)
             states.append(state)
             losses.append(own)
         found = {"losses": losses, "bits": [list(map(bits, states))]}
@@ -103,9 +97,9 @@ class Disks:
         found["copied"] = [unit.layers[0] for unit in copy.host.units if unit.is_on_disk]
         disk.save(states[1], self.folder / case, wait=False)
         for step, state in zip((plain, disk), states, strict=True):
-            trained(step, state, given[:2])
+            take_steps(step, state, given[:2])
             state.params, state.opt_state = state.params, state.opt_state
-            trained(step, state, given[:2])
+            take_steps(step, state, given[:2])
         disk.wait_for_saves()
         found["bits"] += [list(map(bits, states)), [found["bits"][0][0], bits(copy)]]
         found["bits"].append([found["bits"][0][0], bits(plain.restore(self.folder / case))])
