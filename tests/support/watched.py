@@ -42,13 +42,27 @@ def live_pinned_bytes():
     return sum({array.unsafe_buffer_pointer(): array.nbytes for array in there}.values())
 
 
+def _buffer(array):
+    """What tells the array's memory from that of others; None if another thread has deleted it meanwhile.
+
+    While `jax.device_put` copies to another kind of memory, two arrays have the same buffer.
+    """
+    if len(array.sharding.device_set) > 1:
+        return id(array)
+    try:
+        return array.unsafe_buffer_pointer()
+    except RuntimeError:
+        return None
+
+
 def device_bytes(known, size=lambda array: array.nbytes):
     """Bytes of the arrays on the device whose identities are not known.
 
     Threads that count take turns: the list of one would keep alive what the step has dropped, and another would see it.
     """
     with COUNTING:
-        return sum(size(array) for array in device_arrays() if id(array) not in known)
+        found = {_buffer(array): size(array) for array in device_arrays() if id(array) not in known}
+    return sum(found[buffer] for buffer in found if buffer is not None)
 
 
 def most_on_one_device(train):

@@ -85,6 +85,7 @@ def test_a_state_dropped_while_its_updates_run_is_free_without_the_cyclic_collec
     step = jaxferry.train_step(loss_fn, UPDATES[update](1e-2), **options)
     state, may_update = step.init(PARAMS), threading.Event()
     state = taken(step, state, jnp.ones((2, 4)), 3)
+    state.block_until_ready()
     run = operator.attrgetter(update)(jaxferry.optimizer).__call__
     monkeypatch.setattr(f"jaxferry.optimizer.{update}.__call__", lambda *args: (may_update.wait(60), run(*args))[1])
     gc.collect()
