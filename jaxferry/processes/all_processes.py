@@ -25,7 +25,7 @@ import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
-from jaxferry.errors import CheckpointError, InputError
+from jaxferry.errors import CheckpointError, InputError, JaxFerryError
 from jaxferry.processes.global_arrays import is_key
 
 _MESSAGE_CHARACTERS = 2000
@@ -97,7 +97,7 @@ class Messages:
             yield
         except BaseException as error:
             for name in set(what) - self._sent:
-                self.send(name, f"{error}" if isinstance(error, CheckpointError) else repr(error), is_error=True)
+                self.send(name, f"{error}" if isinstance(error, JaxFerryError) else repr(error), is_error=True)
             raise
         self.send(what[0], "")
 
