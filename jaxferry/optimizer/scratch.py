@@ -44,13 +44,14 @@ class Scratch:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = os.path.abspath(os.fspath(folder))
         try:
-            self._file = tempfile.TemporaryFile(dir=self.folder, prefix="jaxferry-", buffering=0)  # noqa: SIM115
+            with tempfile.TemporaryFile(dir=self.folder, prefix="jaxferry-", buffering=0) as file:
+                self._file = os.dup(file.fileno())
         except OSError as error:
             what = f"got {self.folder!r}: {described(error)}"
             raise InputError(f"scratch must be a folder to write to, {what}") from error
-        number = self._file.fileno()
+        weakref.finalize(self, os.close, self._file).atexit = False  # updates may run until the process ends
         with contextlib.suppress(OSError):  # of a file system in memory, say
-            fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_DIRECT)
+            fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) | os.O_DIRECT)
         self._end, self._free = 0, dict[int, list[int]]()
         self._lock, self._slots, self._own = threading.Lock(), threading.Lock(), threading.local()
         self._threads = ThreadPool(_NUM_THREADS, "jaxferry disk")
@@ -65,7 +66,7 @@ class Scratch:
             start = known.pop() if known else self._end
             if start == self._end:
                 try:
-                    os.posix_fallocate(self._file.fileno(), start, size)
+                    os.posix_fallocate(self._file, start, size)
                 except OSError as error:
                     raise HostMemoryError(
                         f"scratch={self.folder!r} has no room for {format_bytes(start + size)}: {described(error)}"
@@ -121,7 +122,7 @@ class Scratch:
         with memoryview(self._bounce()) as view:
             while done < num_bytes:
                 try:
-                    num = call(self._file.fileno(), [view[done:num_bytes]], start + done)
+                    num = call(self._file, [view[done:num_bytes]], start + done)
                 except OSError as error:
                     raise ScratchError(f"the scratch file in {self.folder} failed: {error.strerror}") from error
                 if num <= 0:

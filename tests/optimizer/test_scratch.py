@@ -43,21 +43,44 @@ def test_arrays_keep_their_bits_beside_each_other(file, size, dtype):
 def test_room_is_free_once_nobody_holds_its_array(file):
     values = np.arange(BLOCK, dtype=np.float32)
     known = array_on(file, values)
-    number = os.fstat(file._file.fileno()).st_ino
-    size = os.fstat(file._file.fileno()).st_size
+    number = os.fstat(file._file).st_ino
+    size = os.fstat(file._file).st_size
     for shift in range(5):
         other = array_on(file, values + shift)
         np.testing.assert_array_equal(other, values + shift)
         del other
         gc.collect()
-    assert os.fstat(file._file.fileno()).st_size == 2 * size
-    assert os.fstat(file._file.fileno()).st_ino == number
+    assert os.fstat(file._file).st_size == 2 * size
+    assert os.fstat(file._file).st_ino == number
     np.testing.assert_array_equal(known, values)
 
 
 def test_the_file_has_no_name(file, tmp_path):
     array_on(file, np.ones(BLOCK, np.float32))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_file_that_nobody_holds_is_closed_and_warns_of_nothing(tmp_path):
+    def descriptors():
+        return {number for number in os.listdir("/proc/self/fd") if str(tmp_path) in _target(number)}
+
+    made = Scratch(tmp_path)
+    known = array_on(made, np.ones(BLOCK, np.float32))
+    assert len(descriptors()) == 1
+    del made
+    gc.collect()
+    assert len(descriptors()) == 1 and np.asarray(known).all()
+    del known
+    gc.collect()
+    assert not descriptors()
+
+
+def _target(number):
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except FileNotFoundError:  # that of the list itself
+        return ""
 
 
 def test_a_full_disk_is_told_before_anything_is_written(file, monkeypatch):
@@ -78,7 +101,7 @@ def test_a_folder_that_takes_no_file_is_refused(folder, tmp_path):
 
 def test_a_file_that_ends_too_early_is_an_error(file):
     stored = array_on(file, np.arange(5 * BLOCK, dtype=np.float32))
-    os.truncate(file._file.fileno(), BLOCK)
+    os.truncate(file._file, BLOCK)
     with pytest.raises(ScratchError, match="ends too early"):
         np.asarray(stored)
 
@@ -87,8 +110,8 @@ def test_a_file_that_ends_too_early_is_an_error(file):
 def test_a_flipped_bit_is_an_error_when_its_block_is_read(file, at):
     values = np.arange(5 * BLOCK, dtype=np.uint8)
     stored = array_on(file, values)
-    [byte] = os.pread(os.open(f"/proc/self/fd/{file._file.fileno()}", os.O_RDONLY), 1, at)
-    os.pwrite(os.open(f"/proc/self/fd/{file._file.fileno()}", os.O_WRONLY), bytes([byte ^ 16]), at)
+    [byte] = os.pread(os.open(f"/proc/self/fd/{file._file}", os.O_RDONLY), 1, at)
+    os.pwrite(os.open(f"/proc/self/fd/{file._file}", os.O_WRONLY), bytes([byte ^ 16]), at)
     with pytest.raises(ScratchError, match="is damaged: a block is not what was written"):
         np.asarray(stored)
     row = at // BLOCK * BLOCK
