@@ -45,12 +45,13 @@ def live_pinned_bytes():
 def _buffer(array):
     """What tells the array's memory from that of others; None if another thread has deleted it meanwhile.
 
-    While `jax.device_put` copies to another kind of memory, two arrays have the same buffer.
+    While `jax.device_put` copies to another kind of memory, two arrays have the same buffer. JAX waits for an array
+    before it tells the address, and a count must not wait for the step.
     """
     if len(array.sharding.device_set) > 1:
         return id(array)
     try:
-        return array.unsafe_buffer_pointer()
+        return array.unsafe_buffer_pointer() if array.is_ready() else id(array)
     except RuntimeError:
         return None
 
