@@ -43,9 +43,27 @@ IS_DEFAULT = os.environ.get("JAXFERRY_TESTS_DEVICE") == "accelerator"
 """Whether the tests of the engine train on the emulated accelerator."""
 _PUT, _JIT, _BLOCK = jax.device_put, jax.jit, jax.block_until_ready
 _DELETE, _BLOCK_ONE, _CALL = ArrayImpl.delete, ArrayImpl.block_until_ready, jax.stages.Compiled.__call__
-COUNTING = threading.Lock()
+COUNTING = threading.RLock()
 """Held by whoever lists all arrays: the list keeps them alive, and another one who counts would see them."""
+_DELETING = threading.RLock()
 _WAIT_FOR, _SYNCHRONIZE = NativeLibrary.wait_for, NativeLibrary.synchronize
+
+
+def is_ready(array):
+    """`Array.is_ready`, also of an array that another thread deletes meanwhile: such a one is ready.
+
+    JAX 0.10.2 reads freed memory then, and the process ends by a signal.
+    """
+    with _DELETING:
+        return array.is_deleted() or array.is_ready()
+
+
+def _delete(array):
+    with _DELETING:
+        _DELETE(array)
+
+
+ArrayImpl.delete = _delete
 
 
 class Misuse(AssertionError):
@@ -124,10 +142,10 @@ class Accelerator:
     def delete(self, array):
         """`Array.delete`: pinned memory is anybody's from now on."""
         if not array.is_deleted() and self.is_pinned(array) and array.nbytes:
-            if not array.is_ready():
+            if not is_ready(array):
                 raise Misuse("pinned memory is deleted while the device still writes it")
             ctypes.memset(array.unsafe_buffer_pointer(), 0xFF, array.nbytes)
-        _DELETE(array)
+        _delete(array)
 
     def wait_for(self, library, addresses, sizes):
         """`NativeLibrary.wait_for`, only for memory that has been given to the library."""
@@ -211,7 +229,7 @@ def _noted_if_pending(accelerator, name, function):
 
     def waits(given, *args, **options):
         arrays = [given] if isinstance(given, ArrayImpl) else jax.tree.leaves(given) if name == "device_get" else ()
-        if any(_is_concrete(each) and not each.is_deleted() and not each.is_ready() for each in arrays):
+        if any(_is_concrete(each) and not is_ready(each) for each in arrays):
             accelerator.note_wait(name)
         return function(given, *args, **options)
 
@@ -244,7 +262,7 @@ def _pinned_memory():
     for reference in references:
         array = reference()
         with contextlib.suppress(RuntimeError):  # another thread has deleted it
-            if array is not None and array.sharding.memory_kind == "pinned_host" and array.is_ready():
+            if array is not None and array.sharding.memory_kind == "pinned_host" and is_ready(array):
                 start = array.unsafe_buffer_pointer()
                 yield start, start + array.nbytes
 
@@ -252,7 +270,7 @@ def _pinned_memory():
 def _is_pending(outputs):
     """Whether a program has not ended, judged by those of its results that are still there."""
     arrays = [array for reference in outputs if (array := reference()) is not None]
-    return any(not array.is_deleted() and not array.is_ready() for array in arrays)
+    return not all(map(is_ready, arrays))
 
 
 def _is_traced(leaf):

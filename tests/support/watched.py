@@ -13,7 +13,7 @@ import jax
 import optax
 
 import jaxferry
-from accelerator import COUNTING
+from accelerator import COUNTING, is_ready
 from jaxferry.engine import StepGradients, StreamingStep
 from jaxferry.transport import DeviceLayer
 from steps import transport_of
@@ -51,7 +51,7 @@ def _buffer(array):
     if len(array.sharding.device_set) > 1:
         return id(array)
     try:
-        return array.unsafe_buffer_pointer() if array.is_ready() else id(array)
+        return array.unsafe_buffer_pointer() if is_ready(array) else id(array)
     except RuntimeError:
         return None
 
