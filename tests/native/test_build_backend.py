@@ -66,6 +66,13 @@ def test_a_wheel_without_a_demanded_library_is_removed(backend, tmp_path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+def test_of_a_library_that_is_not_asked_for_nothing_is_said(backend, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("JAXFERRY_LIBRARIES", "cpu")
+    backend.built[:] = ["cpu"]
+    assert backend.build_wheel(str(tmp_path)) == WHEEL
+    assert capfd.readouterr().err == ""
+
+
 def test_an_unknown_library_is_refused_before_the_build(backend, monkeypatch):
     monkeypatch.setenv("JAXFERRY_LIBRARIES", "cpu,tpu")
     with pytest.raises(SystemExit, match="JAXFERRY_LIBRARIES must name cpu and cuda, got 'tpu'"):

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import random
 import tempfile
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -69,6 +70,9 @@ IMPOSSIBLE = frozenset(
 )
 """Pairs of values that `train_step` refuses."""
 
+SEED, NUM_TRIED = 16, 3
+"""Of random numbers, and how many cases are drawn for each that is taken: few cases cover all pairs then."""
+
 Item = tuple[str, str]
 Case = tuple[Item, ...]
 
@@ -91,21 +95,37 @@ def pairs_of(cases: Iterable[Case]) -> set[frozenset[Item]]:
 
 
 def covering(axes: dict[str, tuple[str, ...]], given: Iterable[Case] = ()) -> list[Case]:
-    """Cases that cover all pairs beside those given: each takes a pair that is left, and then what covers most.
+    """Cases that cover all pairs beside those given: of some that are drawn, each time the one that covers most.
 
-    Of equal values each case takes another one, so that rare ones are not left for the end.
+    A draw begins with a pair that is left, and takes the other axes in random order, of each the value of most pairs.
     """
-    left, cases, order = all_pairs(axes) - pairs_of(given), list[Case](), list(axes)
-    while left:
-        chosen = dict(min(sorted(pair, key=lambda item: order.index(item[0])) for pair in left))
-        for axis, values in axes.items():
+    left, cases, random_of = all_pairs(axes) - pairs_of(given), list[Case](), random.Random(SEED)
+    partners = dict[Item, set[Item]]()
+    for one, other in map(tuple, left):
+        partners.setdefault(one, set()).add(other)
+        partners.setdefault(other, set()).add(one)
+
+    def drawn(first: Item, second: Item) -> tuple[int, Case]:
+        chosen, gain = dict((first, second)), 1
+        for axis in random_of.sample(list(axes), len(axes)):
             if axis not in chosen:
-                allowed = [value for value in values if is_possible([*chosen.items(), (axis, value)])]
-                gains = [sum(frozenset({(axis, value), item}) in left for item in chosen.items()) for value in allowed]
-                best = [value for value, gain in zip(allowed, gains, strict=True) if gain == max(gains)]
-                chosen[axis] = best[len(cases) % len(best)]
-        cases.append(tuple((axis, chosen[axis]) for axis in axes))
-        left -= pairs_of(cases[-1:])
+                items = chosen.items()
+                gains = {
+                    value: len(partners.get((axis, value), set()) & items)
+                    for value in axes[axis]
+                    if is_possible([*items, (axis, value)])
+                }
+                most = max(gains.values())
+                chosen[axis] = random_of.choice([value for value in gains if gains[value] == most])
+                gain += most
+        return gain, tuple((axis, chosen[axis]) for axis in axes)
+
+    while any(partners.values()):
+        first = max(partners, key=lambda item: len(partners[item]))
+        tried = (drawn(first, second) for second in random_of.choices(sorted(partners[first]), k=NUM_TRIED))
+        cases.append(max(tried)[1])
+        for item, other in itertools.permutations(cases[-1], 2):
+            partners.get(item, set()).discard(other)
     return cases
 
 

@@ -15,6 +15,8 @@ import jax
 import pytest
 
 from built import built_once
+from jaxferry.native import status
+from native import cuda_build
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDER = pathlib.Path(os.environ.get("JAXFERRY_SOFTWARE_GPU", ROOT.parent / "shared" / "softgpu"))
@@ -35,16 +37,20 @@ needed = pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_s
 
 
 def _build(folder):
-    """Builds the device, and JaxFerry's libraries for it, in a folder."""
-    device, checkout = folder / "device", folder / "checkout"
+    """Builds the device, and the CUDA library and its kernels for it, in a folder; the CPU library is the package's."""
+    device, native = folder / "device", folder / "native"
     shutil.copytree(FOLDER, device, ignore=shutil.ignore_patterns("build"), copy_function=shutil.copyfile)
     for tool in (*device.glob("tools/*"), *device.glob("toolkit/bin/*")):
         tool.chmod(0o755)
-    (checkout / "jaxferry" / "native").mkdir(parents=True)
-    (checkout / "xla_ffi").symlink_to(ROOT / "xla_ffi")
-    for command in (["make", "-C", device], [device / "tools" / "jaxferry-libs", checkout, sys.executable]):
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+    cuda_build.run("make", "-C", device)
+    runtime = f"-DJAXFERRY_CUDART={device}/build/libcudart_static.a"
+    cuda_build.build(native, runtime, "-DJAXFERRY_CUDA_ARCHITECTURES=90", "-DCMAKE_CXX_FLAGS_RELEASE=-O0 -DNDEBUG")
+    shutil.copy(status("cpu").path, native)
+    kernels = device / "build" / "jfptx"  # where the device's env.sh looks
+    kernels.mkdir()
+    for source in (cuda_build.SOURCES / "cuda").glob("*.cu"):
+        to_ptx = ["nvcc", "-ptx", "-arch=compute_90", "-std=c++17", "-O3", "-DNDEBUG", f"-I{cuda_build.SOURCES}"]
+        cuda_build.run(*to_ptx, source, "-o", kernels / f"{source.stem}.ptx")
 
 
 def run(script, *arguments, timeout_s=300, **environment):
@@ -75,7 +81,7 @@ def run_tests(*arguments, timeout_s=800):
 def _execute(arguments, timeout_s, environment):
     """Runs Python on the software device and returns what it prints."""
     folder = built_once("software-gpu", _build)
-    native = folder / "checkout" / "jaxferry" / "native"
+    native = folder / "native"
     settings = {
         "JAXFERRY_NATIVE_DIR": str(native),
         "JAXFERRY_CHECK_LIBRARY": str(native / "libjaxferry_cuda.so"),

@@ -1,8 +1,8 @@
 """The build backend: scikit-build-core, which skips the native libraries if CMake or its build tool is missing.
 
 `pip install` fetches CMake and Ninja itself; with `--no-build-isolation` it uses the installed ones. A build without a
-library says what is missing and what that costs; pip shows it with `-v`. JAXFERRY_LIBRARIES="cpu,cuda", which
-release wheels are built with, fetches nvcc if the system has none and makes a missing library an error.
+library says what is missing and what that costs; pip shows it with `-v`. JAXFERRY_LIBRARIES names the libraries to
+build, of which none may be missing then: release wheels have "cpu,cuda", which fetches nvcc if the system has none.
 """
 
 import importlib.util
@@ -78,14 +78,14 @@ def _required_libraries() -> list[str]:
 
 
 def _tell(wheel: pathlib.Path) -> None:
-    """Says which libraries a wheel lacks, at what cost; those in JAXFERRY_LIBRARIES may not be missing."""
+    """Says which libraries a wheel lacks, at what cost; those that JAXFERRY_LIBRARIES asks for may not be missing."""
     with zipfile.ZipFile(wheel) as archive:
         files = {pathlib.PurePosixPath(name).name for name in archive.namelist()}
-    missing = [name for name in COSTS if f"libjaxferry_{name}.so" not in files]
+    asked = _required_libraries()
+    missing = [name for name in asked or COSTS if f"libjaxferry_{name}.so" not in files]
     for name in missing:
         remedy = f"{REMEDIES[name]}, then `jaxferry build-native --platform {name}`"
         print(f"JaxFerry: no {name} library. Without it, {COSTS[name]}. To have it, {remedy}.", file=sys.stderr)
-    lacking = [name for name in missing if name in _required_libraries()]
-    if lacking:
+    if asked and missing:
         wheel.unlink()
-        raise SystemExit(f"{LIBRARIES_VARIABLE} asks for the {' and the '.join(lacking)} library, which was not built")
+        raise SystemExit(f"{LIBRARIES_VARIABLE} asks for the {' and the '.join(missing)} library, which was not built")
