@@ -63,7 +63,7 @@ def _delete(array):
         _DELETE(array)
 
 
-ArrayImpl.delete = _delete
+ArrayImpl.delete = _delete  # type: ignore[method-assign]
 
 
 class Misuse(AssertionError):
