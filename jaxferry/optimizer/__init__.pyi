@@ -40,6 +40,7 @@ from .scratch import Scratch as Scratch
 from .split_masters import LazyArray as LazyArray
 from .split_masters import MasterForm as MasterForm
 from .split_masters import SplitMaster as SplitMaster
+from .split_masters import joined_bytes as joined_bytes
 from .split_masters import master_bytes as master_bytes
 from .transformations import init_of as init_of
 from .update_group import Subgroup as Subgroup

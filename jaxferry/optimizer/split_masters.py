@@ -13,7 +13,8 @@ import abc
 import enum
 import itertools
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import jax
@@ -22,6 +23,7 @@ import numpy as np
 
 from jaxferry.native import library, rest_size
 from jaxferry.partition import Leaf, Piece
+from jaxferry.transport import Placement, as_numpy, unwritten
 
 _IN_A_WORD = 16  # of the bits that say whether a master was rounded up
 _LEAST_SIZE = 1024
@@ -119,11 +121,16 @@ class SplitMaster(LazyArray):
     def elements(self, start: int, size: int) -> np.ndarray:
         """See `LazyArray`."""
         made = np.empty(size, np.float32)
+        self.join(made, start)
+        return made
+
+    def join(self, made: np.ndarray, start: int = 0) -> None:
+        """Writes elements of the flattened array, from `start` on, into a contiguous vector."""
+        size = made.size
         for copy, first, at in zip(self._copies, *_starts([copy.size for copy in self._copies]), strict=True):
             low, stop = max(start - first, 0), min(start + size - first, copy.size)
             if low < stop:
                 self._join(copy, at, low, stop, made[first + low - start : first + stop - start])
-        return made
 
     def _join(self, copy: np.ndarray, at: int, start: int, stop: int, made: np.ndarray) -> None:
         """Elements of a share of the compute copy, with what it lacks from `at` on."""
@@ -136,6 +143,39 @@ class SplitMaster(LazyArray):
         library("cpu").join(copy[first:stop], self.rest[at + first : at + stop], bits, joined)
         if joined is not made:
             made[:] = joined[start - first :]
+
+
+class JoinedMasters:
+    """Split masters as whole arrays, for an update that takes them so.
+
+    Those of one update are kept for the next one if `keeps`: new memory takes longer than what is done in it.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement, self.keeps = placement, False
+        self._free, self._lock = list[jax.Array](), threading.Lock()
+
+    def masters(self, masters: Sequence[Any]) -> list[Any]:
+        """The masters, of which split ones are in arrays of their own."""
+        made = list(masters)
+        with self._lock:
+            free, self._free = self._free, []
+        wanted = [(number, own) for number, own in enumerate(masters) if isinstance(own, SplitMaster)]
+        for number, own in wanted:
+            place = next((place for place, array in enumerate(free) if array.shape == own.shape), None)
+            if place is not None:
+                made[number] = free.pop(place)
+        free.clear()  # before there is new memory
+        for number, own in wanted:
+            if made[number] is own:
+                made[number] = unwritten(own.shape, own.dtype, self._placement)
+            own.join(as_numpy(made[number]).reshape(-1))
+        return made
+
+    def keep(self, whole: Sequence[Any], masters: Sequence[Any]) -> None:
+        """Takes the arrays back of masters that are split again."""
+        if self.keeps:
+            self._free = [array for array, own in zip(whole, masters, strict=True) if isinstance(own, SplitMaster)]
 
 
 def rests(rest: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
@@ -151,15 +191,17 @@ def _starts(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
     return own, lacking
 
 
-def split(master: jax.Array, copies: Sequence[np.ndarray], form: MasterForm) -> Any:
+def split(master: jax.Array, copies: Sequence[np.ndarray], form: MasterForm, before: Any = None) -> Any:
     """The master in a form, whose compute copy is in these shares; itself if it is small or cannot be split.
 
-    Only signalling NaNs cannot.
+    Only signalling NaNs cannot. What the copy lacks is written where `before`, the master until now, has it.
     """
     if master.size < _LEAST_SIZE or form is MasterForm.WHOLE:
         return master
     sizes = [copy.size for copy in copies]
-    rest = np.empty(sum(map(rest_size, sizes)) if form is MasterForm.SPLIT else 0, np.uint16)
+    size = sum(map(rest_size, sizes)) if form is MasterForm.SPLIT else 0
+    has_room = isinstance(before, SplitMaster) and isinstance(before.rest, np.ndarray) and before.rest.size == size
+    rest = before.rest if has_room else np.empty(size, np.uint16)
     whole = np.asarray(master).reshape(-1)
     if form is MasterForm.SPLIT:
         for copy, first, own in zip(copies, _starts(sizes)[0], rests(rest, sizes), strict=True):
@@ -173,6 +215,12 @@ def master_bytes(leaf: Leaf, form: MasterForm, pieces: Sequence[Piece]) -> int:
     if form is MasterForm.WHOLE or not is_split(leaf) or leaf.size < _LEAST_SIZE:
         return leaf.size * leaf.master_dtype.itemsize
     return 2 * sum(rest_size(piece.size) for piece in pieces) if form is MasterForm.SPLIT else 0
+
+
+def joined_bytes(placed: Iterable[tuple[Leaf, Sequence[Piece]]]) -> int:
+    """The bytes of the masters of a layer that are split, as an update takes them whole."""
+    split = [(leaf, pieces) for leaf, pieces in placed if is_split(leaf) and leaf.size >= _LEAST_SIZE]
+    return sum(master_bytes(leaf, MasterForm.WHOLE, pieces) for leaf, pieces in split)
 
 
 def is_split(leaf: Leaf) -> bool:

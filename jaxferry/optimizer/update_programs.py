@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.native import host_sums
+from jaxferry.native import host_sums, is_available
 from jaxferry.optimizer.fused_update import Factors, FusedUpdate, factors_program, in_order
 from jaxferry.optimizer.optimizers import HostRule, fused_rule, master_form
 from jaxferry.optimizer.pieces import filled, on_host
 from jaxferry.optimizer.replay import TreeUpdate
-from jaxferry.optimizer.split_masters import LazyArray, MasterForm, SplitMaster, is_split, split
+from jaxferry.optimizer.split_masters import JoinedMasters, LazyArray, MasterForm, SplitMaster, is_split, split
 from jaxferry.optimizer.update_group import (
     OfLayers,
     UpdateGroup,
@@ -68,13 +68,13 @@ class CompiledUpdate:
 
     `program` maps `(masters, state, vectors, gradients, norm, scale, extra)` to `(masters, state, vectors)`, with
     vectors of trained parameters alone. Masters and state are donated; if the device is a CPU, so are vectors, else
-    there are none.
+    there are none. `joined` has room for masters that are split, which the program takes whole.
     """
 
     reads_shares = False
 
-    def __init__(self, program: Any, placement: Placement, layers: Sequence[Layer]) -> None:
-        self.program, self._placement, self._layers = program, placement, layers
+    def __init__(self, program: Any, placement: Placement, layers: Sequence[Layer], joined: JoinedMasters) -> None:
+        self.program, self._placement, self._layers, self._joined = program, placement, layers, joined
         self._nums = [len(layer.vectors) for layer in layers]
 
     def __call__(
@@ -83,16 +83,19 @@ class CompiledUpdate:
         """See `Update`."""
         pairs = zip(vectors, self._nums, strict=True)
         old = [of_layer[:num] if self._placement.is_cpu else () for of_layer, num in pairs]
-        masters = [on_host(own, self._placement) if isinstance(own, SplitMaster) else own for own in unit.masters]
-        forms = {own.form for own in unit.masters if isinstance(own, SplitMaster)}
+        before = unit.masters
+        forms = {own.form for own in before if isinstance(own, SplitMaster)}
+        masters = self._joined.masters(before) if forms else before
         made = jax.block_until_ready(self.program(masters, unit.state, old, gradients, norm, scale, [*extra]))
         unit.masters, unit.state, new = made
         if self._placement.is_cpu:
             found = [(*own, *of_layer[num:]) for own, of_layer, num in zip(new, vectors, self._nums, strict=True)]
         else:
             found = updated_vectors(vectors, new, self._placement, self._layers)
-        for form in forms:  # a unit that the library updates, but for a batch without gradients of some of its layers
-            split_unit(unit, self._layers, found, form, self._placement)
+        for form in forms:
+            whole = unit.masters
+            split_unit(unit, self._layers, found, form, self._placement, before)
+            self._joined.keep(whole, unit.masters)
         return found
 
     def begin_step(self, unit: UpdateGroup, norm: Any, scale: Any) -> None:
@@ -126,16 +129,25 @@ class _InitialState:
 
 
 def split_unit(
-    unit: UpdateGroup, layers: Sequence[Layer], vectors: OfLayers, form: MasterForm, placement: Placement
+    unit: UpdateGroup,
+    layers: Sequence[Layer],
+    vectors: OfLayers,
+    form: MasterForm,
+    placement: Placement,
+    before: Sequence[Any] = (),
 ) -> None:
-    """Stores masters of a unit by the bf16 copy that its vectors have of them; `layers` are its trained parts."""
+    """Stores masters of a unit by the bf16 copy that its vectors have of them; `layers` are its trained parts.
+
+    If these are new values of masters `before`, they take the place of those.
+    """
     made, shares = [], dict[tuple[int, int], list[np.ndarray]]()
-    for master, (number, leaf, pieces) in zip(unit.masters, in_order(layers, placement.ownership), strict=True):
+    placed, known = in_order(layers, placement.ownership), before or [None] * len(unit.masters)
+    for master, old, (number, leaf, pieces) in zip(unit.masters, known, placed, strict=True):
         if is_split(leaf):
             key = number, leaf.vector
             if key not in shares:
                 shares[key] = [own.view(np.uint16) for own in shares_of(vectors[number][leaf.vector], placement)]
-            master = split(master, [piece.of(shares[key]) for piece in pieces], form)
+            master = split(master, [piece.of(shares[key]) for piece in pieces], form, old)
         made.append(master)
     unit.masters = made
 
@@ -150,6 +162,7 @@ class UpdatePrograms:
         self._begun: dict[Any, Compiling] = {}
         self._factors: Factors | None = None
         self._forms: dict[Any, MasterForm] = {}
+        self._joined = JoinedMasters(placement)
 
     def init_state(self, unit: UpdateGroup, masters: Sequence[jax.Array]) -> list[jax.Array]:
         """The initial Optax state of a unit, in host memory."""
@@ -164,11 +177,29 @@ class UpdatePrograms:
         state: list[jax.Array] = self._programs[key](masters)
         return state
 
-    @functools.cached_property
+    @property
     def master_form(self) -> MasterForm:
-        """The form of masters: whole ones unless the library updates compute copies in place."""
+        """The form of masters: whole unless the library updates compute copies in place, or `split_all` says so."""
+        return MasterForm.SPLIT if self.joins_masters else self._form_of_library
+
+    @functools.cached_property
+    def _form_of_library(self) -> MasterForm:
         state = self._tree.state_of(self._tree.leaves)
         return master_form(self._tree.optimizer, state) if self._writes_in_place else MasterForm.WHOLE
+
+    @property
+    def joins_masters(self) -> bool:
+        """Whether masters are split although XLA compiles updates, which take them whole: one update at a time."""
+        return self._joined.keeps
+
+    def can_split_all(self) -> bool:
+        """Whether masters that XLA updates can be split."""
+        can_write = self._placement.is_cpu or can_view(self._placement)
+        return self._form_of_library is MasterForm.WHOLE and can_write and is_available("cpu")
+
+    def split_all(self, splits: bool) -> None:
+        """Has masters split or whole that `can_split_all` speaks of, before there is a state."""
+        self._joined.keeps = splits
 
     @functools.cached_property
     def _writes_in_place(self) -> bool:
@@ -184,7 +215,7 @@ class UpdatePrograms:
         key = self.key(unit, layers, [Arrival.OWN] * len(layers))
         if key not in self._forms:
             has_rule = self._rule(unit, [Arrival.OWN] * len(unit.layers), layers) is not None
-            self._forms[key] = self.master_form if has_rule else MasterForm.WHOLE
+            self._forms[key] = self.master_form if has_rule or self.joins_masters else MasterForm.WHOLE
         return self._forms[key]
 
     def compile(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> None:
@@ -198,7 +229,7 @@ class UpdatePrograms:
             self._factors = Factors(programs.pop(_FACTORS), len(counts))
         for key, program in programs.items():
             trained = [layers[i].trained for i in missing[key][0].layers]
-            self._updates[key] = CompiledUpdate(program, self._placement, trained)
+            self._updates[key] = CompiledUpdate(program, self._placement, trained, self._joined)
         for key, rule in rules.items():
             self._updates[key] = self._fused(rule, missing[key][0], missing[key][1], layers)
         for unit, how, key in wanted:

@@ -5,7 +5,7 @@ trainer       TrainStep                               saving            a state 
 compiler      a batch structure -> a step             model, disk       parameters and optimizer, where they are
 cuts          a loss function -> segments             profiles          what a step is planned with
 choice        the plan                                measured_profile  measures that on the device
-step          plan -> program -> compiled
+step          plan -> program -> compiled             host_usage        what host memory holds, by use
 
 `measured_profile` rests on `microbenchmarks`, their arguments (`samples`), clocks (`timers`), links (`contention`) and
 earlier results (`profile_cache`).

@@ -13,6 +13,9 @@ from .disk import Bytes as Bytes
 from .disk import fewest_on_disk as fewest_on_disk
 from .disk import left_in_memory as left_in_memory
 from .entry import train_step as train_step
+from .host_usage import buffered_groups as buffered_groups
+from .host_usage import few_buffers as few_buffers
+from .host_usage import host_bytes as host_bytes
 from .measured_profile import Work as Work
 from .measured_profile import measure_profile as measure_profile
 from .microbenchmarks import GradientStore as GradientStore
@@ -23,9 +26,6 @@ from .microbenchmarks import program_variants as program_variants
 from .microbenchmarks import streamed_update_subject as streamed_update_subject
 from .model import Model as Model
 from .model import accelerator_dtype as accelerator_dtype
-from .model import buffered_groups as buffered_groups
-from .model import few_buffers as few_buffers
-from .model import host_bytes as host_bytes
 from .options import ALL as ALL
 from .options import ESTIMATE as ESTIMATE
 from .options import MEASURE as MEASURE

@@ -34,8 +34,9 @@ from jaxferry.settings import ThreadPool, check_may_trace, users_stacklevel
 from jaxferry.step import Plan, StepProgram
 from jaxferry.training.choice import best_granularity, tilings, with_state_on_disk
 from jaxferry.training.cuts import Call, Cut, Cutter, structure_of
+from jaxferry.training.host_usage import buffered_groups
 from jaxferry.training.measured_profile import Work
-from jaxferry.training.model import Model, buffered_groups
+from jaxferry.training.model import Model
 from jaxferry.training.options import Options
 from jaxferry.training.profiles import OfBatches, Profiler, share_of_one
 from jaxferry.training.step import Prepared, StepCompiler

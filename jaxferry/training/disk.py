@@ -18,9 +18,9 @@ from jaxferry.partition import Layer, Ownership, aval_bytes
 from jaxferry.processes import check_same, largest
 from jaxferry.settings import users_stacklevel
 from jaxferry.step import DISK_SLOTS
+from jaxferry.training.host_usage import MASTERS, STATE
 from jaxferry.units import format_apart, format_bytes
 
-MASTERS, STATE = "master parameters", "optimizer state"
 Bytes = tuple[int, int]
 """Of masters and of optimizer state."""
 

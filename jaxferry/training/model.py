@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import operator
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,38 +15,42 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxferry.engine import UNSCALED, Owner, TrainState, groups_backward, groups_with_buffers
+from jaxferry.engine import UNSCALED, Owner, TrainState, groups_with_buffers
 from jaxferry.errors import HostMemoryError, InputError
 from jaxferry.optimizer import (
     Disk,
     HostOptimizer,
-    MasterForm,
     Stored,
     host_array,
     host_memory,
-    init_of,
-    master_bytes,
-    master_form,
+    joined_bytes,
     masters_from_arrays,
     masters_layer_by_layer,
     stored_whole,
 )
 from jaxferry.partition import (
     Layer,
-    Ownership,
-    Partition,
     Span,
-    aval_bytes,
     frozen_leaves,
     held_whole,
     layers_by_path,
-    result_shapes,
     stored_struct,
 )
 from jaxferry.processes import is_key, largest
 from jaxferry.settings import users_stacklevel
 from jaxferry.step import streamed_state_bytes
-from jaxferry.training.disk import MASTERS, NO_DISK, STATE, DiskOptions, StateOnDisk
+from jaxferry.training.disk import NO_DISK, DiskOptions, StateOnDisk
+from jaxferry.training.host_usage import (
+    FEW_BUFFERS,
+    GRADIENTS,
+    MASTERS,
+    SUMS,
+    buffered_groups,
+    bytes_by_use,
+    few_buffers,
+    forms_of,
+    master_dtypes,
+)
 from jaxferry.training.options import ALL, Numerics
 from jaxferry.training.step import Prepared
 from jaxferry.transport import Placement, choose_transport
@@ -57,13 +60,10 @@ ACCELERATOR_DTYPE: Any = jnp.bfloat16
 
 _COPIES = "copies to read in place"
 _SAVED = "saved activations"
-_SUMS = "sums of gradients"
 _WHOLE = "master parameters that are not split"
 _LESS_MOVED = "take smaller or shorter batches (with offload_activations=True), or a plan that reads no layer in place"
-_GRADIENTS = "gradients"
-_OF_STEPS = ("compute copy", _GRADIENTS, _SUMS)
-_FEW_BUFFERS = (32, 16, 8, 4, 2)
-"""Numbers of gradient buffers to try where host memory does not hold all gradients."""
+_JOINED = "masters while they are updated"
+_OF_STEPS = ("compute copy", GRADIENTS, SUMS)
 
 
 class Model:
@@ -96,7 +96,7 @@ class Model:
         layers = layers_by_path(params, self.compute_dtype, hidden)
         self.params = abstract(params)
         leaves, tree = jax.tree.flatten(self.params)
-        dtypes = _master_dtypes(layers)
+        dtypes = master_dtypes(layers)
         masters = [jax.ShapeDtypeStruct(stored_struct(leaf).shape, dtypes[i]) for i, leaf in enumerate(leaves)]
         self.optimizer = HostOptimizer(
             optimizer, tree, masters, placement, numerics.clip_norm, hidden, numerics.extra_args
@@ -108,6 +108,33 @@ class Model:
         in_memory = functools.partial(self.host_bytes, uses_disk=False)
         self.disk = StateOnDisk(disk, self.optimizer, placement.ownership, in_memory, self._fits)
         self._known: dict[str, Any] = {}
+        self._split_masters()
+
+    def _split_masters(self) -> None:
+        """Has masters split that XLA updates whole, if host memory does not hold them beside the fewest gradients."""
+        updates, given = self.optimizer.updates, self._gradient_buffers
+        is_alone = self._placement.num_processes == 1 and self.optimizer.is_by_layer(self.layers)
+        if not (is_alone and updates.can_split_all()):
+            return
+        has_all = given in (None, ALL) or self.numerics.rules.need_all_gradients
+        num = given if isinstance(given, int) else None if has_all else FEW_BUFFERS[-1]
+
+        def needed() -> dict[str, int]:
+            return self.host_bytes(with_buffers=self._with_buffers(self.layers, num), uses_disk=False)
+
+        whole = needed()
+        if self._fits(whole):
+            return
+        updates.split_all(True)
+        split = needed()
+        if sum(split.values()) >= sum(whole.values()):
+            updates.split_all(False)
+        elif self._fits(split) or self._disk_options.scratch is not None:
+            warnings.warn(
+                "host memory does not hold the fp32 masters: they are stored as the compute copy and what it lacks, so "
+                "updates take longer (those of jaxferry.adamw, adam, lion and sgd do not)",
+                stacklevel=users_stacklevel(),
+            )
 
     def on(self, placement: Placement) -> Model:
         """The same model on other devices, with the same transport."""
@@ -203,11 +230,13 @@ class Model:
         more = {_COPIES: copies, _SAVED: saved_bytes}
         if self.numerics.accumulate > 1:
             widened = dict.fromkeys(range(len(layers)), 1) | dict(widened or {})
-        forms = _forms(self.optimizer.updates.master_form, layers, streamed)
+        forms = forms_of(self.optimizer.updates.master_form, layers, streamed)
         if with_buffers is None:
             with_buffers = self._with_buffers(layers, self.gradient_buffers)
-        of_training = _host_bytes(layers, state, own, widened or {}, self._placement.is_cpu, forms, with_buffers)
+        of_training = bytes_by_use(layers, state, own, widened or {}, self._placement.is_cpu, forms, with_buffers)
         of_training = self.disk.left(of_training, layers) if uses_disk else of_training
+        if self.optimizer.updates.joins_masters:
+            more[_JOINED] = max(joined_bytes(own.placed(layer.trained)) for layer in layers)
         return of_training | {name: num_bytes for name, num_bytes in more.items() if num_bytes}
 
     def host_bytes_of(self, prepared: Prepared) -> dict[str, int]:
@@ -288,26 +317,26 @@ class Model:
         remedy = host_memory.LESS_STATE if not needed else _LESS_MOVED
         # Only batches show which gradients are summed in more bits; what is known has been checked before.
         known = self._known_bytes()
-        more_sums = found.get(_SUMS, 0) - known.get(_SUMS, 0)
+        more_sums = found.get(SUMS, 0) - known.get(SUMS, 0)
         if more_sums > 0:
-            needed[_SUMS] = more_sums
+            needed[SUMS] = more_sums
         if found[MASTERS] > known[MASTERS]:
             needed[_WHOLE] = found[MASTERS] - known[MASTERS]
-        if self.gradient_buffers is not None and found[_GRADIENTS] > known[_GRADIENTS]:
-            needed[_GRADIENTS] = found[_GRADIENTS] - known[_GRADIENTS]
+        if self.gradient_buffers is not None and found[GRADIENTS] > known[GRADIENTS]:
+            needed[GRADIENTS] = found[GRADIENTS] - known[GRADIENTS]
         if not needed:
             return
         if is_first and not is_begun:
             needed |= {name: found[name] for name in _OF_STEPS if name in found}
         held_bytes = sum(found.values()) - sum(needed.values())
-        existing_bytes = min(kept_bytes, needed.get(_SAVED, 0)) + is_begun * needed.get(_SUMS, 0)
+        existing_bytes = min(kept_bytes, needed.get(_SAVED, 0)) + is_begun * needed.get(SUMS, 0)
         host_memory.check(needed, "a step", remedy, held_bytes, existing_bytes)
-        if needed.keys() & {_SUMS, _WHOLE, _GRADIENTS}:
+        if needed.keys() & {SUMS, _WHOLE, GRADIENTS}:
             self._known = _updated(prepared)
 
     def masters(self, leaves: Sequence[Any]) -> dict[int, Stored]:
         """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
-        dtypes, own, numbers = _master_dtypes(self.layers), self._placement.ownership, range(len(leaves))
+        dtypes, own, numbers = master_dtypes(self.layers), self._placement.ownership, range(len(leaves))
         spans = {leaf.index: own.span(layer, leaf) for layer in self.layers for leaf in layer.leaves}
         own_dtypes, own_spans = [dtypes[leaf] for leaf in numbers], [spans[leaf] for leaf in numbers]
         return masters_from_arrays(leaves, own_dtypes, self._placement, own_spans, self.disk.keeper(self.layers))
@@ -345,78 +374,11 @@ class Model:
         return TrainState(*own, optimizer, step, scale, disk)
 
 
-def host_bytes(
-    params: Any,
-    optimizer: optax.GradientTransformation,
-    compute_dtype: Any,
-    layers: Sequence[Layer],
-    widened: Mapping[int, int],
-    streamed: Collection[int] = (),
-    with_buffers: Collection[int] | None = None,
-) -> dict[str, int]:
-    """`Model.host_bytes` for an optimizer that trains all parameters, of which shapes are enough; traces no update."""
-    dtypes = _master_dtypes(layers_by_path(params, compute_dtype))
-    leaves, tree = jax.tree.flatten(params)
-    masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
-    state = result_shapes(init_of(optimizer), jax.tree.unflatten(tree, masters))
-    forms = _forms(master_form(optimizer, state), layers, streamed)
-    with_buffers = range(len(layers)) if with_buffers is None else with_buffers
-    return _host_bytes(layers, jax.tree.leaves(state), Ownership(), widened, False, forms, with_buffers)
-
-
-def buffered_groups(parts: Partition, num: int | None) -> frozenset[int]:
-    """The groups whose gradients have memory of their own on the host: see `Plan.gradient_buffers`."""
-    return groups_with_buffers(parts.layers, groups_backward(parts), num)
-
-
 def _updated(prepared: Prepared) -> dict[str, Any]:
     """The arguments of `Model.host_bytes` that say what updates of a prepared step keep."""
     program, num = prepared.program, prepared.plan.gradient_buffers
     kinds = {"layers": program.partition.layers, "widened": program.widened, "streamed": program.streamed}
     return kinds | {"with_buffers": buffered_groups(program.partition, num)}
-
-
-def few_buffers(fits: Callable[[int | None], bool]) -> int | None:
-    """The most gradient buffers, None for all, with which training fits into host memory; the fewest if none does."""
-    return next(filter(fits, (None, *_FEW_BUFFERS)), _FEW_BUFFERS[-1])
-
-
-def _forms(form: MasterForm, layers: Sequence[Layer], streamed: Collection[int]) -> list[MasterForm]:
-    return [MasterForm.WHOLE if group in streamed else form for group in range(len(layers))]
-
-
-def _host_bytes(
-    layers: Sequence[Layer],
-    state: Iterable[Any],
-    ownership: Ownership,
-    widened: Mapping[int, int],
-    is_cpu: bool,
-    forms: Sequence[MasterForm],
-    with_buffers: Collection[int],
-) -> dict[str, int]:
-    # The compute copy of a frozen parameter is its only copy if the dtypes agree.
-    masters = [
-        master_bytes(leaf, form, pieces)
-        for layer, form in zip(layers, forms, strict=True)
-        for leaf, pieces in ownership.placed(layer)
-        if leaf.is_trained or leaf.master_dtype != leaf.dtype
-    ]
-    trained = [layer.trained for layer in layers]
-    # Where gradients of fewer bits are summed, these arrive in memory of their own: all of a step, unless a CPU adds
-    # each at once.
-    sums = sum(
-        ownership.of(layer.wide).num_bytes
-        for group, layer in enumerate(trained)
-        if group in widened and layer.wide is not layer
-    )
-    num_arriving = [(1 if is_cpu else widened.get(group, 1)) * (group in with_buffers) for group in range(len(trained))]
-    return {
-        MASTERS: sum(masters),
-        STATE: sum(map(aval_bytes, state)),
-        "compute copy": sum(map(ownership.num_host_bytes, layers)),
-        _GRADIENTS: sum(map(operator.mul, num_arriving, map(ownership.num_host_bytes, trained))),
-        **({_SUMS: sums} if sums else {}),
-    }
 
 
 def abstract(params: Any) -> Any:
@@ -433,7 +395,3 @@ def accelerator_dtype(params: Any) -> Any:
     """The dtype in which an accelerator sees these parameters by default: `ACCELERATOR_DTYPE` for fp32, else None."""
     is_single = all(getattr(leaf, "dtype", None) == np.float32 for leaf in jax.tree.leaves(params))
     return ACCELERATOR_DTYPE if is_single else None
-
-
-def _master_dtypes(layers: Sequence[Layer]) -> dict[int, np.dtype]:
-    return {leaf.index: leaf.master_dtype for layer in layers for leaf in layer.leaves}

@@ -1,6 +1,9 @@
 """Masters that are stored as their bf16 compute copy and what it lacks: as arrays, in training, in host memory."""
 
+import contextlib
 import itertools
+import os
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ import pytest
 import jaxferry
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library, rest_size
-from jaxferry.optimizer import SplitMaster, split_masters
+from jaxferry.optimizer import SplitMaster, host_memory, split_masters
 from jaxferry.partition import Ownership
 from jaxferry.step import LayerPlan, Plan
 from jaxferry.transport import Transport
@@ -27,8 +30,9 @@ OPTIMIZERS = {
     "sgd": jaxferry.sgd(1e-2),
     "copy": jaxferry.adamw(1e-2, masters="bfloat16"),
     "copy int8": jaxferry.adamw(1e-2, moments="int8", masters="bfloat16"),
+    "optax": optax.adamw(1e-2),
 }
-FORMS = pytest.mark.parametrize("form", ["adamw", "copy"])
+FORMS = pytest.mark.parametrize("form", ["adamw", "copy", "optax"])
 DEVICES = pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.cpu_device)])
 BATCH = np.ones((4, WIDTH), np.float32)
 SHAPES = [(), (1,), (17,), (3, 5), (1, 40), (2, 1, 33), (4, 0, 3), (5, 4, 3, 2)]
@@ -88,13 +92,21 @@ def parameters():
     return params
 
 
+def declared_in_little_memory(step):
+    """The step, declared where whole masters do not fit."""
+    with mock.patch.dict(os.environ, {host_memory.VARIABLE: "1"}):
+        step.declare(parameters())
+    return step
+
+
 def step_of(optimizer, modes=(Mode.GFGB, Mode.DHA, Mode.RELOAD, Mode.GFGB), num_devices=1, **options):
     if num_devices > 1:
         options["mesh"] = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
     places = [GradientPlace.DEVICE] * (DEPTH - 1) + [GradientPlace.HOST]
     layers = tuple(LayerPlan(f"l{i}", mode, place) for i, (mode, place) in enumerate(zip(modes, places, strict=True)))
     options = {"plan": Plan("any", 1.0, layers), "compute_dtype": jnp.bfloat16, **options}
-    return jaxferry.train_step(loss_fn, optimizer, **options)
+    step = jaxferry.train_step(loss_fn, optimizer, **options)
+    return declared_in_little_memory(step) if optimizer is OPTIMIZERS["optax"] else step
 
 
 def kinds(state):
@@ -181,8 +193,11 @@ def test_a_layer_that_is_never_read_decays_and_stays_split(whole, form):
     states = []
     for _ in range(2):
         reads = chain([f"l{i}" for i in range(DEPTH)])
-        optimizer = jaxferry.adamw(1e-2, weight_decay=0.1, **more)
+        optimizer = (optax if form == "optax" else jaxferry).adamw(1e-2, weight_decay=0.1, **more)
         step = jaxferry.train_step(reads, optimizer, compute_dtype=jnp.bfloat16)
+        if form == "optax":
+            with mock.patch.dict(os.environ, {host_memory.VARIABLE: "1"}):
+                step.declare(params)
         states.append(train(step, step.init(params), 3)[0])
         whole()
     assert kinds(states[0]) == {SplitMaster} and SplitMaster not in kinds(states[1])
@@ -242,9 +257,30 @@ def test_host_memory_is_counted_as_masters_are_stored(optimizer, num_devices):
     model, layers = step.compiler.model, state.host.layers
     masters = [master for unit in state.host.units for master in unit.masters]
     stored = sum(own.rest.nbytes if isinstance(own, SplitMaster) else own.nbytes for own in masters)
-    assert model.host_bytes(layers)["master parameters"] == stored
+    found = model.host_bytes(layers)
+    assert found["master parameters"] == stored
+    # Where XLA compiles updates, one at a time takes the masters of a layer whole.
+    is_joined = optimizer is OPTIMIZERS["optax"]
+    assert found.get("masters while they are updated", 0) == (4 * WIDTH**2 if is_joined else 0)
     streamed = model.host_bytes(layers, streamed=range(DEPTH))["master parameters"]
     assert streamed == sum(own.nbytes for own in masters) == 4 * DEPTH * WIDTH**2
+
+
+def test_masters_that_xla_updates_are_split_only_where_fewer_gradient_buffers_do_not_do(monkeypatch):
+    def made(limit, warns, **options):
+        monkeypatch.setenv(host_memory.VARIABLE, str(limit))
+        step = jaxferry.train_step(loss_fn, optax.adamw(1e-2), compute_dtype=jnp.bfloat16, **options)
+        with contextlib.nullcontext() if warns is None else pytest.warns(UserWarning, match=warns):
+            state, losses = train(step, step.init(parameters()), 4)
+        return sum(step.compiler.model.host_bytes().values()), kinds(state), losses
+
+    whole_bytes, whole, losses = made("1GiB", None)
+    few_bytes, *found = made(whole_bytes - 1, "does not hold all gradients")
+    assert few_bytes < whole_bytes and found == [whole, losses]
+    split_bytes, *found = made(whole_bytes - 1, "does not hold the fp32 masters", gradient_buffers="all")
+    assert split_bytes < whole_bytes and found == [{SplitMaster}, losses]
+    least_bytes, *found = made(few_bytes - 1, "does not hold the fp32 masters", gradient_buffers=2)
+    assert least_bytes < few_bytes and found == [{SplitMaster}, losses]
 
 
 def test_a_signalling_nan_stays_what_it_is():
