@@ -244,9 +244,10 @@ def trace(
 
         if tiles != AUTO:
             return traced(tiles)
-        profiles = {number: traced(number).profile for number in numbers_to_try(parts)}
-        levels = [tiles_of(parts, level.layers) for level in levels_of_tiles(profiles)]
-        return dataclasses.replace(traced(1), in_tiles=tuple(map(traced, levels[1:])))
+        found = {number: traced(number) for number in numbers_to_try(parts)}
+        levels = levels_of_tiles({number: each.profile for number, each in found.items()})
+        tilings = [tiles_of(parts, level.layers) for level in levels[1:]]
+        return dataclasses.replace(found[1], in_tiles=tuple(map(traced, tilings)))
 
 
 @dataclasses.dataclass(frozen=True)
