@@ -320,7 +320,7 @@ class UpdatePrograms:
         rule = self._rule(unit, reads, layers)
         if rule is None:
             text: str = self._lower(unit, layers, reads).as_text()
-            return text
+            return f"joined masters\n{text}" if self.joins_masters else text
         layouts = [layer.layout for layer in self._owned(unit, layers)]
         dtypes = self._dtypes_arriving(unit, layers, reads)
         return f"fused {rule.step} {dtypes} {self._writes_in_place} {layouts}"

@@ -17,7 +17,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library, rest_size
 from jaxferry.optimizer import SplitMaster, host_memory, split_masters
 from jaxferry.partition import Ownership
-from jaxferry.step import LayerPlan, Plan
+from jaxferry.step import Arrival, LayerPlan, Plan
 from jaxferry.transport import Transport
 from models import chain
 from pairwise import pairwise
@@ -281,6 +281,17 @@ def test_masters_that_xla_updates_are_split_only_where_fewer_gradient_buffers_do
     assert split_bytes < whole_bytes and found == [{SplitMaster}, losses]
     least_bytes, *found = made(few_bytes - 1, "does not hold the fp32 masters", gradient_buffers=2)
     assert least_bytes < few_bytes and found == [{SplitMaster}, losses]
+
+
+def test_an_update_that_joins_masters_is_measured_apart_from_one_of_whole_masters():
+    texts = []
+    for optimizer in (optax.adamw(1e-2), OPTIMIZERS["optax"]):
+        step = step_of(optimizer)
+        step.declare(parameters())
+        model = step.compiler.model
+        unit = model.optimizer.units_of(model.layers)[0]
+        texts.append(model.optimizer.updates.text(unit, model.layers, [Arrival.OWN] * DEPTH))
+    assert texts[0] != texts[1] and texts[0] in texts[1]
 
 
 def test_a_signalling_nan_stays_what_it_is():
