@@ -214,8 +214,10 @@ class UpdatePrograms:
             return MasterForm.WHOLE
         key = self.key(unit, layers, [Arrival.OWN] * len(layers))
         if key not in self._forms:
-            has_rule = self._rule(unit, [Arrival.OWN] * len(unit.layers), layers) is not None
-            self._forms[key] = self.master_form if has_rule or self.joins_masters else MasterForm.WHOLE
+            can_split = self._rule(unit, [Arrival.OWN] * len(unit.layers), layers) is not None
+            is_alone = len(unit.layers) == 1 and not unit.joins_parts_of(self._owned(unit, layers))
+            can_split |= self.joins_masters and is_alone
+            self._forms[key] = self.master_form if can_split else MasterForm.WHOLE
         return self._forms[key]
 
     def compile(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], arrivals: Sequence[Arrival]) -> None:

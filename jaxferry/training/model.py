@@ -20,6 +20,7 @@ from jaxferry.errors import HostMemoryError, InputError
 from jaxferry.optimizer import (
     Disk,
     HostOptimizer,
+    MasterForm,
     Stored,
     host_array,
     host_memory,
@@ -230,14 +231,25 @@ class Model:
         more = {_COPIES: copies, _SAVED: saved_bytes}
         if self.numerics.accumulate > 1:
             widened = dict.fromkeys(range(len(layers)), 1) | dict(widened or {})
-        forms = forms_of(self.optimizer.updates.master_form, layers, streamed)
+        forms = self._forms(layers, streamed)
         if with_buffers is None:
             with_buffers = self._with_buffers(layers, self.gradient_buffers)
         of_training = bytes_by_use(layers, state, own, widened or {}, self._placement.is_cpu, forms, with_buffers)
         of_training = self.disk.left(of_training, layers) if uses_disk else of_training
         if self.optimizer.updates.joins_masters:
-            more[_JOINED] = max(joined_bytes(own.placed(layer.trained)) for layer in layers)
+            split = (layer for layer, form in zip(layers, forms, strict=True) if form is MasterForm.SPLIT)
+            more[_JOINED] = max((joined_bytes(own.placed(layer.trained)) for layer in split), default=0)
         return of_training | {name: num_bytes for name, num_bytes in more.items() if num_bytes}
+
+    def _forms(self, layers: Sequence[Layer], streamed: Collection[int]) -> list[MasterForm]:
+        """The form of each group's masters."""
+        updates = self.optimizer.updates
+        if not updates.joins_masters:
+            return forms_of(updates.master_form, layers, streamed)
+        # Layers that hold parts of a parameter, as only a batch shows, may be updated together.
+        units = self.optimizer.units_of(layers)
+        split = {group for unit in units for group in unit.layers if updates.form_of(unit, layers) is MasterForm.SPLIT}
+        return forms_of(MasterForm.SPLIT, layers, {*range(len(layers))} - split | {*streamed})
 
     def host_bytes_of(self, prepared: Prepared) -> dict[str, int]:
         """Bytes of host memory that training by a prepared step keeps in this process."""

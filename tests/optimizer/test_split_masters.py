@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import jaxferry
+import scanned
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library, rest_size
 from jaxferry.optimizer import SplitMaster, host_memory, split_masters
@@ -281,6 +282,33 @@ def test_masters_that_xla_updates_are_split_only_where_fewer_gradient_buffers_do
     assert split_bytes < whole_bytes and found == [{SplitMaster}, losses]
     least_bytes, *found = made(few_bytes - 1, "does not hold the fp32 masters", gradient_buffers=2)
     assert least_bytes < few_bytes and found == [{SplitMaster}, losses]
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer looks at whole stacked parameters")
+@pytest.mark.parametrize("name", ["adafactor", "adamw"])
+def test_masters_that_are_updated_together_stay_whole(monkeypatch, name):
+    """Only the first batch shows that layers hold parts of one parameter, of which the optimizer looks at all."""
+    monkeypatch.setattr(split_masters, "_LEAST_SIZE", 1)
+    monkeypatch.setattr(scanned, "VOCAB", 128)
+    task, found = scanned.linen(depth=2), []
+    for limit in ("off", "1"):
+        step = jaxferry.train_step(task.loss_fn, getattr(optax, name)(1e-2), compute_dtype=jnp.bfloat16)
+        with mock.patch.dict(os.environ, {host_memory.VARIABLE: limit}):
+            step.declare(task.params)
+        state, losses = step.init(task.params), []
+        for _ in range(3):
+            state, metrics = step(state, task.batch)
+            losses.append(float(metrics["loss"]))
+        state.block_until_ready()
+        kinds_of = {state.host.layers[unit.layers[0]].name: set(map(type, unit.masters)) for unit in state.host.units}
+        masters = [master for unit in state.host.units for master in unit.masters]
+        stored = sum(own.rest.nbytes if isinstance(own, SplitMaster) else own.nbytes for own in masters)
+        assert step.compiler.model.host_bytes(state.host.layers)["master parameters"] == stored
+        found.append((losses, kinds_of))
+    (losses, whole), (same_losses, split) = found
+    assert losses == same_losses and SplitMaster not in set.union(*whole.values())
+    are_split = {"embed", "head"} if name == "adafactor" else whole.keys()
+    assert split == whole | {key: {SplitMaster} for key in are_split}
 
 
 def test_an_update_that_joins_masters_is_measured_apart_from_one_of_whole_masters():
