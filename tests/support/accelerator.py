@@ -178,7 +178,10 @@ class Accelerator:
 
 
 class _Program:
-    """A function of `jax.jit` whose calls the accelerator sees. Training steps keep them from one test to the next."""
+    """A function of `jax.jit` whose calls the accelerator sees, while there is one.
+
+    Training steps keep them from one test to the next, and the package those that it makes once in a process.
+    """
 
     accelerator = None
 
@@ -186,6 +189,8 @@ class _Program:
         self._function = function
 
     def __call__(self, *arguments, **options):
+        if self.accelerator is None:
+            return self._function(*arguments, **options)
         return self.accelerator.launch(functools.partial(self._function, **options), arguments)
 
     def __getattr__(self, name):
