@@ -212,17 +212,17 @@ def split(master: jax.Array, copies: Sequence[np.ndarray], form: MasterForm, bef
 
 def master_bytes(leaf: Leaf, form: MasterForm, pieces: Sequence[Piece]) -> int:
     """The bytes of a master in host memory, in this form if that is possible."""
-    if form is MasterForm.WHOLE or not is_split(leaf) or leaf.size < _LEAST_SIZE:
+    if form is MasterForm.WHOLE or not is_split(leaf):
         return leaf.size * leaf.master_dtype.itemsize
     return 2 * sum(rest_size(piece.size) for piece in pieces) if form is MasterForm.SPLIT else 0
 
 
 def joined_bytes(placed: Iterable[tuple[Leaf, Sequence[Piece]]]) -> int:
     """The bytes of the masters of a layer that are split, as an update takes them whole."""
-    split = [(leaf, pieces) for leaf, pieces in placed if is_split(leaf) and leaf.size >= _LEAST_SIZE]
-    return sum(master_bytes(leaf, MasterForm.WHOLE, pieces) for leaf, pieces in split)
+    return sum(master_bytes(leaf, MasterForm.WHOLE, pieces) for leaf, pieces in placed if is_split(leaf))
 
 
 def is_split(leaf: Leaf) -> bool:
     """Whether a master can have another form than whole."""
-    return leaf.is_trained and leaf.master_dtype == np.float32 and leaf.dtype == jnp.bfloat16
+    has_dtypes = leaf.master_dtype == np.float32 and leaf.dtype == jnp.bfloat16
+    return leaf.is_trained and has_dtypes and leaf.size >= _LEAST_SIZE

@@ -248,8 +248,9 @@ class Model:
             return forms_of(updates.master_form, layers, streamed)
         # Layers that hold parts of a parameter, as only a batch shows, may be updated together.
         units = self.optimizer.units_of(layers)
-        split = {group for unit in units for group in unit.layers if updates.form_of(unit, layers) is MasterForm.SPLIT}
-        return forms_of(MasterForm.SPLIT, layers, {*range(len(layers))} - split | {*streamed})
+        known = {group: updates.form_of(unit, layers) for unit in units for group in unit.layers}
+        known |= dict.fromkeys(streamed, MasterForm.WHOLE)
+        return [known.get(group, MasterForm.WHOLE) for group in range(len(layers))]
 
     def host_bytes_of(self, prepared: Prepared) -> dict[str, int]:
         """Bytes of host memory that training by a prepared step keeps in this process."""

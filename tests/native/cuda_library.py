@@ -32,6 +32,7 @@ def newest_source():
     return max(file.stat().st_mtime for file in cuda_build.SOURCES.rglob("*") if file.is_file())
 
 
-def build(folder):
+def build(folder, *settings):
     """Builds the library for one architecture, so that it takes half of the time: no source depends on it."""
-    return cuda_build.build(folder, "-DJAXFERRY_CUDA_ARCHITECTURES=90", "-DCMAKE_CXX_FLAGS_RELEASE=-O0 -DNDEBUG")
+    quick = "-DJAXFERRY_CUDA_ARCHITECTURES=90", "-DCMAKE_CXX_FLAGS_RELEASE=-O0 -DNDEBUG"
+    return cuda_build.build(folder, *quick, *settings)

@@ -22,7 +22,7 @@ from jaxferry.step import Arrival, LayerPlan, Plan
 from jaxferry.transport import Transport
 from models import chain
 from pairwise import pairwise
-from planned import assert_same_bits
+from planned import assert_same_bits, take_steps
 
 WIDTH, DEPTH = 63, 4  # two devices have shares of 1,985 and 1,984 elements of a weight
 OPTIMIZERS = {
@@ -93,10 +93,10 @@ def parameters():
     return params
 
 
-def declared_in_little_memory(step):
+def declared_in_little_memory(step, params):
     """The step, declared where whole masters do not fit."""
     with mock.patch.dict(os.environ, {host_memory.VARIABLE: "1"}):
-        step.declare(parameters())
+        step.declare(params)
     return step
 
 
@@ -107,11 +107,19 @@ def step_of(optimizer, modes=(Mode.GFGB, Mode.DHA, Mode.RELOAD, Mode.GFGB), num_
     layers = tuple(LayerPlan(f"l{i}", mode, place) for i, (mode, place) in enumerate(zip(modes, places, strict=True)))
     options = {"plan": Plan("any", 1.0, layers), "compute_dtype": jnp.bfloat16, **options}
     step = jaxferry.train_step(loss_fn, optimizer, **options)
-    return declared_in_little_memory(step) if optimizer is OPTIMIZERS["optax"] else step
+    return declared_in_little_memory(step, parameters()) if optimizer is OPTIMIZERS["optax"] else step
+
+
+def masters_of(state):
+    return [master for unit in state.host.units for master in unit.masters]
 
 
 def kinds(state):
-    return {type(master) for unit in state.host.units for master in unit.masters}
+    return set(map(type, masters_of(state)))
+
+
+def stored_bytes(state):
+    return sum(own.rest.nbytes if isinstance(own, SplitMaster) else own.nbytes for own in masters_of(state))
 
 
 def train(step, state, num_steps):
@@ -197,8 +205,7 @@ def test_a_layer_that_is_never_read_decays_and_stays_split(whole, form):
         optimizer = (optax if form == "optax" else jaxferry).adamw(1e-2, weight_decay=0.1, **more)
         step = jaxferry.train_step(reads, optimizer, compute_dtype=jnp.bfloat16)
         if form == "optax":
-            with mock.patch.dict(os.environ, {host_memory.VARIABLE: "1"}):
-                step.declare(params)
+            declared_in_little_memory(step, params)
         states.append(train(step, step.init(params), 3)[0])
         whole()
     assert kinds(states[0]) == {SplitMaster} and SplitMaster not in kinds(states[1])
@@ -256,10 +263,9 @@ def test_host_memory_is_counted_as_masters_are_stored(optimizer, num_devices):
     step = step_of(optimizer, num_devices=num_devices)
     state, _ = train(step, step.init(parameters()), 1)
     model, layers = step.compiler.model, state.host.layers
-    masters = [master for unit in state.host.units for master in unit.masters]
-    stored = sum(own.rest.nbytes if isinstance(own, SplitMaster) else own.nbytes for own in masters)
+    masters = masters_of(state)
     found = model.host_bytes(layers)
-    assert found["master parameters"] == stored
+    assert found["master parameters"] == stored_bytes(state)
     # Where XLA compiles updates, one at a time takes the masters of a layer whole.
     is_joined = optimizer is OPTIMIZERS["optax"]
     assert found.get("masters while they are updated", 0) == (4 * WIDTH**2 if is_joined else 0)
@@ -291,19 +297,14 @@ def test_masters_that_are_updated_together_stay_whole(monkeypatch, name):
     monkeypatch.setattr(split_masters, "_LEAST_SIZE", 1)
     monkeypatch.setattr(scanned, "VOCAB", 128)
     task, found = scanned.linen(depth=2), []
-    for limit in ("off", "1"):
+    for has_little in (False, True):
         step = jaxferry.train_step(task.loss_fn, getattr(optax, name)(1e-2), compute_dtype=jnp.bfloat16)
-        with mock.patch.dict(os.environ, {host_memory.VARIABLE: limit}):
-            step.declare(task.params)
-        state, losses = step.init(task.params), []
-        for _ in range(3):
-            state, metrics = step(state, task.batch)
-            losses.append(float(metrics["loss"]))
+        if has_little:
+            declared_in_little_memory(step, task.params)
+        state, losses = take_steps(step, step.init(task.params), [task.batch] * 3)
         state.block_until_ready()
         kinds_of = {state.host.layers[unit.layers[0]].name: set(map(type, unit.masters)) for unit in state.host.units}
-        masters = [master for unit in state.host.units for master in unit.masters]
-        stored = sum(own.rest.nbytes if isinstance(own, SplitMaster) else own.nbytes for own in masters)
-        assert step.compiler.model.host_bytes(state.host.layers)["master parameters"] == stored
+        assert step.compiler.model.host_bytes(state.host.layers)["master parameters"] == stored_bytes(state)
         found.append((losses, kinds_of))
     (losses, whole), (same_losses, split) = found
     assert losses == same_losses and SplitMaster not in set.union(*whole.values())

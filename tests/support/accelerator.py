@@ -43,7 +43,7 @@ IS_DEFAULT = os.environ.get("JAXFERRY_TESTS_DEVICE") == "accelerator"
 """Whether the tests of the engine train on the emulated accelerator."""
 _PUT, _JIT, _BLOCK = jax.device_put, jax.jit, jax.block_until_ready
 _DELETE, _BLOCK_ONE, _CALL = ArrayImpl.delete, ArrayImpl.block_until_ready, jax.stages.Compiled.__call__
-COUNTING = threading.RLock()
+COUNTING = threading.Lock()
 """Held by whoever lists all arrays: the list keeps them alive, and another one who counts would see them."""
 _DELETING = threading.RLock()
 _WAIT_FOR, _SYNCHRONIZE = NativeLibrary.wait_for, NativeLibrary.synchronize

@@ -16,7 +16,7 @@ import pytest
 
 from built import built_once
 from jaxferry.native import status
-from native import cuda_build
+from native import cuda_build, cuda_library
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDER = pathlib.Path(os.environ.get("JAXFERRY_SOFTWARE_GPU", ROOT.parent / "shared" / "softgpu"))
@@ -43,8 +43,7 @@ def _build(folder):
     for tool in (*device.glob("tools/*"), *device.glob("toolkit/bin/*")):
         tool.chmod(0o755)
     cuda_build.run("make", "-C", device)
-    runtime = f"-DJAXFERRY_CUDART={device}/build/libcudart_static.a"
-    cuda_build.build(native, runtime, "-DJAXFERRY_CUDA_ARCHITECTURES=90", "-DCMAKE_CXX_FLAGS_RELEASE=-O0 -DNDEBUG")
+    cuda_library.build(native, f"-DJAXFERRY_CUDART={device}/build/libcudart_static.a")
     shutil.copy(status("cpu").path, native)
     kernels = device / "build" / "jfptx"  # where the device's env.sh looks
     kernels.mkdir()
