@@ -23,6 +23,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Collection
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -81,19 +82,23 @@ class Traced:
         return with_program_facts(profile, self.variants.base, self.variants.derivatives)
 
 
+TITLES = {"least": 0.0, "tight": 0.25, "middle": 0.5, "machine": 1.0}
+"""The budgets, and how far each is from the least memory to the machine's, on a logarithmic scale."""
+
+
 def budgets_of(search: AutoSearch, machine: str) -> dict[str, int]:
     """The budgets by name, in bytes."""
     least = search.smallest_bytes
     most = default_budget_bytes(MACHINES[machine].to_json())
     ratio = most / least if most > least else 4.0
-    shares = {"least": 0.0, "tight": 0.25, "middle": 0.5, "machine": 1.0}
-    return {title: int(least * ratio**share) for title, share in shares.items()}
+    return {title: int(least * ratio**share) for title, share in TITLES.items()}
 
 
-def rows_of(name: str, machine: str, profile: Profile) -> list[dict]:
-    """One row per budget."""
-    rows = []
-    for title, budget in budgets_of(AutoSearch(profile, Request()), machine).items():
+def rows_of(name: str, machine: str, profile: Profile, titles: Collection[str] = TITLES) -> list[dict]:
+    """One row for each budget of these titles."""
+    rows, budgets = [], budgets_of(AutoSearch(profile, Request()), machine)
+    for title in titles:
+        budget = budgets[title]
         start = time.process_time()
         search = AutoSearch(profile, Request())
         plan = predict(profile, search.plan(budget))

@@ -129,6 +129,16 @@ def covering(axes: dict[str, tuple[str, ...]], given: Iterable[Case] = ()) -> li
     return cases
 
 
+def few_with_all_values(cases: Iterable[Case]) -> list[Case]:
+    """Of these cases as few as together have all their values, the first of those that add most."""
+    given, chosen = list(cases), list[Case]()
+    left = set(itertools.chain.from_iterable(given))
+    while left:
+        chosen.append(max(given, key=lambda case: len(left.intersection(case))))
+        left.difference_update(chosen[-1])
+    return chosen
+
+
 def _times_the_loss(updates: Any, state: Any, params: Any = None, *, value: Any, **_: Any) -> Any:
     # An eighth, as losses are about eight: an update of ten times the size has ten times the rounding of bf16.
     return jax.tree.map(lambda update: update * value / 8, updates), state

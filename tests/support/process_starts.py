@@ -200,8 +200,10 @@ class Starts:
 
         import jax
 
+        from brief import measure_briefly
         from jaxferry.training import profiles
 
+        measure_briefly()
         measured, is_last = profiles.MeasuredLayers.profiles, self.number == jax.process_count() - 1
 
         def late(*given, **more):
