@@ -62,6 +62,7 @@ from jaxferry.training import (
     buffered_groups,
     check_gradient_buffers,
     host_bytes,
+    update_bytes,
 )
 from jaxferry.units import format_apart, format_bytes, format_seconds, parse_bytes
 
@@ -126,12 +127,13 @@ def fit(
         sizes = _Workload(workload, batch_size, length)
         params = sizes.own.shapes()
         dtype = dtype or accelerator_dtype(params)
+        of_update = update_bytes(params, update, dtype)
 
         def traced(size: int) -> Traced:
             report(f"tracing batches of {size}")
             user, batch = sizes.of(size)
             of_model = user.loss_fn, params, batch, figures, dtype, granularity, offloads
-            return trace(size, *of_model, remat=kept, tiles=in_tiles)
+            return trace(size, *of_model, remat=kept, tiles=in_tiles, update=of_update)
 
         def bytes_of(own: Traced, streamed: Collection[int], num: int | None) -> dict[str, int]:
             parts = own.variants.base

@@ -34,7 +34,7 @@ from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK
 from jaxferry.partition import AUTO, OFF, REMAT, check_tiles
 from jaxferry.processes import mesh_of
-from jaxferry.training import Model, Numerics, train_step
+from jaxferry.training import Model, Numerics, train_step, update_bytes
 from jaxferry.transport import TRANSPORTS, make_placement
 
 
@@ -55,9 +55,7 @@ def profile(
         str, Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}; {AUTO} leaves it to plans.")
     ] = AUTO,
     tiles: Tiles = OFF,
-    optimizer: Annotated[
-        str, Option(help=f"The measured optimizer: {', '.join(OPTIMIZERS)}. Estimates assume adamw.")
-    ] = "adamw",
+    optimizer: Annotated[str, Option(help=f"The optimizer: {', '.join(OPTIMIZERS)}.")] = "adamw",
     transport: Annotated[
         str | None, Option(help=f"The transport: {' or '.join(TRANSPORTS)}; default: that of a training step.")
     ] = None,
@@ -98,7 +96,7 @@ def profile(
     tiled = read_tiles(tiles)
     if machine is not None:
         figures = find_machine(machine)
-        made = _estimated(model, figures, devices, processes, **options, tiles=check_tiles(tiled))
+        made = _estimated(model, optimizer, figures, devices, processes, **options, tiles=check_tiles(tiled))
     else:
         made = _measured(model, optimizer, **options, tiles=tiled, mesh=mesh_of(devices), transport=transport)
     if output is not None:
@@ -108,17 +106,20 @@ def profile(
     print_result(as_json, made.to_json(), f"{note} Sizes in MiB, times in ms.", "", _table(made))
 
 
-def _estimated(model: str, machine: Machine, devices: int, processes: int, **options: Any) -> Profile:
+def _estimated(model: str, optimizer: str, machine: Machine, devices: int, processes: int, **options: Any) -> Profile:
     """Estimates the profile of the model `module:function`; `options` are those of `trace`."""
+    update = make_optimizer(optimizer)
+    numerics = Numerics(compute_dtype=options["compute_dtype"])
+    options |= {"devices": devices, "processes": processes}
     with user_code(model):
         known = call_model(model)
         params, batch = known.shapes(), known.batch_of(0)
-        made = trace(0, known.loss_fn, params, batch, machine, devices=devices, processes=processes, **options)
-    numerics = Numerics(compute_dtype=options["compute_dtype"])
-    sizes = Model(params, OPTIMIZERS["adamw"](1e-3), numerics, make_placement(), None)
+        options["update"] = update_bytes(params, update, numerics.compute_dtype)
+        made = trace(0, known.loss_fn, params, batch, machine, **options)
+    sizes = Model(params, update, numerics, make_placement(), None)
     in_all = sizes.host_bytes(made.variants.base.layers, widened=made.widened)
     host_bytes = {name: -(-size // processes) for name, size in in_all.items()}
-    described = {"model": model, "remat": options["remat"], "host_bytes": host_bytes}
+    described = {"model": model, "optimizer": optimizer, "remat": options["remat"], "host_bytes": host_bytes}
     return dataclasses.replace(made.profile, machine={**made.profile.machine, **described})
 
 

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.costs import (
+    ADAMW,
     OF_BATCH,
     LayerCosts,
     Machine,
     Profile,
+    UpdateBytes,
     backward_variant,
     estimate_profile,
     forward_variant,
@@ -222,6 +224,7 @@ def trace(
     tiles: Any = 1,
     devices: int = 1,
     processes: int = 1,
+    update: UpdateBytes = ADAMW,
 ) -> Traced:
     """Traces a loss function and estimates its profile; raises InputError if several devices cannot share the batch."""
     remat = Remat.FULL.value if offload_activations is True and remat == AUTO else remat
@@ -236,7 +239,7 @@ def trace(
         def traced(tiles: Any) -> Traced:
             variants = RematVariants(parts, remat, tiles)
             costs = partition_costs(variants.base, remat, temporaries=True)
-            profile = estimate_profile(costs, machine, None, devices, processes)
+            profile = estimate_profile(costs, machine, None, devices, processes, update)
             profile = with_program_facts(profile, variants.base, variants.derivatives, offload_activations)
             plain = costs if remat in (AUTO, Remat.NONE) else partition_costs(variants.base, Remat.NONE.value)
             flops = sum(each.forward_flops + each.backward_flops for each in plain)

@@ -3,9 +3,11 @@ from .counts import HostRead as HostRead
 from .counts import host_reads as host_reads
 from .counts import jaxpr_costs as jaxpr_costs
 from .counts import touched_bytes as touched_bytes
+from .estimate import ADAMW as ADAMW
 from .estimate import UPDATE_BYTES_PER_PARAMETER as UPDATE_BYTES_PER_PARAMETER
 from .estimate import LayerCosts as LayerCosts
 from .estimate import Recomputation as Recomputation
+from .estimate import UpdateBytes as UpdateBytes
 from .estimate import estimate_profile as estimate_profile
 from .estimate import recomputing as recomputing
 from .estimate import scaled_profile as scaled_profile

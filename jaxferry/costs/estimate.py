@@ -11,8 +11,9 @@ The profile is marked as estimated; measured profiles replace it.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from jaxferry.costs.counts import HostRead
 from jaxferry.costs.layer_records import RECOMPUTATION, LayerProfile
@@ -26,8 +27,43 @@ UPDATE_BYTES_PER_PARAMETER = 30
 """Host memory traffic of a one-pass AdamW step: it reads a 16-bit gradient, writes a 16-bit parameter, and reads and
 writes the master parameter and two moments: 2 + 2 + 3 * 8 bytes, rounded up."""
 
-STATE_BYTES_PER_PARAMETER = 12
-"""AdamW's master parameter and two moments."""
+MASTER_BYTES, STATE_BYTES_PER_PARAMETER = 4, 12
+"""Those of a master parameter, and of AdamW's with two moments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateBytes:
+    """The bytes of an optimizer's step, for each parameter.
+
+    Attributes:
+      on_host: what it reads and writes in host memory, gradient and compute copy included.
+      on_device: likewise in device memory, where masters are whole.
+      state: masters and optimizer state where masters are whole.
+    """
+
+    on_host: float = UPDATE_BYTES_PER_PARAMETER
+    on_device: float = UPDATE_BYTES_PER_PARAMETER
+    state: float = STATE_BYTES_PER_PARAMETER
+
+    @classmethod
+    def of_sizes(cls, copy: float, masters: float, state: float, is_joined: bool = False) -> Self:
+        """Those of one pass over all arrays, rounded up as AdamW's are.
+
+        Args:
+          copy: bytes of the compute copy, which a gradient has too, for each parameter.
+          masters: of what masters take on the host; if that is not the whole, the copy is read as well.
+          state: of the optimizer's state.
+          is_joined: whether masters on the host are made whole before the pass, and split after it.
+        """
+        rounding = UPDATE_BYTES_PER_PARAMETER / (2 * 2 + 2 * STATE_BYTES_PER_PARAMETER)
+        split = copy if masters < MASTER_BYTES else 0.0
+        joining = 4 * MASTER_BYTES if is_joined else 0
+        on_host, on_device = 2 * (copy + masters + state) + split + joining, 2 * (copy + MASTER_BYTES + state)
+        return cls(rounding * on_host, rounding * on_device, MASTER_BYTES + state)
+
+
+ADAMW = UpdateBytes()
+"""With fp32 masters and moments, and 16 bits on the device."""
 
 LEAST_PANEL_BYTES = 2 * 2**20
 MOST_PANELS = 16
@@ -111,6 +147,7 @@ def estimate_profile(
     facts: dict[str, Any] | None = None,
     num_devices: int = 1,
     num_processes: int = 1,
+    update: UpdateBytes = ADAMW,
 ) -> Profile:
     """Estimates the profile of a model on a machine, of which `facts` are further facts.
 
@@ -118,18 +155,20 @@ def estimate_profile(
     each load and of each gradient. A load includes gathering the others' shares, an offload adding up their gradients.
     All links of a process together move no more than host memory does. Several processes run on a machine each, and
     update their own shares; see `Devices`. `layers` are the costs of the whole batch, in forward order, but their
-    `activation_bytes` those of one device. Raises `InputError` if there is no layer, or two share a name.
+    `activation_bytes` those of one device. `update` is the optimizer's step. Raises `InputError` if there is no
+    layer, or two share a name.
     """
     about = {"estimated": True, **machine.to_json(), **(facts or {})}
     del about["format"]
     if num_devices == 1:
         link = machine.link_bytes_per_s
         contention = Contention.of_bandwidth(link, link, machine.host_bytes_per_s)
-        return Profile(about, tuple(_estimate_layer(layer, machine) for layer in layers), contention=contention)
+        return Profile(about, tuple(_estimate_layer(layer, machine, update) for layer in layers), contention=contention)
     devices = Devices(Links.of_machine(machine, num_devices, num_processes), num_devices, num_processes)
     shares = []
     for layer in layers:
-        own, sizes = _estimate_layer(_share_of_work(layer, num_devices), machine), (layer.param_bytes, layer.grad_bytes)
+        own = _estimate_layer(_share_of_work(layer, num_devices), machine, update)
+        sizes = layer.param_bytes, layer.grad_bytes
         shares.append(devices.exchanging(own, sizes, layer.temporary_bytes, layer.is_whole))
     contention = devices.contention(machine)
     return Profile(about, tuple(shares), num_devices=num_devices, num_processes=num_processes, contention=contention)
@@ -164,9 +203,10 @@ def _share_of_work(layer: LayerCosts, num_devices: int) -> LayerCosts:
     )
 
 
-def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
+def _estimate_layer(layer: LayerCosts, machine: Machine, update: UpdateBytes) -> LayerProfile:
     if layer.itemsize <= 0:
         raise InputError(f'layer "{layer.name}": itemsize must be positive, got {layer.itemsize}')
+    state_bytes = math.ceil(update.state * layer.num_parameters)
     forward_s = _roofline_s(machine, layer, layer.forward_flops, layer.forward_bytes, layer.forward_kernels)
     backward_s = _roofline_s(machine, layer, layer.backward_flops, layer.backward_bytes, layer.backward_kernels)
     read, read_again = layer.dha_products_forward, layer.dha_products_backward
@@ -185,11 +225,11 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         offload_s=machine.transfer_s(layer.grad_bytes),
         inter_forward_s=_inter_s(machine, layer, layer.inter_forward_flops, layer.inter_forward_bytes),
         inter_backward_s=_inter_s(machine, layer, layer.inter_backward_flops, layer.inter_backward_bytes),
-        update_s=UPDATE_BYTES_PER_PARAMETER * layer.num_parameters / machine.host_bytes_per_s,
-        update_gpu_s=update_on_device_s(layer.num_parameters, machine),
-        state_up_s=machine.transfer_s(STATE_BYTES_PER_PARAMETER * layer.num_parameters),
-        state_down_s=machine.transfer_s(STATE_BYTES_PER_PARAMETER * layer.num_parameters + layer.param_bytes),
-        state_bytes=STATE_BYTES_PER_PARAMETER * layer.num_parameters,
+        update_s=update.on_host * layer.num_parameters / machine.host_bytes_per_s,
+        update_gpu_s=update_on_device_s(layer.num_parameters, machine, update),
+        state_up_s=machine.transfer_s(state_bytes),
+        state_down_s=machine.transfer_s(state_bytes + layer.param_bytes),
+        state_bytes=state_bytes,
         **recomputing(
             layer.recomputation,
             {remat: _recompute_s(machine, layer, more, backward_s) for remat, more in layer.recomputation.items()},
@@ -249,9 +289,9 @@ def _work(layer: LayerCosts, way: str) -> float:
     return work
 
 
-def update_on_device_s(num_parameters: int, machine: Machine) -> float:
-    """Seconds of an AdamW step on the device, as many bytes as on the host."""
-    return max(UPDATE_BYTES_PER_PARAMETER * num_parameters / machine.memory_bytes_per_s, machine.launch_s)
+def update_on_device_s(num_parameters: int, machine: Machine, update: UpdateBytes = ADAMW) -> float:
+    """Seconds of an optimizer's step on the device."""
+    return max(update.on_device * num_parameters / machine.memory_bytes_per_s, machine.launch_s)
 
 
 def _recompute_s(machine: Machine, layer: LayerCosts, more: Recomputation, backward_s: float) -> float:

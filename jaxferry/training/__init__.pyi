@@ -16,6 +16,7 @@ from .entry import train_step as train_step
 from .host_usage import buffered_groups as buffered_groups
 from .host_usage import few_buffers as few_buffers
 from .host_usage import host_bytes as host_bytes
+from .host_usage import update_bytes as update_bytes
 from .measured_profile import Work as Work
 from .measured_profile import measure_profile as measure_profile
 from .microbenchmarks import GradientStore as GradientStore

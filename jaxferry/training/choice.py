@@ -8,7 +8,16 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxferry.costs import MACHINES, Machine, Profile, estimate_profile, partition_costs, update_on_device_s
+from jaxferry.costs import (
+    ADAMW,
+    MACHINES,
+    Machine,
+    Profile,
+    UpdateBytes,
+    estimate_profile,
+    partition_costs,
+    update_on_device_s,
+)
 from jaxferry.engine import RematVariants, summed_groups, with_program_facts, with_sum_bytes, without_times
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import BLOCK, FASTER, MODULE, Mode
@@ -53,6 +62,7 @@ class Conditions:
       state_bytes: bytes of masters and optimizer state of each parameter group, by name.
       has_own_memory: whether device memory is not host memory, so that a policy may update groups on the device.
       accumulate: the number of micro-batches of an update.
+      update: the bytes of an update, by parameter.
     """
 
     device_kind: str
@@ -63,6 +73,7 @@ class Conditions:
     state_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     has_own_memory: bool = True
     accumulate: int = 1
+    update: UpdateBytes = ADAMW
 
     def applied(self, profile: Profile, variants: RematVariants) -> Profile:
         """The profile with the bytes of sums over micro-batches, and with when updates run."""
@@ -99,8 +110,9 @@ def planning_profile(
         profile = given
     elif planning.lets_policy_choose:
         costs, facts = partition_costs(parts, None, temporaries), {"device": conditions.device_kind}
-        profile = estimate_profile(costs, _machine_of(conditions.device_kind), facts, num_devices, num_processes)
-        profile = profile.without_streaming()  # those times are AdamW's
+        machine, devices = _machine_of(conditions.device_kind), (num_devices, num_processes)
+        profile = estimate_profile(costs, machine, facts, *devices, conditions.update)
+        profile = profile.without_streaming()  # those times are of all parameters alike
     else:
         profile = without_times(parts)
     is_offloaded, staging_bytes = planning.offloads, conditions.staging_bytes
@@ -121,7 +133,8 @@ def with_updates_on_device(profile: Profile, parts: Partition, conditions: Condi
     for layer, use in zip(profile.layers, parts.uses, strict=True):
         seconds, group = layer.update_gpu_s, parts.layers[use.group]
         if seconds is None and machine is not None and profile.has_times:
-            seconds = update_on_device_s(-(-group.trained.num_parameters // profile.num_devices), machine)
+            num = -(-group.trained.num_parameters // profile.num_devices)
+            seconds = update_on_device_s(num, machine, conditions.update)
             if profile.num_devices > 1:  # exchanges among the devices are parts of a load and of an offload
                 seconds += layer.load_s + layer.offload_s
         size = conditions.state_bytes.get(group.name, 0)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxferry.costs import ADAMW, UpdateBytes
 from jaxferry.engine import groups_backward, groups_with_buffers
 from jaxferry.optimizer import MasterForm, init_of, master_bytes, master_form
 from jaxferry.partition import Layer, Ownership, Partition, aval_bytes, layers_by_path, result_shapes
@@ -29,13 +30,43 @@ def host_bytes(
     with_buffers: Collection[int] | None = None,
 ) -> dict[str, int]:
     """`Model.host_bytes` for an optimizer that trains all parameters, of which shapes are enough; traces no update."""
-    dtypes = master_dtypes(layers_by_path(params, compute_dtype))
-    leaves, tree = jax.tree.flatten(params)
-    masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
-    state = result_shapes(init_of(optimizer), jax.tree.unflatten(tree, masters))
+    state = _state_of(params, optimizer, layers_by_path(params, compute_dtype))
     forms = forms_of(master_form(optimizer, state), layers, streamed)
     with_buffers = range(len(layers)) if with_buffers is None else with_buffers
     return bytes_by_use(layers, jax.tree.leaves(state), Ownership(), widened, False, forms, with_buffers)
+
+
+def _state_of(params: Any, optimizer: optax.GradientTransformation, layers: Sequence[Layer]) -> Any:
+    """The shapes of the optimizer's state."""
+    dtypes, (leaves, tree) = master_dtypes(layers), jax.tree.flatten(params)
+    masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
+    return result_shapes(init_of(optimizer), jax.tree.unflatten(tree, masters))
+
+
+def update_bytes(params: Any, optimizer: optax.GradientTransformation, compute_dtype: Any) -> UpdateBytes:
+    """The bytes of an optimizer's step that trains all parameters, of which shapes are enough."""
+    layers = layers_by_path(params, compute_dtype)
+    state = _state_of(params, optimizer, layers)
+    forms = forms_of(master_form(optimizer, state), layers, ())
+    return update_bytes_of(layers, jax.tree.leaves(state), Ownership(), forms)
+
+
+def update_bytes_of(
+    layers: Sequence[Layer],
+    state: Iterable[Any],
+    ownership: Ownership,
+    forms: Sequence[MasterForm],
+    is_joined: bool = False,
+) -> UpdateBytes:
+    """Likewise for the trained parameters of these groups; `state` are the shapes of this process's optimizer state."""
+    placed = [(ownership.placed(layer.trained), form) for layer, form in zip(layers, forms, strict=True)]
+    sizes = [(leaf, master_bytes(leaf, form, pieces)) for own, form in placed for leaf, pieces in own]
+    num = sum(leaf.size for leaf, _ in sizes)
+    if not num:
+        return ADAMW
+    totals = sum(leaf.size * leaf.dtype.itemsize for leaf, _ in sizes), sum(own for _, own in sizes)
+    copy, masters, kept = (total / num for total in (*totals, sum(map(aval_bytes, state))))
+    return UpdateBytes.of_sizes(copy, masters, kept, is_joined)
 
 
 def forms_of(form: MasterForm, layers: Sequence[Layer], streamed: Collection[int]) -> list[MasterForm]:

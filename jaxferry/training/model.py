@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxferry.costs import UpdateBytes
 from jaxferry.engine import UNSCALED, Owner, TrainState, groups_with_buffers
 from jaxferry.errors import HostMemoryError, InputError
 from jaxferry.optimizer import (
@@ -51,6 +52,7 @@ from jaxferry.training.host_usage import (
     few_buffers,
     forms_of,
     master_dtypes,
+    update_bytes_of,
 )
 from jaxferry.training.options import ALL, Numerics
 from jaxferry.training.step import Prepared
@@ -224,9 +226,7 @@ class Model:
           uses_disk: whether some masters and state are in the scratch file, if there is one.
         """
         own, layers = self._placement.ownership, layers or self.layers
-        state: Iterable[Any] = self.optimizer.state_shapes.values()
-        if not own.is_all:
-            state = [aval for unit in self.optimizer.units_of(layers) for aval in unit.state]
+        state = self._state_avals(layers)
         copies = sum(own.num_whole_bytes(layers[group]) for group in read)
         more = {_COPIES: copies, _SAVED: saved_bytes}
         if self.numerics.accumulate > 1:
@@ -240,6 +240,17 @@ class Model:
             split = (layer for layer, form in zip(layers, forms, strict=True) if form is MasterForm.SPLIT)
             more[_JOINED] = max((joined_bytes(own.placed(layer.trained)) for layer in split), default=0)
         return of_training | {name: num_bytes for name, num_bytes in more.items() if num_bytes}
+
+    def _state_avals(self, layers: Sequence[Layer]) -> Iterable[Any]:
+        """The shapes of the optimizer's state in this process."""
+        if self._placement.ownership.is_all:
+            return self.optimizer.state_shapes.values()
+        return [aval for unit in self.optimizer.units_of(layers) for aval in unit.state]
+
+    def update_bytes(self, layers: Sequence[Layer]) -> UpdateBytes:
+        """The bytes of an update, by parameter."""
+        own, forms = self._placement.ownership, self._forms(layers, ())
+        return update_bytes_of(layers, self._state_avals(layers), own, forms, self.optimizer.updates.joins_masters)
 
     def _forms(self, layers: Sequence[Layer], streamed: Collection[int]) -> list[MasterForm]:
         """The form of each group's masters."""

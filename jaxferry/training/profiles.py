@@ -276,6 +276,7 @@ class Profiler:
             state_bytes=state_bytes,
             has_own_memory=placement.updates,
             accumulate=self._model.numerics.accumulate,
+            update=self._model.update_bytes(groups),
         )
 
     def _measured_once(self, variants: RematVariants, programs: Programs, share: Callable[[], Work]) -> Profile | None:

@@ -60,6 +60,24 @@ def test_a_machine_of_ones_own(profiled, tmp_path):
     assert made.layers[0].load_s == pytest.approx(LAYER_BYTES / 1e3, rel=1e-4)
 
 
+def test_an_estimate_is_of_the_optimizer_s_bytes(jaxferry, user_model):
+    """Gradient and copy, masters as they are stored, and state, which updates read and write."""
+    options = ("profile", "--model", user_model("shapes"), "--machine", "a100-pcie4", "--compute-dtype", "bfloat16")
+    found = {}
+    for optimizer in ("adamw", "sgd", "adamw-int8-bf16"):
+        made = Profile.from_json(json.loads(jaxferry(*options, "--optimizer", optimizer, "--json").out))
+        assert made.machine["optimizer"] == optimizer
+        found[optimizer] = made
+    layers = {optimizer: made.layers[0] for optimizer, made in found.items()}
+    split, of_int8 = 2 + 2 * 17 / 8, 2 + 2 * 4 / 256
+    moved = {"adamw": 4 + split + 16, "sgd": 4 + split, "adamw-int8-bf16": 4 + 2 + 2 * of_int8}
+    for optimizer, layer in layers.items():
+        assert layer.update_s / layers["sgd"].update_s == pytest.approx(moved[optimizer] / moved["sgd"], rel=1e-3)
+    held = [found[optimizer].machine["host_bytes"]["optimizer state"] for optimizer in layers]
+    assert held[0] > held[2] > held[1]
+    assert layers["adamw"].state_bytes > layers["adamw-int8-bf16"].state_bytes > layers["sgd"].state_bytes
+
+
 def test_a_measured_profile_is_kept_for_the_next_time_unless_the_cache_is_off(
     jaxferry, profiled, user_model, tmp_path, monkeypatch
 ):

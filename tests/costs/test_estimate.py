@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 import models
 from example_costs import COSTS, MACHINE
 from jaxferry.costs import (
+    ADAMW,
     MACHINES,
     UPDATE_BYTES_PER_PARAMETER,
     HostRead,
     LayerCosts,
     Profile,
+    UpdateBytes,
     estimate_profile,
     partition_costs,
     scaled_profile,
@@ -37,6 +39,23 @@ def test_the_roofline_by_hand() -> None:
     assert layer.update_s == UPDATE_BYTES_PER_PARAMETER * 40 / 60
     assert (layer.state_bytes, layer.state_up_s, layer.state_down_s) == (480, 48.125, 56.125)
     assert (layer.param_bytes, layer.grad_bytes, layer.activation_bytes) == (80, 80, 7)
+
+
+def test_an_update_takes_the_bytes_of_the_optimizer_and_of_how_its_masters_are_stored() -> None:
+    adamw, split = UpdateBytes.of_sizes(2, 4, 8), UpdateBytes.of_sizes(2, 2.125, 8)
+    assert adamw == ADAMW
+    # Instead of a master of 4 bytes, the copy and what it lacks are read and written; the copy was written before.
+    assert split.on_host / adamw.on_host == pytest.approx((28 - 8 + 2 * 2.125 + 2) / 28)
+    joined = UpdateBytes.of_sizes(2, 2.125, 8, is_joined=True)
+    assert joined.on_host / adamw.on_host == pytest.approx((28 - 8 + 2 * 2.125 + 2 + 16) / 28)
+    assert (split.on_device, split.state) == (joined.on_device, joined.state) == (adamw.on_device, adamw.state)
+    small = UpdateBytes.of_sizes(2, 0, 2)  # of 8-bit moments; the copy is the master
+    (layer,) = estimate_profile([COSTS], MACHINE, update=small).layers
+    (other,) = estimate_profile([COSTS], MACHINE).layers
+    assert layer.update_s / other.update_s == pytest.approx((2 + 2 + 2 + 4) / 28)
+    assert layer.update_gpu_s == pytest.approx((2 + 2 + 8 + 4) / 28 * (other.update_gpu_s or 0))
+    assert (layer.state_bytes, other.state_bytes) == (6 * 40, 12 * 40)
+    assert (layer.state_up_s or 0) < (other.state_up_s or 0) and layer.forward_s == other.forward_s
 
 
 @pytest.mark.parametrize(
