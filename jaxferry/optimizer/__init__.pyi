@@ -16,6 +16,7 @@ from .on_devices import num_bytes_on_each as num_bytes_on_each
 from .on_devices import subgroups_of as subgroups_of
 from .on_devices import unit_on_devices as unit_on_devices
 from .on_devices import where_on_devices as where_on_devices
+from .on_disk import bytes_on_disk as bytes_on_disk
 from .on_disk import put_on_disk as put_on_disk
 from .optimizer import HostOptimizer as HostOptimizer
 from .optimizer import LazyParameter as LazyParameter

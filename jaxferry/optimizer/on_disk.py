@@ -24,6 +24,11 @@ _LEAST_BYTES = 2**16
 """Smaller arrays, such as counts of steps, stay in memory."""
 
 
+def bytes_on_disk(num_bytes: int) -> int:
+    """What the file holds of an array of so many bytes."""
+    return num_bytes if num_bytes >= _LEAST_BYTES else 0
+
+
 def put_on_disk(array: Any, scratch: Scratch) -> Any:
     """The array in the file, or itself; see `is_small`."""
     return array if is_small(array) else _written(array, None, scratch)
@@ -31,7 +36,7 @@ def put_on_disk(array: Any, scratch: Scratch) -> Any:
 
 def is_small(array: Any) -> bool:
     """Whether an array stays in memory: it is in the file already, small, or no plain numbers."""
-    return isinstance(_content(array), OnDiskArray) or _content(array).nbytes < _LEAST_BYTES or is_key(array)
+    return isinstance(_content(array), OnDiskArray) or not bytes_on_disk(_content(array).nbytes) or is_key(array)
 
 
 def _content(stored: Any) -> Any:

@@ -68,6 +68,8 @@ class Scratch:
                 try:
                     os.posix_fallocate(self._file, start, size)
                 except OSError as error:
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(self._file, start)  # it may have taken what the disk had
                     raise HostMemoryError(
                         f"scratch={self.folder!r} has no room for {format_bytes(start + size)}: {described(error)}"
                     ) from error

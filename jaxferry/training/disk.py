@@ -13,7 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from jaxferry.errors import InputError
-from jaxferry.optimizer import HostOptimizer, Scratch, Stored, host_memory, master_bytes, put_on_disk
+from jaxferry.optimizer import (
+    HostOptimizer,
+    Scratch,
+    Stored,
+    bytes_on_disk,
+    host_memory,
+    master_bytes,
+    put_on_disk,
+)
 from jaxferry.partition import Layer, Ownership, aval_bytes
 from jaxferry.processes import check_same, largest
 from jaxferry.settings import users_stacklevel
@@ -115,7 +123,7 @@ class StateOnDisk:
         """
         most, num_bytes = self._most_bytes, sum(found.values())
         if most is not None and num_bytes > most:
-            why = ", although all masters and optimizer state are in scratch="
+            why = ", although all large masters and optimizer state are in scratch="
             if others:
                 why = f", of which {' and '.join(others)} take {format_bytes(sum(others.values()))}"
             needs, wanted = format_apart(num_bytes, most)
@@ -136,12 +144,14 @@ class StateOnDisk:
         return numbers if self._is_alone or not numbers else largest(numbers)
 
     def _sizes(self, layers: Sequence[Layer]) -> dict[int, Bytes]:
-        """The bytes of masters, as they are stored, and of the optimizer's state, by group; without counts."""
-        form, found = self._optimizer.updates.master_form, dict[int, Bytes]()
+        """The bytes of masters, as they are stored, and of the optimizer's state, by group; without small arrays."""
+        updates, found = self._optimizer.updates, dict[int, Bytes]()
         for unit in self._optimizer.units_of(layers):
+            form = updates.form_of(unit, layers) if updates.joins_masters else updates.master_form
             own = [pair for group in unit.layers for pair in self._ownership.placed(layers[group].trained)]
-            state_bytes = sum(aval_bytes(leaf) for leaf in unit.state if leaf.ndim)
-            found[unit.layers[0]] = sum(master_bytes(leaf, form, pieces) for leaf, pieces in own), state_bytes
+            masters = (master_bytes(leaf, form, pieces) for leaf, pieces in own)
+            both = (sum(map(bytes_on_disk, sizes)) for sizes in (masters, map(aval_bytes, unit.state)))
+            found[unit.layers[0]] = next(both), next(both)
         return found
 
     def left(self, needed: dict[str, int], layers: Sequence[Layer]) -> dict[str, int]:

@@ -238,9 +238,33 @@ def test_scanned_layers_are_on_disk_one_by_one_from_the_first_batch_on(tmp_path)
     assert 0 < on_disk < len(state.host.units) == 12
     found = step.compiler.model.host_bytes_of(step.prepare(BATCH))
     assert sum(found.values()) <= every * 9 // 10
-    with pytest.warns(UserWarning, match="more than host_memory=1 B, although all masters and optimizer state are in"):
+    with pytest.warns(UserWarning, match="than host_memory=1 B, although all large masters and optimizer state are"):
         tight = jaxferry.train_step(loss_fn, ADAMW, scratch=tmp_path, host_memory=1, **options)
         take_steps(tight, tight.init(stacked), [BATCH])
+
+
+def test_small_arrays_stay_in_memory_and_are_counted_there(tmp_path):
+    """Of each layer a matrix is in the file, and one of 4 KB is not, nor are its moments."""
+
+    def loss_fn(params, batch):
+        for own in params.values():
+            batch = jnp.tanh(batch @ own["w"]) + (batch[:, :32] @ own["small"]).mean()
+        return jnp.mean(batch**2)
+
+    small = np.full((32, 32), 0.01, np.float32)
+    params = {name: own | {"small": small} for name, own in parameters().items()}
+    step = jaxferry.train_step(loss_fn, optax.adam(1e-2), scratch=tmp_path, host_memory=1, **FP32)
+    with pytest.warns(UserWarning, match="although all large masters and optimizer state are in scratch="):
+        state, _ = take_steps(step, step.init(params), [BATCH])
+    state.block_until_ready()
+    found = step.compiler.model.host_bytes_of(step.prepare(BATCH))
+    num_counts = sum(leaf.ndim == 0 for leaf in jax.tree.leaves(state.opt_state))
+    assert found["master parameters"] == DEPTH * small.nbytes
+    assert found["optimizer state"] == 2 * DEPTH * small.nbytes + 4 * num_counts
+    assert all(unit.is_on_disk for unit in state.host.units)
+    held = [a for unit in state.host.units for a in (*unit.masters_at_home(), *unit.state_at_home())]
+    kept = [a for a in held if not isinstance(a, scratch.OnDiskArray) and a.ndim]
+    assert sum(a.nbytes for a in kept) == 3 * DEPTH * small.nbytes
 
 
 def test_a_batch_that_joins_layers_rearranges_what_is_on_disk(tmp_path):

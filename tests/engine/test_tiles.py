@@ -1,6 +1,7 @@
 """Training steps whose programs run in tiles: numerics, plans, memory, several devices."""
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -188,6 +189,7 @@ def test_gradients_that_programs_write_to_the_host_have_the_bits_of_others(gpt, 
     assert_same_bits(*states)
 
 
+@functools.lru_cache(maxsize=8)
 def compiled_for_gpu(parts, segment, kind, remat, tiles, target=Target.DEVICE):
     variants = RematVariants(parts, remat, tiles)
     key = ProgramKey(kind, variants.base.segments[segment].program, writes=(target,))

@@ -77,13 +77,20 @@ def test_a_file_that_nobody_holds_is_closed_and_warns_of_nothing(tmp_path):
     assert not descriptors()
 
 
-def test_a_full_disk_is_told_before_anything_is_written(file, monkeypatch):
-    def full(*args):
+def test_a_full_disk_is_told_before_anything_is_written_and_keeps_no_room(file, monkeypatch):
+    kept = array_on(file, np.ones(BLOCK, np.float32))
+    before = os.fstat(file._file).st_size
+
+    def full(descriptor, start, size):
+        """Takes what there is, as file systems do."""
+        os.ftruncate(descriptor, start + size // 2)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(HostMemoryError, match=r"scratch=.* has no room for 64\.0 KiB: .*No space left on device"):
+    with pytest.raises(HostMemoryError, match=r"scratch=.* has no room for 128\.0 KiB: .*No space left on device"):
         array_on(file, np.ones(BLOCK, np.float32))
+    assert os.fstat(file._file).st_size == before > 0
+    assert np.asarray(kept).all()
 
 
 @pytest.mark.parametrize("folder", ["missing", "file"])
