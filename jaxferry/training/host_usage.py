@@ -48,18 +48,17 @@ def update_bytes(params: Any, optimizer: optax.GradientTransformation, compute_d
     layers = layers_by_path(params, compute_dtype)
     state = _state_of(params, optimizer, layers)
     forms = forms_of(master_form(optimizer, state), layers, ())
-    return update_bytes_of(layers, jax.tree.leaves(state), Ownership(), forms)
+    return update_bytes_of(layers, jax.tree.leaves(state), forms)
 
 
 def update_bytes_of(
     layers: Sequence[Layer],
     state: Iterable[Any],
-    ownership: Ownership,
     forms: Sequence[MasterForm],
     is_joined: bool = False,
 ) -> UpdateBytes:
-    """Likewise for the trained parameters of these groups; `state` are the shapes of this process's optimizer state."""
-    placed = [(ownership.placed(layer.trained), form) for layer, form in zip(layers, forms, strict=True)]
+    """Likewise for the trained parameters of these groups; `state` are the shapes of the optimizer's state."""
+    placed = [(Ownership().placed(layer.trained), form) for layer, form in zip(layers, forms, strict=True)]
     sizes = [(leaf, master_bytes(leaf, form, pieces)) for own, form in placed for leaf, pieces in own]
     num = sum(leaf.size for leaf, _ in sizes)
     if not num:

@@ -226,7 +226,9 @@ class Model:
           uses_disk: whether some masters and state are in the scratch file, if there is one.
         """
         own, layers = self._placement.ownership, layers or self.layers
-        state = self._state_avals(layers)
+        state: Iterable[Any] = self.optimizer.state_shapes.values()
+        if not own.is_all:
+            state = [aval for unit in self.optimizer.units_of(layers) for aval in unit.state]
         copies = sum(own.num_whole_bytes(layers[group]) for group in read)
         more = {_COPIES: copies, _SAVED: saved_bytes}
         if self.numerics.accumulate > 1:
@@ -241,16 +243,10 @@ class Model:
             more[_JOINED] = max((joined_bytes(own.placed(layer.trained)) for layer in split), default=0)
         return of_training | {name: num_bytes for name, num_bytes in more.items() if num_bytes}
 
-    def _state_avals(self, layers: Sequence[Layer]) -> Iterable[Any]:
-        """The shapes of the optimizer's state in this process."""
-        if self._placement.ownership.is_all:
-            return self.optimizer.state_shapes.values()
-        return [aval for unit in self.optimizer.units_of(layers) for aval in unit.state]
-
     def update_bytes(self, layers: Sequence[Layer]) -> UpdateBytes:
-        """The bytes of an update, by parameter."""
-        own, forms = self._placement.ownership, self._forms(layers, ())
-        return update_bytes_of(layers, self._state_avals(layers), own, forms, self.optimizer.updates.joins_masters)
+        """The bytes of an update, by parameter: those of the whole model, so that all processes have the same."""
+        state, updates = self.optimizer.state_shapes.values(), self.optimizer.updates
+        return update_bytes_of(layers, state, self._forms(layers, ()), updates.joins_masters)
 
     def _forms(self, layers: Sequence[Layer], streamed: Collection[int]) -> list[MasterForm]:
         """The form of each group's masters."""
