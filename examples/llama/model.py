@@ -8,6 +8,7 @@ Activations have the parameters' dtype. RMSNorm, softmax, rotations and the loss
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -214,6 +215,7 @@ def stretched(frequencies, scaling):
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
+@functools.cache
 def make_graph(config):
     """Returns the model's structure without its parameters, for `nnx.merge`."""
     return nnx.split(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))), nnx.Param)[0]

@@ -44,9 +44,10 @@ def doctor(
     num_bytes = parse_bytes(link_size, "--link-size")
     if num_bytes == 0:
         raise InputError(f"--link-size must be positive, got {link_size}")
+    disk = None if scratch is None else Scratch(scratch)  # refused at once, if it is no folder
     found = examine(num_bytes)
-    if scratch is not None:
-        read_s, write_s = Scratch(scratch).seconds_a_byte()
+    if disk is not None:
+        read_s, write_s = disk.seconds_a_byte()
         found["scratch"] = {"folder": str(scratch), "read_bytes_per_s": 1 / read_s, "write_bytes_per_s": 1 / write_s}
     print_result(as_json, found, *_lines(found))
 

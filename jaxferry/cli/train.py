@@ -162,6 +162,8 @@ def train(
     for path in (trace, record):
         if path is not None and not path.absolute().parent.is_dir():
             raise InputError(f"cannot write {path}: {path.parent} is not a folder")
+        if path is not None and path.is_dir():
+            raise InputError(f"cannot write {path}: it is a folder")
     with user_code(model):
         user = call_model(model)
         user.check_is_whole()

@@ -30,10 +30,14 @@ class Costs:
     kernels: float = 0.0
 
     def __add__(self, other: "Costs") -> "Costs":
-        return Costs(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+        return Costs(*map(operator.add, self._values, other._values))
 
     def __mul__(self, times: float) -> "Costs":
-        return Costs(*(times * value for value in dataclasses.astuple(self)))
+        return Costs(*(times * value for value in self._values))
+
+    @property
+    def _values(self) -> tuple[float, ...]:
+        return self.flops, self.bytes_read, self.bytes_written, self.kernels
 
     @property
     def bytes(self) -> float:

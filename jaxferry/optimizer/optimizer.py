@@ -142,6 +142,8 @@ def hyperparameters(known: Mapping[str, Any], values: Mapping[str, Any]) -> dict
 
 def _check_leaf(what: str, leaf: Any, expected: Any) -> None:
     check_byte_order(leaf, what)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise InputError(f"{what} must be an array or a number, got a shape alone")
     shape, wanted = np.shape(leaf), tuple(expected.shape)
     if shape != wanted:
         raise InputError(f"{what} must have shape {wanted}, got {shape}")

@@ -70,9 +70,8 @@ class Scratch:
                 except OSError as error:
                     with contextlib.suppress(OSError):
                         os.ftruncate(self._file, start)  # it may have taken what the disk had
-                    raise HostMemoryError(
-                        f"scratch={self.folder!r} has no room for {format_bytes(start + size)}: {described(error)}"
-                    ) from error
+                    what = f"has no room for a file of {format_bytes(start + size)}: {described(error)}"
+                    raise HostMemoryError(f"scratch={self.folder!r} {what}") from error
                 self._end += size
         made = Region(self, start, num_bytes)
         weakref.finalize(made, self._release, start, size).atexit = False

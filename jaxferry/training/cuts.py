@@ -54,8 +54,11 @@ class Call:
 
     @property
     def leaves(self) -> list[Any]:
-        """The leaves of the traced arguments."""
-        return jax.tree.leaves((self.args, self.arrays))
+        """The values of the traced arguments; raises `InputError` for shapes alone, which suffice to prepare."""
+        found = jax.tree.leaves((self.args, self.arrays))
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in found):
+            raise InputError("a step needs the values of its arguments, got shapes alone: step.prepare takes shapes")
+        return found
 
 
 def weighted(loss_fn: Callable[..., Any], name: str, is_applied: bool) -> Callable[..., Any]:

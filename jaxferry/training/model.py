@@ -355,7 +355,15 @@ class Model:
             self._known = _updated(prepared)
 
     def masters(self, leaves: Sequence[Any]) -> dict[int, Stored]:
-        """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
+        """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes.
+
+        Raises `InputError` if they are shapes alone.
+        """
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            raise InputError(
+                "a state needs the parameters' values, got shapes alone: pass arrays, or to step.init_from the function "
+                "that makes them; step.declare takes shapes"
+            )
         dtypes, own, numbers = master_dtypes(self.layers), self._placement.ownership, range(len(leaves))
         spans = {leaf.index: own.span(layer, leaf) for layer in self.layers for leaf in layer.leaves}
         own_dtypes, own_spans = [dtypes[leaf] for leaf in numbers], [spans[leaf] for leaf in numbers]

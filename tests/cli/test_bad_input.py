@@ -116,6 +116,8 @@ LINES = [
     (f"train --model {NAME}:arrays --save gs://bucket/run", "is remote storage"),
     (f"train --model {NAME}:arrays --save mine.py/x", "cannot write"),
     (f"train --model {NAME}:arrays --trace mine.py/x", "cannot write mine.py/x: mine.py is not a folder"),
+    (f"train --model {NAME}:arrays --record .", "cannot write .: it is a folder"),
+    ("doctor --scratch missing", "scratch must be a folder to write to, got "),
     (f"train --model {NAME}:arrays --memory-budget 1KiB", "memory"),
     (f"train --model {NAME}:arrays --learning-rate=-1", "--learning-rate must be a number above 0, got -1"),
     (f"train --model {NAME}:arrays --learning-rate nan", "--learning-rate must be a number above 0, got nan"),

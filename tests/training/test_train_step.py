@@ -296,3 +296,22 @@ def test_effects_run_once_a_step(gpt):
         state, _ = step(state, gpt.batch)
     jax.effects_barrier()
     assert seen == [int(gpt.batch.sum())] * 2
+
+
+def test_shapes_are_refused_where_values_are_needed(gpt):
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3))
+    shapes = jax.eval_shape(lambda: gpt.params)
+    with pytest.raises(jaxferry.InputError, match="needs the parameters' values, got shapes alone: pass arrays, or to"):
+        step.init(shapes)
+    state = step.init(gpt.params)
+    for name in ("params", "opt_state"):
+        shapes = jax.eval_shape(lambda tree: tree, getattr(state, name))
+        with pytest.raises(
+            jaxferry.InputError, match=rf"state\.{name}, leaf .* must be an array .*, got a shape alone"
+        ):
+            setattr(state, name, shapes)
+    batch = jax.ShapeDtypeStruct(gpt.batch.shape, gpt.batch.dtype)
+    for call in (step, step.evaluate):
+        with pytest.raises(jaxferry.InputError, match=r"got shapes alone: step\.prepare takes shapes"):
+            call(state, batch)
+    assert np.isfinite(step(state, gpt.batch)[1]["loss"])
