@@ -361,8 +361,8 @@ class Model:
         """
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             raise InputError(
-                "a state needs the parameters' values, got shapes alone: pass arrays, or to step.init_from the function "
-                "that makes them; step.declare takes shapes"
+                "a state needs the parameters' values, got shapes alone: pass arrays, or to step.init_from the function"
+                " that makes them; step.declare takes shapes"
             )
         dtypes, own, numbers = master_dtypes(self.layers), self._placement.ownership, range(len(leaves))
         spans = {leaf.index: own.span(layer, leaf) for layer in self.layers for leaf in layer.leaves}

@@ -87,9 +87,7 @@ def test_a_full_disk_is_told_before_anything_is_written_and_keeps_no_room(file, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(
-        HostMemoryError, match=r"scratch=.* has no room for a file of 128\.0 KiB: .*No space left"
-    ):
+    with pytest.raises(HostMemoryError, match=r"scratch=.* has no room for a file of 128\.0 KiB: .*No space left"):
         array_on(file, np.ones(BLOCK, np.float32))
     assert os.fstat(file._file).st_size == before > 0
     assert np.asarray(kept).all()
