@@ -24,6 +24,9 @@ JOBS ?= 2
 # On a machine with an NVIDIA GPU, the example runs on it.
 TRAIN_EXTRAS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo examples,cuda13 || echo examples)
 
+# Python compiles modules when it first imports them, which few of an environment's ten thousand are.
+PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+
 # Changes to these need a new installation, even an editable one. So do modules that move: it knows where they were.
 NATIVE_SOURCES := $(shell find xla_ffi -type f)
 MODULES := $(VENV)/modules-$(shell find jaxferry -name '*.py' | LC_ALL=C sort | cksum | cut -d ' ' -f 1)
@@ -69,7 +72,7 @@ install-dev: $(VENV)/installed-dev
 # Installs everything for lint, types and tests into one environment, with one build instead of two.
 install-all: $(MODULES) | $(VENV)/bin/python
 	@echo "Installing jaxferry[dev,$(TEST_EXTRAS)] into $(VENV): the first time takes a few minutes"
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,$(TEST_EXTRAS)]"
+	@$(PIP_INSTALL) --editable ".[dev,$(TEST_EXTRAS)]"
 	@touch $(VENV)/installed-dev $(VENV)/installed-test
 
 $(VENV)/installed-train: EXTRAS = $(TRAIN_EXTRAS)
@@ -84,7 +87,7 @@ $(MODULES): | $(VENV)/bin/python
 # A stamp is newer than pyproject.toml, the native sources and the set of modules while the installation is up to date.
 $(VENV)/installed-%: pyproject.toml $(NATIVE_SOURCES) $(MODULES) | $(VENV)/bin/python
 	@echo "Installing jaxferry[$(EXTRAS)] into $(VENV): the first time takes a few minutes"
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
+	@$(PIP_INSTALL) --editable ".[$(EXTRAS)]"
 	@touch $@
 
 # Compilers for a GPU that run on any machine, for tests of compiled programs.

@@ -31,7 +31,6 @@ PINNED = ("compute copy", "gradients", "sums of gradients", "copies to read in p
 """What of a training step's host memory is pinned, for any plan."""
 
 _ROOT = pathlib.Path("/")
-LESS_STATE = "freeze parameters (trainable=), keep optimizer state on a disk (scratch=), or take an optimizer with less"
 
 # From mallopt(3): glibc's smallest and largest threshold from which blocks are mapped apart, and returned when freed.
 _MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
@@ -88,10 +87,16 @@ def limits(root: pathlib.Path = _ROOT) -> list[Limit]:
     return sorted(found, key=lambda limit: limit.num_bytes)
 
 
+def less_state(has_disk: bool = False) -> str:
+    """How the user makes masters and optimizer state smaller in host memory."""
+    disk = "" if has_disk else "keep optimizer state on a disk (scratch=), "
+    return f"freeze parameters (trainable=), {disk}or take an optimizer with less"
+
+
 def check(
     needed: Mapping[str, int],
     what: str = "training",
-    remedy: str = LESS_STATE,
+    remedy: str = less_state(),
     held_bytes: int = 0,
     existing_bytes: int = 0,
 ) -> None:

@@ -284,13 +284,17 @@ class Model:
 
     def _check(self, found: dict[str, int]) -> None:
         """Raises `HostMemoryError` if these bytes do not fit."""
-        if self._placement.allocator is None:
-            host_memory.check(found)
-        else:
+        remedy = self._less_state
+        if self._placement.allocator is not None:
             num_bytes = host_memory.pinned_bytes(found)
             advice = host_memory.pinned_advice(num_bytes)
-            remedy = f"{host_memory.LESS_STATE}, {advice}" if advice else host_memory.LESS_STATE
-            host_memory.check(found | {"unused pinned memory": host_memory.unused_of_pool(num_bytes)}, remedy=remedy)
+            remedy = f"{remedy}, {advice}" if advice else remedy
+            found = found | {"unused pinned memory": host_memory.unused_of_pool(num_bytes)}
+        host_memory.check(found, remedy=remedy)
+
+    @property
+    def _less_state(self) -> str:
+        return host_memory.less_state(self._disk_options.scratch is not None)
 
     def _check_pinned(self, found: Mapping[str, int], streamed_bytes: int = 0) -> None:
         if not self._placement.is_cpu:
@@ -334,7 +338,7 @@ class Model:
         self._check_pinned(found, streamed_bytes)
         needed = {name: found[name] for name in (_COPIES, _SAVED) if name in found}
         self.disk.check(found, needed)
-        remedy = host_memory.LESS_STATE if not needed else _LESS_MOVED
+        remedy = self._less_state if not needed else _LESS_MOVED
         # Only batches show which gradients are summed in more bits; what is known has been checked before.
         known = self._known_bytes()
         more_sums = found.get(SUMS, 0) - known.get(SUMS, 0)

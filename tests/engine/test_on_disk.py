@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.errors import InputError, ScratchError
+from jaxferry.errors import HostMemoryError, InputError, ScratchError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.optimizer import on_disk, scratch
 from jaxferry.step import DISK_SLOTS, Kind, Lane, LayerPlan, Plan
@@ -241,6 +241,14 @@ def test_scanned_layers_are_on_disk_one_by_one_from_the_first_batch_on(tmp_path)
     with pytest.warns(UserWarning, match="than host_memory=1 B, although all large masters and optimizer state are"):
         tight = jaxferry.train_step(loss_fn, ADAMW, scratch=tmp_path, host_memory=1, **options)
         take_steps(tight, tight.init(stacked), [BATCH])
+
+
+def test_too_little_memory_even_with_a_disk_is_told_without_advising_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXFERRY_HOST_MEMORY", "1KiB")
+    for folder, has_advice in ((None, True), (tmp_path, False)):
+        with pytest.raises(HostMemoryError, match="freeze parameters") as caught:
+            made(folder).init(parameters())
+        assert ("on a disk (scratch=)" in str(caught.value)) == has_advice
 
 
 def test_small_arrays_stay_in_memory_and_are_counted_there(tmp_path):
