@@ -87,7 +87,13 @@ WATCHED = [case for case in map(dict, RUN) if case["device"] == "cpu" or case["u
 
 
 @pytest.mark.cpu_device
-@pytest.mark.parametrize("case", WATCHED, ids=lambda case: "-".join(case.values()))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id="-".join(case.values()), marks=[pytest.mark.slow] * (number % 2))
+        for number, case in enumerate(WATCHED)
+    ],
+)
 def test_live_bytes_stay_under_the_predicted_peak(case, monkeypatch):
     with matrix.small_sizes():
         options = matrix.all_options_of(case) | {"transport": "ferry", "record_steps": 0}

@@ -1,5 +1,6 @@
 """PRNG keys as frozen parameters: data like any other leaf, for every implementation that JAX has."""
 
+import itertools
 import re
 
 import jax
@@ -14,6 +15,7 @@ import jaxferry
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.step import LayerPlan, Plan
 from models import Task, plain_loop
+from slowly import slow_but
 
 KINDS = ["threefry2x32", "rbg", "unsafe_rbg"]
 NAMES = ["a", "b", "c"]
@@ -53,8 +55,12 @@ def bits(keys):
     return {name: jax.random.key_data(key).tolist() for name, key in keys.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", [Mode.GFGB, Mode.DHA, Mode.RESIDENT])
+MODES = [Mode.GFGB, Mode.DHA, Mode.RESIDENT]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), slow_but(zip(KINDS, MODES, strict=True), list(itertools.product(KINDS, MODES)))
+)
 def test_losses_are_plain_optax_s_and_the_keys_stay(kind, mode):
     names = [layer.name for layer in make(kind)[0].prepare(X).partition.layers]
     plan = Plan("any", 1.0, tuple(LayerPlan(name, mode, GradientPlace.HOST) for name in names))

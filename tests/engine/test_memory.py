@@ -221,8 +221,11 @@ def num_own_threads():
     return sum(not thread.name.startswith("jaxferry marks") for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
-@pytest.mark.parametrize("name", slow_but([name for name in FLAT if "before" not in name], FLAT))
+TRANSPORTS = ("ferry", "device_put")
+OFTEN = zip((name for name in FLAT if "before" not in name), itertools.cycle(TRANSPORTS), strict=False)
+
+
+@pytest.mark.parametrize(("name", "transport"), slow_but(OFTEN, list(itertools.product(FLAT, TRANSPORTS))))
 def test_no_step_leaves_anything_behind(name, transport, monkeypatch):
     device, make, options = FLAT[name]
     if device == "emulated":

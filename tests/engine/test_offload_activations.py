@@ -26,7 +26,7 @@ from jaxferry.step import (
 from models import random_streams
 from planned import assert_same_bits, plan_of, prepared, train
 from profiles import fused, lowered, transformer, with_modes
-from slowly import slow_cases
+from slowly import slow_but, slow_cases
 
 MOVES = (Kind.SAVE, Kind.FETCH)
 
@@ -113,8 +113,10 @@ def test_small_values_keys_and_what_is_read_soon_stay():
 KEPT = {"none": "none", "products": jax.checkpoint_policies.dots_saveable, "inputs": "full"}
 
 
-@pytest.mark.parametrize("tiles", [1, 3])
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize(
+    ("kept", "tiles"),
+    slow_but([("none", 1), ("products", 1), ("products", 3), ("inputs", 3)], list(itertools.product(KEPT, (1, 3)))),
+)
 def test_what_segments_keep_waits_in_host_memory_and_no_bit_changes(kept, tiles):
     options = {"remat": KEPT[kept], "tiles": tiles, "plan": plan(Mode.RELOAD)}
     step, other = (

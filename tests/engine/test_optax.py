@@ -373,7 +373,7 @@ def test_arguments_of_a_step_that_the_optimizer_was_not_made_for_are_refused(giv
         step(state, TASK.batch, extra_args=given)
 
 
-@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("name", slow_but(("monitored", "counts in updates", "dtype of updates"), CHANGING))
 @pytest.mark.filterwarnings("ignore:the optimizer looks at")
 def test_a_state_whose_structure_the_first_update_changes_is_shown_saved_and_assigned_as_optax_has_it(name, tmp_path):
     optimizer = CHANGING[name]

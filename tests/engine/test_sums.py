@@ -189,7 +189,7 @@ def trained_with(places, granularity, options):
     ("device", "accumulate", "granularity"),
     [
         pytest.param("mesh", 1, BLOCK, marks=pytest.mark.cpu_device),
-        pytest.param("mesh", 3, MODULE, marks=pytest.mark.cpu_device),
+        pytest.param("mesh", 3, MODULE, marks=[pytest.mark.cpu_device, pytest.mark.slow]),
         ("device_put", 3, BLOCK),
         ("ferry", 1, MODULE),
     ],

@@ -15,6 +15,7 @@ from jaxferry.errors import InputError
 from jaxferry.modes import MODULE
 from jaxferry.partition import differentiate, partition
 from jaxferry.settings import for_planned_gpu, for_platform
+from slowly import slow_cases
 
 FORWARD = "dot_product_attention_fwd"
 
@@ -102,11 +103,10 @@ def with_calls(parts):
 @pytest.mark.parametrize(
     ("name", "scores", "options"),
     [
-        ("gpt2", 4 * 4 * 256 * 256, {}),
         ("gpt2", 4 * 4 * 256 * 256, {"granularity": MODULE}),
         ("llama", 4 * 4 * 256 * 256, {}),
-        ("bert", 4 * 4 * 256 * 256, {}),
         ("vit", 4 * 4 * 18 * 18, {}),
+        *slow_cases(("gpt2", 4 * 4 * 256 * 256, {}), ("bert", 4 * 4 * 256 * 256, {})),
     ],
 )
 def test_every_layer_calls_cudnn_in_one_program_and_keeps_no_scores(name, scores, options):

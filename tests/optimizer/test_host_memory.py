@@ -168,15 +168,17 @@ def test_a_limit_on_the_address_space_is_an_error_too():
 def trained():
     """A step and a state of 4 bytes a parameter for masters, 8 for Adam and 8 for training: 1.5 M parameters."""
     step = jaxferry.train_step(loss_fn, optax.adam(1e-3))
-    state = step.init(jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), PARAMS))
+    state = step.init(GIVEN)
     return step, step(state, np.ones((2, 1000), np.float32))[0]
 
+
+GIVEN = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), PARAMS)
 
 COPIES = {
     "a copy of the state": (12, lambda state: state.copy()),
     "a copy of the parameters": (4, lambda state: state.params),
     "a copy of the optimizer's state": (8, lambda state: state.opt_state),
-    "an assignment to the state": (4, lambda state: setattr(state, "params", PARAMS)),
+    "an assignment to the state": (4, lambda state: setattr(state, "params", GIVEN)),
 }
 
 

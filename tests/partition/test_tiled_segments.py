@@ -22,6 +22,7 @@ from models import (
     rematerialised,
     shared,
 )
+from slowly import slow_but
 
 QUICK = {
     "dropout": random_streams.gpt_dropout,
@@ -56,6 +57,7 @@ LONG = {
     "one row of 16 bits": mixed_dtypes.linen_mixed_dtypes,
     "one row, one block four times": shared.linen_albert,
 }
+OFTEN = [*QUICK, "one row", "one row under a checkpoint", "one row with dropout"]
 
 
 def cut(task, tiles, remat="none"):
@@ -98,9 +100,7 @@ def ones(outputs):
     return jax.tree.map(jnp.ones_like, outputs)
 
 
-@pytest.mark.parametrize(
-    "name", [*QUICK, *LONG, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)], ids=lambda name: name
-)
+@pytest.mark.parametrize("name", slow_but(OFTEN, [*QUICK, *LONG, *SLOW]))
 def test_forward_backward_and_loss_of_each_segment_are_those_of_the_whole_batch(name):
     parts, tiled = cut(one_row(LONG[name]) if name in LONG else (QUICK | SLOW)[name](), 3)
     graph, tolerance, seen = parts.graph, TOLERANCE.get(name, 1e-4), set()
