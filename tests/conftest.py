@@ -168,15 +168,6 @@ def cpu_by_default(request, monkeypatch):
         yield
 
 
-@pytest.fixture
-def whole_effort(request, monkeypatch):
-    """Searches for plans with all effort, also in runs without slow tests."""
-    if "not slow" in request.config.option.markexpr:
-        search = importlib.import_module("jaxferry.planner.search")
-        monkeypatch.setattr(search, "MOST_EFFORT", _LESS_EFFORT * search.MOST_EFFORT)
-        monkeypatch.setattr(search, "EFFORT_A_LAYER", _LESS_EFFORT * search.EFFORT_A_LAYER)
-
-
 @pytest.fixture(scope="session")
 def gpt():
     """A small model that many tests train."""

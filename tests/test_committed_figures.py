@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from slowly import slow_cases
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "papers"
 
@@ -21,7 +23,7 @@ def papers(monkeypatch):
     return importlib.import_module
 
 
-@pytest.mark.parametrize(("figure", "name"), [("figures_9_and_12", "BERT-base"), ("figure_13", "1.7B")])
+@pytest.mark.parametrize(("figure", "name"), [("figures_9_and_12", "BERT-base"), *slow_cases(("figure_13", "1.7B"))])
 def test_rows_of_memferry(papers, figure, name):
     script, models = papers("memferry"), papers("paper_models")
     known = {model.name: model for model in models.known_models()}

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxferry
 from models import Task, plain_loop
+from slowly import slow_but
 
 NAMES = ["a", "b", "c"]
 ROWS = PartitionSpec("data")
@@ -75,6 +76,10 @@ LAYERS = {
 }
 
 
+ALIKE = ("reshard of a number", "constraint after reshard", "checkpoint", "relu, dropout")
+"""What others have one by one."""
+
+
 def losses(loss_fn, given, num=3, **options):
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1), **options)
     state = step.init(params())
@@ -87,7 +92,10 @@ def plain_losses(loss_fn, given, num=3):
 
 @pytest.mark.parametrize(
     ("name", "num"),
-    [*((name, 2) for name in LAYERS), *((name, 1) for name in ("reshard", "cond"))],
+    slow_but(
+        [("reshard", 1), *((name, 2) for name in LAYERS if name not in ALIKE)],
+        [*((name, 2) for name in LAYERS), *((name, 1) for name in ("reshard", "cond"))],
+    ),
 )
 def test_losses_are_those_of_a_plain_jit(name, num):
     loss_fn, own = through(LAYERS[name]), mesh(num)

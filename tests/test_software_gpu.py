@@ -8,7 +8,7 @@ import re
 import pytest
 
 import software_gpu
-from slowly import slow
+from slowly import slow, slow_but
 
 pytestmark = [software_gpu.needed, pytest.mark.timeout(900)]
 
@@ -167,7 +167,7 @@ CHOSEN = {
 """By what they show: tests to run, and how many of them at least."""
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", slow_but(("operations", "half precision", "transports"), CHOSEN))
 def test_tests_pass_where_cuda_is_the_default_device(name):
     arguments, least = CHOSEN[name]
     assert software_gpu.run_tests(*arguments) >= least

@@ -149,6 +149,7 @@ def openpi(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
+@pytest.mark.slow
 def test_the_command_trains_a_configuration_saves_resumes_and_exports(openpi, tmp_path):
     metrics, saved, exported = tmp_path / "metrics.jsonl", tmp_path / "state", tmp_path / "export"
     common = ["--policy", "native-overlapped"]

@@ -59,7 +59,7 @@ def test_more_memory_is_never_slower_and_no_policy_that_fits_is_faster(sizes, da
             assert fastest_s <= rival.predicted.steady_step_s * NEARLY
 
 
-@pytest.mark.usefixtures("whole_effort")
+@pytest.mark.slow
 def test_a_long_model_gets_faster_with_memory_and_says_what_binds():
     profile = transformer(14, 2)
     search = AutoSearch(profile, Request())

@@ -108,7 +108,8 @@ class Accelerator:
         self.check()
         leaves = [leaf for i, leaf in enumerate(jax.tree.leaves(arguments)) if kept is None or i in kept]
         read = [leaf for leaf in leaves if _is_concrete(leaf) and self.is_pinned(leaf)]
-        made = call(*arguments)
+        with _given(filter(self.is_pinned, filter(_is_concrete, jax.tree.leaves(arguments)))):
+            made = call(*arguments)
         outputs = [weakref.ref(leaf) for leaf in jax.tree.leaves(made) if _is_concrete(leaf)]
         for array in read:
             if not array.is_deleted():
@@ -256,20 +257,48 @@ def _late(value, seed=0.01):
     return value, jnp.sum(jax.lax.fori_loop(0, _PRODUCTS, lambda _, x: jnp.tanh(x @ x), matrix))
 
 
+_ASKING = threading.Lock()
+_GIVEN: dict[int, tuple[int, int]] = {}
+"""Start and end of arrays that programs are given at the moment, by identity."""
+
+
+def _memory_of(array):
+    start = array.unsafe_buffer_pointer()
+    return start, start + array.nbytes
+
+
+@contextlib.contextmanager
+def _given(arrays):
+    """Notes the memory of arrays while they are given to a program, which may take it."""
+    arrays = [array for array in arrays if not array.is_deleted() and is_ready(array)]
+    with _ASKING:
+        own = {id(array): _memory_of(array) for array in arrays}
+        _GIVEN.update(own)
+    try:
+        yield
+    finally:
+        with _ASKING:
+            for key in own:
+                _GIVEN.pop(key, None)
+
+
 def _pinned_memory():
     """Start and end of each live array in pinned memory that programs have made.
 
-    JAX waits for an array before it tells the address, and holds the lock that the callback of a program may need.
-    A list of all arrays would keep alive what the step drops meanwhile.
+    JAX waits for an array before it tells the address, until no program is just taking its memory, and holds the lock
+    that the callback of a program may need. A list of all arrays would keep alive what the step drops meanwhile.
     """
     with COUNTING:
         references = [weakref.ref(array) for array in jax.live_arrays("cpu")]
     for reference in references:
         array = reference()
         with contextlib.suppress(RuntimeError):  # another thread has deleted it
-            if array is not None and array.sharding.memory_kind == "pinned_host" and is_ready(array):
-                start = array.unsafe_buffer_pointer()
-                yield start, start + array.nbytes
+            if array is None or array.sharding.memory_kind != "pinned_host":
+                continue
+            with _ASKING:
+                memory = _GIVEN.get(id(array)) or (_memory_of(array) if is_ready(array) else None)
+            if memory is not None:
+                yield memory
 
 
 def _is_pending(outputs):
