@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from slowly import slow_cases
+from slowly import slow, slow_cases
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "papers"
@@ -45,8 +45,9 @@ def test_stages_of_several_gpus(papers):
     assert script.column_of(2) == pytest.approx(committed["2"])
 
 
-def test_bounds_and_plans_of_auto():
-    name, machine, titles = "gpt2:medium", "h200-pcie5", ("tight",)
+@pytest.mark.parametrize("titles", [("tight",), *slow(("least", "tight", "middle", "machine"))])
+def test_bounds_and_plans_of_auto(titles):
+    name, machine = "gpt2:medium", "h200-pcie5"
     committed = json.loads((RESULTS.parent / "auto_gap.json").read_text())["rows"]
     of_model = [row for row in committed if (row["model"], row["machine"]) == (name, machine)]
     expected = [row for row in of_model if row["budget"] in titles]

@@ -94,7 +94,7 @@ def plain_losses(loss_fn, given, num=3):
     ("name", "num"),
     slow_but(
         [("reshard", 1), *((name, 2) for name in LAYERS if name not in ALIKE)],
-        [*((name, 2) for name in LAYERS), *((name, 1) for name in ("reshard", "cond"))],
+        [*((name, 2) for name in LAYERS), *((name, 1) for name in ("reshard", "out_sharding", "scan", "cond"))],
     ),
 )
 def test_losses_are_those_of_a_plain_jit(name, num):

@@ -289,7 +289,7 @@ def _work(layer: LayerCosts, way: str) -> float:
     return work
 
 
-def update_on_device_s(num_parameters: int, machine: Machine, update: UpdateBytes = ADAMW) -> float:
+def update_on_device_s(num_parameters: int, machine: Machine, update: UpdateBytes) -> float:
     """Seconds of an optimizer's step on the device."""
     return max(update.on_device * num_parameters / machine.memory_bytes_per_s, machine.launch_s)
 

@@ -149,9 +149,8 @@ class StateOnDisk:
         for unit in self._optimizer.units_of(layers):
             form = updates.form_of(unit, layers) if updates.joins_masters else updates.master_form
             own = [pair for group in unit.layers for pair in self._ownership.placed(layers[group].trained)]
-            masters = (master_bytes(leaf, form, pieces) for leaf, pieces in own)
-            both = (sum(map(bytes_on_disk, sizes)) for sizes in (masters, map(aval_bytes, unit.state)))
-            found[unit.layers[0]] = next(both), next(both)
+            masters = sum(bytes_on_disk(master_bytes(leaf, form, pieces)) for leaf, pieces in own)
+            found[unit.layers[0]] = masters, sum(bytes_on_disk(aval_bytes(leaf)) for leaf in unit.state)
         return found
 
     def left(self, needed: dict[str, int], layers: Sequence[Layer]) -> dict[str, int]:

@@ -115,7 +115,7 @@ def test_parameters_may_be_drawn_or_read_from_a_file_and_words_generated(num_pro
 
 def test_processes_measure_together_and_plan_for_the_slowest(trained):
     found = [each["measured"] for each in trained[0]]
-    assert all(each["plan"] == found[0]["plan"] for each in found)
+    assert all(each["plan"] == found[0]["plan"] and each["is_same"] for each in found)
     profiles = [Profile.from_json(each["profile"]) for each in found]
     assert len({str([dataclasses.replace(layer, state_bytes=0) for layer in each.layers]) for each in profiles}) == 1
     profile, links = profiles[0], profiles[0].machine["links"]

@@ -216,5 +216,9 @@ class Starts:
         state, words = step.init(init_params(jax.random.key(0))), self.own(words_of(8))
         losses = [float(step(state, words)[1]["loss"]) for _ in range(2)]
         prepared = step.prepare(words)
+        again = step.measure(init_params(jax.random.key(0)), words)
+        is_same = [layer.activation_bytes for layer in again.layers] == [
+            layer.activation_bytes for layer in prepared.profile.layers
+        ]
         profile, plan = prepared.profile.to_json(), prepared.plan.to_json()
-        return {"losses": losses, "profile": profile, "plan": plan}
+        return {"losses": losses, "profile": profile, "plan": plan, "is_same": is_same}
