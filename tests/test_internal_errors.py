@@ -13,7 +13,7 @@ import pytest
 import jaxferry
 from jaxferry.engine import executor
 from jaxferry.step import Operation
-from jaxferry.training import host_bytes
+from jaxferry.training import TrainedShapes
 from models import chain
 
 DEPTH = 3
@@ -268,7 +268,7 @@ def of_wrong_kind():
     init_only = optax.GradientTransformation(lambda params: "abc", optax.sgd(1.0).update)
     return {
         "init must return a tree of arrays, it returned a str": lambda: make(optimizer=init_only),
-        "init must return a tree of arrays, it returned a str\\b": lambda: host_bytes(X, init_only, None, [], {}),
+        "init must return a tree of arrays, it returned a str\\b": lambda: TrainedShapes(X, init_only, None),
         "function must be a function of .*, got 3": lambda: step.apply(state, 3, X),
         "init_fn must be a function of a PRNG key, got 3": lambda: step.init_from(3, key),
         "init_fn must return a tree of arrays, it returns a str": lambda: step.init_from(lambda key: "abc", key),

@@ -58,11 +58,10 @@ from jaxferry.partition import AUTO, OFF, check_tiles
 from jaxferry.records import write_json
 from jaxferry.step import saved_bytes, streamed_state_bytes
 from jaxferry.training import (
+    TrainedShapes,
     accelerator_dtype,
     buffered_groups,
     check_gradient_buffers,
-    host_bytes,
-    update_bytes,
 )
 from jaxferry.units import format_apart, format_bytes, format_seconds, parse_bytes
 
@@ -127,7 +126,8 @@ def fit(
         sizes = _Workload(workload, batch_size, length)
         params = sizes.own.shapes()
         dtype = dtype or accelerator_dtype(params)
-        of_update = update_bytes(params, update, dtype)
+        trained = TrainedShapes(params, update, dtype)
+        of_update = trained.update_bytes()
 
         def traced(size: int) -> Traced:
             report(f"tracing batches of {size}")
@@ -138,7 +138,7 @@ def fit(
         def bytes_of(own: Traced, streamed: Collection[int], num: int | None) -> dict[str, int]:
             parts = own.variants.base
             buffered = buffered_groups(parts, num)
-            return host_bytes(params, update, dtype, parts.layers, own.widened, streamed, buffered)
+            return trained.host_bytes(parts.layers, own.widened, streamed, buffered)
 
         found = find_fit(
             traced,

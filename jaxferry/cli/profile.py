@@ -34,8 +34,8 @@ from jaxferry.errors import InputError
 from jaxferry.modes import BLOCK
 from jaxferry.partition import AUTO, OFF, REMAT, check_tiles
 from jaxferry.processes import mesh_of
-from jaxferry.training import Model, Numerics, train_step, update_bytes
-from jaxferry.transport import TRANSPORTS, make_placement
+from jaxferry.training import TrainedShapes, train_step
+from jaxferry.transport import TRANSPORTS
 
 
 def profile(
@@ -109,15 +109,14 @@ def profile(
 def _estimated(model: str, optimizer: str, machine: Machine, devices: int, processes: int, **options: Any) -> Profile:
     """Estimates the profile of the model `module:function`; `options` are those of `trace`."""
     update = make_optimizer(optimizer)
-    numerics = Numerics(compute_dtype=options["compute_dtype"])
     options |= {"devices": devices, "processes": processes}
     with user_code(model):
         known = call_model(model)
         params, batch = known.shapes(), known.batch_of(0)
-        options["update"] = update_bytes(params, update, numerics.compute_dtype)
+        trained = TrainedShapes(params, update, options["compute_dtype"])
+        options["update"] = trained.update_bytes()
         made = trace(0, known.loss_fn, params, batch, machine, **options)
-    sizes = Model(params, update, numerics, make_placement(), None)
-    in_all = sizes.host_bytes(made.variants.base.layers, widened=made.widened)
+    in_all = trained.host_bytes(made.variants.base.layers, made.widened)
     host_bytes = {name: -(-size // processes) for name, size in in_all.items()}
     described = {"model": model, "optimizer": optimizer, "remat": options["remat"], "host_bytes": host_bytes}
     return dataclasses.replace(made.profile, machine={**made.profile.machine, **described})

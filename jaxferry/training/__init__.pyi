@@ -13,10 +13,9 @@ from .disk import Bytes as Bytes
 from .disk import fewest_on_disk as fewest_on_disk
 from .disk import left_in_memory as left_in_memory
 from .entry import train_step as train_step
+from .host_usage import TrainedShapes as TrainedShapes
 from .host_usage import buffered_groups as buffered_groups
 from .host_usage import few_buffers as few_buffers
-from .host_usage import host_bytes as host_bytes
-from .host_usage import update_bytes as update_bytes
 from .measured_profile import Work as Work
 from .measured_profile import measure_profile as measure_profile
 from .microbenchmarks import GradientStore as GradientStore
@@ -25,12 +24,10 @@ from .microbenchmarks import device_update_subject as device_update_subject
 from .microbenchmarks import load_subject as load_subject
 from .microbenchmarks import program_variants as program_variants
 from .microbenchmarks import streamed_update_subject as streamed_update_subject
-from .model import Model as Model
 from .model import accelerator_dtype as accelerator_dtype
 from .options import ALL as ALL
 from .options import ESTIMATE as ESTIMATE
 from .options import MEASURE as MEASURE
-from .options import Numerics as Numerics
 from .options import Planning as Planning
 from .options import check_gradient_buffers as check_gradient_buffers
 from .options import read_compute_dtype as read_compute_dtype

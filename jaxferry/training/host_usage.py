@@ -20,35 +20,31 @@ FEW_BUFFERS = (32, 16, 8, 4, 2)
 """Numbers of gradient buffers to try where host memory does not hold all gradients."""
 
 
-def host_bytes(
-    params: Any,
-    optimizer: optax.GradientTransformation,
-    compute_dtype: Any,
-    layers: Sequence[Layer],
-    widened: Mapping[int, int],
-    streamed: Collection[int] = (),
-    with_buffers: Collection[int] | None = None,
-) -> dict[str, int]:
-    """`Model.host_bytes` for an optimizer that trains all parameters, of which shapes are enough; traces no update."""
-    state = _state_of(params, optimizer, layers_by_path(params, compute_dtype))
-    forms = forms_of(master_form(optimizer, state), layers, streamed)
-    with_buffers = range(len(layers)) if with_buffers is None else with_buffers
-    return bytes_by_use(layers, jax.tree.leaves(state), Ownership(), widened, False, forms, with_buffers)
+class TrainedShapes:
+    """The shapes of parameters, all trained, and of their optimizer's state, found once; no update is traced."""
 
+    def __init__(self, params: Any, optimizer: optax.GradientTransformation, compute_dtype: Any) -> None:
+        self._layers = layers_by_path(params, compute_dtype)
+        dtypes, (leaves, tree) = master_dtypes(self._layers), jax.tree.flatten(params)
+        masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
+        state = result_shapes(init_of(optimizer), jax.tree.unflatten(tree, masters))
+        self._state, self._form = jax.tree.leaves(state), master_form(optimizer, state)
 
-def _state_of(params: Any, optimizer: optax.GradientTransformation, layers: Sequence[Layer]) -> Any:
-    """The shapes of the optimizer's state."""
-    dtypes, (leaves, tree) = master_dtypes(layers), jax.tree.flatten(params)
-    masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
-    return result_shapes(init_of(optimizer), jax.tree.unflatten(tree, masters))
+    def host_bytes(
+        self,
+        layers: Sequence[Layer],
+        widened: Mapping[int, int],
+        streamed: Collection[int] = (),
+        with_buffers: Collection[int] | None = None,
+    ) -> dict[str, int]:
+        """`Model.host_bytes` of these groups of the parameters."""
+        with_buffers = range(len(layers)) if with_buffers is None else with_buffers
+        forms = forms_of(self._form, layers, streamed)
+        return bytes_by_use(layers, self._state, Ownership(), widened, False, forms, with_buffers)
 
-
-def update_bytes(params: Any, optimizer: optax.GradientTransformation, compute_dtype: Any) -> UpdateBytes:
-    """The bytes of an optimizer's step that trains all parameters, of which shapes are enough."""
-    layers = layers_by_path(params, compute_dtype)
-    state = _state_of(params, optimizer, layers)
-    forms = forms_of(master_form(optimizer, state), layers, ())
-    return update_bytes_of(layers, jax.tree.leaves(state), forms)
+    def update_bytes(self) -> UpdateBytes:
+        """The bytes of the optimizer's step."""
+        return update_bytes_of(self._layers, self._state, forms_of(self._form, self._layers, ()))
 
 
 def update_bytes_of(
@@ -57,7 +53,7 @@ def update_bytes_of(
     forms: Sequence[MasterForm],
     is_joined: bool = False,
 ) -> UpdateBytes:
-    """Likewise for the trained parameters of these groups; `state` are the shapes of the optimizer's state."""
+    """The bytes of an update of these groups' trained parameters; `state` are the shapes of the optimizer's state."""
     placed = [(Ownership().placed(layer.trained), form) for layer, form in zip(layers, forms, strict=True)]
     sizes = [(leaf, master_bytes(leaf, form, pieces)) for own, form in placed for leaf, pieces in own]
     num = sum(leaf.size for leaf, _ in sizes)

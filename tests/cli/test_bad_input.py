@@ -256,7 +256,7 @@ def test_a_comparison_in_which_nothing_fits_names_the_smallest_feasible_budget(r
 @pytest.mark.parametrize(
     ("line", "target"),
     [
-        (f"fit {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.fit.host_bytes"),
+        (f"fit {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.fit.TrainedShapes"),
         (f"profile --model {NAME}:arrays --machine h100-pcie5", "jaxferry.cli.traced.estimate_profile"),
         (f"profile --model {NAME}:arrays", "jaxferry.partition.build.check_outputs"),
         (f"train --model {NAME}:arrays --steps 1", "jaxferry.engine.runner.DeviceCopies"),
