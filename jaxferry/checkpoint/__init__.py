@@ -116,8 +116,9 @@ def _save(checkpoint: Checkpoint, path: Path, keep: Keep | None, messages: Messa
             if messages is not None:
                 messages.send("folder", os.fspath(folder))
             written = write_arrays(checkpoint, folder, messages)
-            keys = {name: str(jax.random.key_impl(leaf)) for name, leaf in checkpoint.optimizer.items() if is_key(leaf)}
-            About(written, keys, saved_at_s, FORMAT if messages is None else IN_PIECES).write(folder)
+            of_optimizer, of_extra = map(_kinds_of_keys, (checkpoint.optimizer, checkpoint.extra))
+            form = FORMAT if messages is None else IN_PIECES
+            About(written, of_optimizer, saved_at_s, form, of_extra).write(folder)
         if keep is not None:
             prune(target.parent, keep)
 
@@ -230,16 +231,32 @@ def _content(folder: pathlib.Path, path: Path) -> Checkpoint:
     return content
 
 
-def check_extra(extra: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the user's arrays as NumPy arrays; raises `InputError` unless names map to arrays of numbers."""
+def _kinds_of_keys(arrays: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(jax.random.key_impl(leaf)) for name, leaf in arrays.items() if is_key(leaf)}
+
+
+def check_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the user's arrays as NumPy arrays, and PRNG keys as they are.
+
+    Raises:
+      InputError: unless names map to arrays of numbers or keys.
+    """
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) and name for name in extra):
         raise InputError(f"extra must be a mapping from names to arrays, got {type(extra).__name__}")
-    arrays = {name: np.asarray(array) for name, array in extra.items()}
-    for name, array in arrays.items():
-        if not is_numeric(array.dtype):
-            raise InputError(f"extra[{name!r}] must be an array of numbers, got dtype {array.dtype}")
+    return {name: array if is_key(array) else _numbers(name, array) for name, array in extra.items()}
+
+
+def _numbers(name: str, given: Any) -> np.ndarray:
+    if isinstance(given, Mapping):
+        raise InputError(
+            f"extra[{name!r}] must be an array, got a {type(given).__name__}: of a tree, pass the leaves "
+            "(jax.tree.flatten), each by a name of its own"
+        )
+    array = np.asarray(given)
+    if not is_numeric(array.dtype):
+        raise InputError(f"extra[{name!r}] must be an array of numbers or PRNG keys, got dtype {array.dtype}")
     # Checkpoints name dtypes without a byte order.
-    return {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in arrays.items()}
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, Any], check_dtypes: bool = False) -> None:

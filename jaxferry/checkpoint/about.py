@@ -9,7 +9,8 @@
 A leaf with an `axis` is stored in parts along this axis. Several processes write format 3, in which a leaf may have
 `pieces`: for each process its first element, the one after its last, and their digest (of each part, if the leaf is
 stored in parts). The last `digest` covers all other fields, as JSON with sorted keys and without spaces. Format 1 has
-no digests, no `extra`, no `metric` and no `saved_at_s`.
+no digests, no `extra`, no `metric` and no `saved_at_s`. `extra_keys` is there, as `optimizer_keys` is, if some of
+`extra` are keys of random numbers.
 """
 
 from __future__ import annotations
@@ -167,6 +168,7 @@ class About:
     optimizer_keys: Mapping[str, str]
     saved_at_s: float = 0.0
     format: str = FORMAT
+    extra_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def num_processes(self) -> int:
@@ -179,6 +181,7 @@ class About:
         fields = {field.name: getattr(self.content, field.name) for field in dataclasses.fields(self.content)}
         fields |= {part: [leaf.to_json() for leaf in own.values()] for part, own in self.content.arrays.items()}
         fields |= {"optimizer_keys": self.optimizer_keys, "saved_at_s": self.saved_at_s, "format": self.format}
+        fields |= {"extra_keys": self.extra_keys} if self.extra_keys else {}
         file = save / FILE
         file.parent.mkdir()
         file.write_text(json.dumps(fields | {"digest": _digest(fields)}, allow_nan=False), encoding="utf-8")
@@ -228,7 +231,7 @@ def read_about(save: pathlib.Path) -> About:
         raise InputError(f"it has format {found!r}, this package reads {known}")
     has_digests = found != WITHOUT_DIGESTS
     fields = _OF_SECOND if has_digests else _OF_FIRST
-    check_keys(document, fields, FILE)
+    check_keys(document, (*fields, "extra_keys") if has_digests else fields, FILE)
     for key in fields:
         required(document, key, FILE)
     if has_digests and document["digest"] != _digest({k: v for k, v in document.items() if k != "digest"}):
@@ -244,8 +247,10 @@ def _from_json(document: Mapping[str, Any], has_digests: bool) -> About:
     for dtype in dtypes:
         _check(_is_dtype(dtype) or dtype in key_kinds(), "dtypes", "names of dtypes of numbers or keys", dtype)
     _check(paths is None or _are_paths(paths, list(params)), "dictionary_paths", "lists of the keys of params", paths)
-    is_known = isinstance(keys, Mapping) and all(n in optimizer and isinstance(k, str) for n, k in keys.items())
-    _check(is_known, "optimizer_keys", "a mapping from paths of optimizer leaves to strings", keys)
+    extra = _leaves(document["extra"], "extra", has_digests) if has_digests else {}
+    extra_keys = document.get("extra_keys", {})
+    _check(_are_kinds(keys, optimizer), "optimizer_keys", "a mapping from paths of optimizer leaves to strings", keys)
+    _check(_are_kinds(extra_keys, extra), "extra_keys", "a mapping from names of extra to strings", extra_keys)
     is_scale = scale is None or (_is_list(scale, 2) and _is_number(scale[0]) and scale[0] > 0 and _is_count(scale[1]))
     _check(is_scale, "loss_scale", "null, or a positive number and a count", scale)
     _check(metric is None or _is_number(metric), "metric", "a finite number or null", metric)
@@ -258,13 +263,19 @@ def _from_json(document: Mapping[str, Any], has_digests: bool) -> About:
             dictionary_paths=paths,
             optimizer=optimizer,
             loss_scale=None if scale is None else [float(scale[0]), scale[1]],
-            extra=_leaves(document["extra"], "extra", has_digests) if has_digests else {},
+            extra=extra,
             metric=None if metric is None else float(metric),
         ),
         optimizer_keys=keys,
         saved_at_s=check_seconds(document.get("saved_at_s", 0.0), "saved_at_s", FILE),
         format=document["format"],
+        extra_keys=extra_keys,
     )
+
+
+def _are_kinds(keys: Any, leaves: Mapping[str, Leaf]) -> bool:
+    """Whether these are kinds of keys, by the names of some leaves."""
+    return isinstance(keys, Mapping) and all(name in leaves and isinstance(k, str) for name, k in keys.items())
 
 
 def _leaves(value: Any, part: str, has_digests: bool) -> dict[str, Leaf]:

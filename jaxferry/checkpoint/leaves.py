@@ -172,7 +172,7 @@ def stored_content(about: About, folder: pathlib.Path, path: str | os.PathLike[s
 
     def stored(field: str, name: str, leaf: Leaf) -> StoredLeaf | StoredKey:
         data = StoredLeaf(leaf, field, numbers[field][name], folder, os.fspath(path), context)
-        kind = about.optimizer_keys.get(name) if field == "optimizer" else None
+        kind = {"optimizer": about.optimizer_keys, "extra": about.extra_keys}.get(field, {}).get(name)
         return data if kind is None else StoredKey(data, kind)
 
     return about.content.map_arrays(stored)

@@ -14,6 +14,7 @@ import io
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
@@ -119,7 +120,8 @@ def run(call: Callable[[list[str]], Any], arguments: list[str] | None, program: 
             stream.reconfigure(errors="backslashreplace")  # letters that the terminal cannot encode must not fail
     has_traceback = "--traceback" in arguments or os.environ.get(TRACEBACK_VARIABLE) == "1"
     try:
-        status = call([argument for argument in arguments if argument != "--traceback"])
+        with _warnings_in_a_line(program):
+            status = call([argument for argument in arguments if argument != "--traceback"])
         return status if isinstance(status, int) else 0
     except (typer.Abort, KeyboardInterrupt):
         return 130
@@ -134,6 +136,17 @@ def run(call: Callable[[list[str]], Any], arguments: list[str] | None, program: 
         message, status = name + described(error), 2 if is_refused or is_file else 1
     print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
     return status
+
+
+@contextlib.contextmanager
+def _warnings_in_a_line(program: str) -> Iterator[None]:
+    """Shows warnings without the line of code that has made them, which is none of the user's."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"{program}: warning: {' '.join(str(message).split())}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 @contextlib.contextmanager

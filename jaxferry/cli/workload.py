@@ -23,7 +23,7 @@ from typer import Option
 from jaxferry.errors import InputError, JaxFerryError, PartitionError, call_users, origin_of
 from jaxferry.modes import BLOCK, MODULE
 from jaxferry.optimizer import adam, adamw, lion, sgd
-from jaxferry.partition import AUTO, REMAT, result_shapes
+from jaxferry.partition import AUTO, OFF, REMAT, result_shapes
 from jaxferry.training import read_compute_dtype
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ def read_offloading(value: bool | None) -> bool | str:
 def read_tiles(text: str) -> str | int | dict[str, Any]:
     """Reads the option `--tiles`: off, auto, a number, or numbers by segment (`a=2,b=4`), which `train_step` checks."""
     if "=" not in text:
+        if not text.isdigit() and text not in (OFF, AUTO):
+            raise InputError(f"--tiles must be off, auto, a number, or NAME=N,... by segment, got {text!r}")
         return read_number_or_word(text)
     parts = [part.rpartition("=")[::2] for part in text.split(",")]
     if not all(name for name, _ in parts) or len(dict(parts)) < len(parts):

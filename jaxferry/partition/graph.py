@@ -108,13 +108,15 @@ class Graph:
     def num_rows(self) -> int:
         """The most frequent first axis of the arguments; of several, that of the most elements; 0 if none has axes.
 
-        Running statistics, averages and other arguments shaped like a parameter do not count, nor do raw PRNG keys,
-        unless there is nothing else.
+        Running statistics, averages and other arguments shaped like a parameter, or used like one, do not count, nor do
+        raw PRNG keys and what nothing reads, unless there is nothing else.
         """
-        arrays = [self.avals[value] for value in self.batch if self.avals[value].shape]
-        other = {self.avals[value].shape for value in self.parameters}
+        arrays = [value for value in self.batch if self.avals[value].shape]
+        other, read = {self.avals[value].shape for value in self.parameters}, _used_as_rows(self)
+        own = [value for value in arrays if self.avals[value].shape not in other and value in read]
+        own = [value for value in own if not is_raw_key(self.avals[value].shape, self.avals[value].dtype)]
         rows, elements = collections.Counter[int](), collections.Counter[int]()
-        for array in [a for a in arrays if a.shape not in other and not is_raw_key(a.shape, a.dtype)] or arrays:
+        for array in (self.avals[value] for value in own or arrays):
             rows[array.shape[0]] += 1
             elements[array.shape[0]] += array.size
         return max(rows, key=lambda size: (rows[size], elements[size]), default=0)
@@ -279,6 +281,34 @@ def trace(
     call = flat_call(lambda: function, params_tree, rest_tree)
     closed, out_shape = jax.make_jaxpr(call, return_shape=True)(leaves, rest)
     return graph_of(closed, len(leaves), jax.tree.structure(out_shape), keep_single, is_derived)
+
+
+def _used_as_rows(graph: Graph) -> set[int]:
+    """Arguments that are read, but not as frozen parameters and statistics are.
+
+    A kernel's first axis is summed over by a product, a table's is looked up in, and a scale's is the last of what it
+    multiplies.
+    """
+    source = {value: value for value in graph.batch}
+    read = {atom for equation in graph.equations for atom in equation.reads}
+    read |= {atom for atom in graph.outputs if isinstance(atom, int)}
+    found, rows = set[int](), set[int]()
+    for equation in graph.equations:
+        name, params = equation.primitive.name, equation.params
+        sources = [source.get(atom, -1) if isinstance(atom, int) else -1 for atom in equation.inputs]
+        if name == "convert_element_type":
+            source |= dict.fromkeys(equation.outputs, sources[0])
+        elif name == "dot_general" and sources[0] != sources[1]:
+            found |= {own for own, axes in zip(sources, params["dimension_numbers"][0], strict=True) if 0 in axes}
+        elif name == "conv_general_dilated":
+            found.add(sources[1])
+        elif name == "gather":
+            found |= {sources[0]} if 0 in params["dimension_numbers"].start_index_map else set()
+        elif name in ("broadcast_in_dim", "reshape"):
+            before, after = (graph.aval_of(atom).shape for atom in (equation.inputs[0], equation.outputs[0]))
+            stays = before[:1] == after[:1] and params.get("broadcast_dimensions", (0,))[:1] == (0,)
+            (rows if stays else found).add(sources[0])
+    return {value for value in graph.batch if value in read and (value in rows or value not in found)}
 
 
 def are_zeros(atom: Atom, made_by: Mapping[int, Equation]) -> bool:

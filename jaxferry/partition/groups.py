@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.errors import InputError
+from jaxferry.errors import InputError, call_users
 
 Trainable = Callable[[str], bool] | Any
 """A function of a parameter's path, such as "h_0/attn/kernel", or a tree of booleans; one boolean may stand for a
@@ -34,13 +35,30 @@ def frozen_leaves(trainable: Trainable | None, params: Any) -> frozenset[int]:
     if trainable is None:
         return frozenset()
     paths = ["/".join(path) for path in leaf_paths(params)]
-    chosen = [trainable(path) for path in paths] if callable(trainable) else _spread(trainable, params)
+    if callable(trainable) and not _takes_a_path(trainable):
+        raise InputError(
+            "trainable must be a function of a parameter's path, such as 'h_0/attn/kernel', or a tree of booleans, got "
+            f"{type(trainable).__name__} {getattr(trainable, '__name__', '')}".rstrip()
+        )
+    chosen = [call_users(trainable, path) for path in paths] if callable(trainable) else _spread(trainable, params)
     for path, value in zip(paths, chosen, strict=True):
         if not isinstance(value, bool | np.bool_):
-            raise InputError(f"trainable must say True or False for every parameter, got {value!r} for {path!r}")
+            said = value if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+            raise InputError(f"trainable must say True or False for every parameter, got {said!r} for {path!r}")
     if not any(chosen):
         raise InputError(f"trainable leaves no parameter to train: it is False for all {len(paths)}")
     return frozenset(index for index, value in enumerate(chosen) if not value)
+
+
+def _takes_a_path(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with one argument, as far as its signature says; filters of NNX take two."""
+    try:
+        inspect.signature(function).bind("")
+    except TypeError:
+        return False
+    except ValueError:  # no signature is known
+        return True
+    return True
 
 
 def _spread(tree: Any, params: Any) -> list[Any]:

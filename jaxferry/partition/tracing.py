@@ -276,7 +276,8 @@ def abstract_params(
     dtypes = []
     for index, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-            raise InputError(f"parameter {path!r} is a {type(leaf).__name__}, not an array")
+            hint = ": pass what model.init returns" if hasattr(leaf, "init") and hasattr(leaf, "apply") else ""
+            raise InputError(f"parameter {path!r} is a {type(leaf).__name__}, not an array{hint}")
         check_byte_order(leaf, f"parameter {path!r}")
         if index in frozen:
             check_storable(leaf.dtype, f"parameter {path!r}")
@@ -285,7 +286,8 @@ def abstract_params(
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise InputError(
                 f"parameter {path!r} has dtype {leaf.dtype}; only real floating-point parameters can be trained: "
-                "freeze it by trainable=, or pass it outside params, for instance in the batch"
+                "freeze it by trainable=, or pass it outside params, for instance in the batch "
+                "(NNX: nnx.split(model, nnx.Param, ...) takes the parameters alone)"
             )
         if bits_of(leaf.dtype) < 8 or np.asarray(-1, leaf.dtype) != -1:
             raise InputError(

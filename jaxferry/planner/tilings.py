@@ -32,6 +32,9 @@ def numbers_to_try(parts: Partition) -> tuple[int, ...]:
 
     Args:
       parts: the segments. Each of more than 64 tiles, and each along the tokens, has 64 tokens of all rows at least.
+
+    Returns:
+      The powers of two, and tiles of one row each, in ascending order.
     """
     graph = parts.graph
     num_devices = graph.num_devices if graph.batch_size else 1
@@ -39,7 +42,7 @@ def numbers_to_try(parts: Partition) -> tuple[int, ...]:
     num_tokens = max((math.prod(shape[:-1]) for shape in shapes if shape[:1] == (graph.num_rows,)), default=0)
     of_rows = min(graph.num_rows // num_devices, _MOST_OF_FEWER)
     most = max(1, of_rows, num_tokens // num_devices // _LEAST_TOKENS)
-    return tuple(2**power for power in range(most.bit_length()))
+    return tuple(sorted({max(1, of_rows), *(2**power for power in range(most.bit_length()))}))
 
 
 def levels_of_tiles(profiles: Mapping[int, Profile]) -> list[Profile]:

@@ -27,6 +27,7 @@ from jaxferry.processes.global_arrays import has_rows, is_global, is_key, spread
 
 JOIN_TIMEOUT_S = 300  # how long processes wait for each other at the start by default
 _VIRTUAL = "xla_force_host_platform_device_count"  # the flag that sets the number of virtual CPU devices
+_MOST_DEVICES = 1024  # far more than a machine has; XLA takes minutes to make some thousand virtual ones
 _ANSWER_S = 5  # how much longer a process waits for the answer of the first one, which names the missing processes
 _NUMBERS = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
 
@@ -39,6 +40,8 @@ def mesh_of(num_devices: int) -> Mesh | None:
     """
     if num_devices == 1:
         return None
+    if num_devices > _MOST_DEVICES:
+        raise InputError(f"--devices must be at most {_MOST_DEVICES:,}, got {num_devices:,}")
     if _VIRTUAL not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # the backends have started
             jax.config.update("jax_num_cpu_devices", num_devices)

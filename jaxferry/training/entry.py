@@ -180,5 +180,5 @@ def train_step(
     if not callable(loss_fn):
         raise InputError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}")
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise InputError(f"optimizer must be an Optax GradientTransformation, got {optimizer!r}")
+        raise InputError(f"optimizer must be an Optax GradientTransformation, got a {type(optimizer).__name__}")
     return TrainStep(loss_fn, optimizer, read_options(arguments), make_placement(device, mesh), transport)

@@ -327,5 +327,5 @@ def _nonfinite(number: int, parts: Partition, result: StepResult, numerics: Nume
     if numerics.is_weighted and np.isfinite(loss) and not 0 < result.weight < np.inf:
         layer, what = "", f"the weights of the micro-batches up to step {number} sum to {result.weight:g}"
     left = "before the step" if numerics.accumulate == 1 else "after the last update"
-    told = f"{what}; the state is that {left} (skip_nonfinite=True skips such steps)"
+    told = f"{what}; the state is that {left} (train_step(skip_nonfinite=True) skips such steps)"
     return NonFiniteError(told, number, layer)

@@ -20,6 +20,7 @@ from jaxferry.engine import LossScale, Owner, TrainState
 from jaxferry.errors import described, internal_errors
 from jaxferry.optimizer import path_names
 from jaxferry.partition import Layer, stored_struct
+from jaxferry.processes import is_key
 from jaxferry.settings import ThreadPool
 from jaxferry.training.model import Model
 from jaxferry.transport import deferred_interrupts
@@ -35,7 +36,8 @@ def content(
     """
     try:
         masters, optimizer = state.stored(copied=copied)
-        extra = {name: np.array(array) for name, array in extra.items()} if copied else extra
+        if copied:
+            extra = {name: array if is_key(array) else np.array(array) for name, array in extra.items()}
     except MemoryError as error:
         if not copied:
             raise

@@ -335,7 +335,7 @@ class TrainStep:
             `jaxferry.list_checkpoints(path)` lists them.
           keep_best: with `keep_last`, the number of checkpoints with the lowest metric that are kept as well.
           metric: a number that is saved with the state, the lower the better, such as a validation loss.
-          extra: arrays of the user's own, by name, that are saved with the state; `restore` returns them as
+          extra: the user's own arrays or PRNG keys, by name, that are saved with the state; `restore` returns them as
             `state.extra`.
 
         Raises:

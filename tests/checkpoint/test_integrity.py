@@ -251,7 +251,20 @@ def test_extra_arrays_of_the_other_order_of_bytes_keep_their_values(tmp_path):
     np.testing.assert_array_equal(checkpoint.load(tmp_path / "saved").extra["memory"], np.arange(4))
 
 
-@pytest.mark.parametrize("extra", [[1], {"a": "text"}, {1: np.ones(2)}, {"a": object()}])
+def test_extra_keys_of_random_numbers_are_the_same_keys(tmp_path):
+    step = jaxferry.train_step(lambda params, x: (params["w"] * x).sum(), jaxferry.sgd(0.1))
+    state = step.init({"w": np.ones((3,), np.float32)})
+    keys = {"key": jax.random.key(3), "keys": jax.random.split(jax.random.key(4, impl="rbg"), 2)}
+    for wait in (True, False):
+        step.save(state, tmp_path / "saved", wait=wait, extra={**keys, "count": np.int32(3)})
+        step.wait_for_saves()
+        found = step.restore(tmp_path / "saved").extra
+        assert found["count"] == 3
+        for name, key in keys.items():
+            assert found[name].dtype == key.dtype and jax.numpy.all(found[name] == key)
+
+
+@pytest.mark.parametrize("extra", [[1], {"a": "text"}, {1: np.ones(2)}, {"a": object()}, {"a": {"b": np.ones(2)}}])
 def test_extra_that_are_no_arrays_of_numbers_are_refused(tmp_path, extra):
     step = jaxferry.train_step(lambda params, x: (params["w"] * x).sum(), jaxferry.sgd(0.1))
     with pytest.raises(jaxferry.InputError, match="extra"):

@@ -421,3 +421,28 @@ def test_the_axis_that_is_split_is_that_of_most_arguments_that_are_not_state(arg
     batch = jax.tree.map(struct, arguments, is_leaf=lambda x: isinstance(x, tuple))
     params = {"scale": struct((8,)), "kernel": struct((3, 3, 8, 8))}
     assert trace(loss, params, (batch,), {}).num_rows == rows
+
+
+WEIGHTS = {
+    "kernels": lambda x, w: jnp.tanh(jnp.tanh(x @ w["in"]) @ w["one"] @ w["two"]),
+    "kernels in 16 bits": lambda x, w: jnp.tanh(x @ w["in"]).astype(jnp.bfloat16) @ w["one"].astype(jnp.bfloat16),
+    "a table": lambda x, w: w["one"][x[:, 0].astype(int)] + w["two"][x[:, 1].astype(int)],
+    "scales": lambda x, w: jnp.tanh(x @ w["in"]) * w["mean"] + w["bias"],
+    "statistics": lambda x, w: ((x @ w["in"]) - w["mean"].reshape(1, -1)) / w["bias"].reshape(1, -1),
+    "convolutions": lambda x, w: jax.lax.conv_general_dilated(
+        x[:, :, None], w["conv"], (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
+    ),
+}
+
+
+@pytest.mark.parametrize("used", WEIGHTS)
+def test_arguments_that_are_used_as_frozen_parameters_are_do_not_count(used):
+    shape = jax.ShapeDtypeStruct
+    weights = {"in": (16, 64), "one": (64, 64), "two": (64, 64), "mean": (64,), "bias": (64,), "conv": (64, 1, 2)}
+    batch = {"x": shape((6, 16), np.float32), "w": {name: shape(own, np.float32) for name, own in weights.items()}}
+
+    def loss(params, batch):
+        return (WEIGHTS[used](batch["x"], batch["w"]) * params["scale"]).sum()
+
+    graph = trace(loss, {"scale": shape((), np.float32)}, (batch,), {})
+    assert graph.num_rows == 6

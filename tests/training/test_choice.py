@@ -41,6 +41,31 @@ def test_a_budget_that_a_policy_cannot_meet_gets_its_leanest_plan(parts, policy)
     assert Mode.RESIDENT not in plan.modes
 
 
+@pytest.mark.parametrize("budget", [1, "half"])
+def test_the_smallest_budget_that_an_error_about_tiles_names_is_the_same_for_all_budgets_and_enough(budget):
+    """Tiles of one row each are among those that are tried, though six is no power of two."""
+    widths = {"in": (8, 512), "out": (512, 8)}
+    params = {name: {"w": jax.ShapeDtypeStruct(shape, jnp.float32)} for name, shape in widths.items()}
+    batch = jax.ShapeDtypeStruct((6, 64, 8), jnp.float32)
+
+    def loss_fn(params, batch):
+        return jnp.mean((jnp.tanh(batch @ params["in"]["w"]) @ params["out"]["w"]) ** 2)
+
+    def prepare(budget, tiles="auto"):
+        step = jaxferry.train_step(loss_fn, optax.sgd(0.1), memory_budget=budget, tiles=tiles)
+        step.declare(params)
+        return step.prepare(batch)
+
+    def smallest(budget, tiles="auto"):
+        with pytest.raises(BudgetError) as caught:
+            prepare(budget, tiles)
+        return caught.value.smallest_bytes
+
+    least = smallest(1)
+    assert least <= smallest(1, 6) < smallest(1, 4) and prepare(least).peak.total <= least
+    assert smallest(least // 2 if budget == "half" else budget) == least
+
+
 @pytest.mark.parametrize("policy", ["exact", *slow("auto")])
 def test_the_smallest_budget_that_an_error_names_is_enough(policy):
     """An estimate has no temporaries, so within that budget the policy would choose a plan that does not fit."""

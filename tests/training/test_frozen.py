@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxferry
 import models
@@ -32,6 +33,20 @@ def labels(params):
     return jax.tree_util.tree_map_with_path(
         lambda path, _: "adapter" if is_trained("/".join(key.key for key in path)) else "frozen", params
     )
+
+
+@pytest.mark.parametrize(
+    ("trainable", "match"),
+    [
+        (nnx.PathContains("lora"), "must be a function of a parameter's path, .* got PathContains$"),
+        (nnx.Param, "must say True or False for every parameter, got 'a Param' for 'w'$"),
+        (lambda path: path, "must say True or False for every parameter, got 'w' for 'w'$"),
+    ],
+)
+def test_what_is_no_function_of_a_path_is_refused_in_a_line(trainable, match):
+    step = jaxferry.train_step(lambda params, x: (params["w"] * x).sum(), optax.sgd(0.1), trainable=trainable)
+    with pytest.raises(jaxferry.InputError, match=match):
+        step.init({"w": np.ones(3, np.float32)})
 
 
 def by_label(inner, spoken=labels):
