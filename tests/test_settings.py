@@ -254,6 +254,7 @@ kept = [np.zeros(size) for size in range(1, 5000)]
 """
 
 
+@pytest.mark.slow
 def test_a_long_run_under_debug_nans_leaves_memory_whole():
     """In a process of its own: copies into freed memory end it after some dozens of steps."""
     run_python("-c", LONG)

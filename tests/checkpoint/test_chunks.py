@@ -156,6 +156,7 @@ print([list(peaks(path + str(i), Drawn(json.loads(shape)))) for i, shape in enum
 """
 
 
+@pytest.mark.slow
 def test_saving_and_restoring_a_large_leaf_takes_no_more_than_a_piece(tmp_path):
     """128 MiB of numbers that do not get smaller when encoded; a piece is at most 64 MiB."""
     shapes = [(2, 4096, 4096), (32 * MIB,)]

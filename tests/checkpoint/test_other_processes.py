@@ -73,7 +73,8 @@ def test_a_save_killed_at_a_call_that_touches_a_file_leaves_the_old_or_the_new_c
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("num_kills", [pytest.param(2, id="few"), pytest.param(60, marks=pytest.mark.slow, id="many")])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kills", [pytest.param(2, id="few"), pytest.param(60, id="many")])
 def test_a_killed_save_over_a_checkpoint_of_an_earlier_version_is_continued_by_the_next(saves, tmp_path, num_kills):
     first = shutil.copytree(earlier(tmp_path) / "processes", tmp_path / "first")
     num_calls = saves.ask(path=first, seeds=[1], kill_at_call=10**9)[0]["calls"]
@@ -110,7 +111,7 @@ def test_a_first_save_killed_leaves_nothing_or_a_whole_checkpoint(saves, tmp_pat
         shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("max_file_bytes", [400, 3000])
+@pytest.mark.parametrize("max_file_bytes", [400, pytest.param(3000, marks=pytest.mark.slow)])
 def test_a_limit_of_the_size_of_files_is_told_and_leaves_the_old_checkpoint(saves, tmp_path, max_file_bytes):
     saved = tmp_path / "saved"
     checkpoint.save(content(0), saved)

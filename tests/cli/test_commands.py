@@ -8,6 +8,7 @@ import pytest
 
 from jaxferry.cli import COMMANDS
 from profiles import transformer
+from slowly import slow_cases
 
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "scipy", "matplotlib", "jinja2")
 LIGHT = (
@@ -37,7 +38,7 @@ for arguments in json.loads(sys.argv[1]):
     [
         (LIGHT, [""] * len(LIGHT)),
         ([("plan", "profile.json", "--policy", "auto")], ["scipy"]),
-        ([("plan", "profile.json", "--compare")], ["scipy"]),
+        *slow_cases(([("plan", "profile.json", "--compare")], ["scipy"])),
     ],
     ids=["planning", "search", "comparison"],
 )

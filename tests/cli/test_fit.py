@@ -58,6 +58,7 @@ def test_the_document_answers(jaxferry, tmp_path):
     assert 2 * masters <= found["host_bytes"]["optimizer state"] <= 2 * masters + 8
 
 
+@pytest.mark.slow
 def test_less_device_memory_is_needed_in_tiles(jaxferry, tmp_path):
     (tmp_path / "words.py").write_text(WORDS.replace("(50, 8)", "(5000, 8)").replace("(8, 50)", "(8, 5000)"))
     own = (f"{tmp_path / 'words.py'}:make", *A100, "--batch", 16)

@@ -18,6 +18,7 @@ from jaxferry.training import StepCompiler
 from jaxferry.transport import Allocator, Placement
 from jaxferry.units import format_apart
 from models import chain
+from slowly import slow_cases
 
 MACHINE = find_machine("a100-pcie4")
 WIDTH, DEPTH = 64, 3
@@ -122,7 +123,8 @@ def test_too_little_host_memory_does_not_fit_and_is_named():
 
 
 @pytest.mark.parametrize(
-    ("compute_dtype", "granularity", "tiles"), [(None, "module", 1), (jnp.bfloat16, "block", 1), (None, "block", 4)]
+    ("compute_dtype", "granularity", "tiles"),
+    [(jnp.bfloat16, "block", 1), *slow_cases((None, "module", 1), (None, "block", 4))],
 )
 def test_the_least_budget_is_what_a_step_accepts_to_the_byte_where_temporaries_are_those_estimated(
     compute_dtype, granularity, tiles, monkeypatch

@@ -251,6 +251,7 @@ def test_more_devices_than_there_are_is_an_error(capsys):
     assert "--devices must be at most" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_contention_of_several_devices_is_measured_with_all_of_their_links(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXFERRY_CACHE_DIR", str(tmp_path))
     measured = []

@@ -266,6 +266,7 @@ def test_a_measured_profile_says_what_the_step_plans_with(monkeypatch):
     assert step.prepare(batch(0)).plan.predicted == make_plan(profile, "auto").predicted
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower_although_updates_need_more_than_the_profile_says(monkeypatch):
     """Programs of updates need temporaries, which are known once they are compiled. The host is slow."""
     emulate(monkeypatch)

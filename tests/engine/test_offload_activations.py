@@ -203,6 +203,7 @@ def test_what_a_later_segment_reads_again_leaves_after_that_one():
     assert len(saves[4]) == 2 and all(len(saves[number]) == 1 for number in (2, 3, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_device
 def test_auto_lets_activations_wait_where_a_budget_asks_for_it_and_recomputes_where_it_must():
     step_of = functools.partial(jaxferry.train_step, deep().loss_fn, optax.adamw(1e-3), policy="auto", remat="auto")

@@ -33,6 +33,7 @@ def test_whole_steps_hold_under_the_thread_sanitizer():
     assert result.stdout.endswith("all hold\n")
 
 
+@pytest.mark.slow
 def test_the_checks_of_the_operations_let_nothing_pass_that_leaves_its_buffers(tmp_path):
     """Without sanitizers, and so within every run; see `tests/native/stress_checks.cc`."""
     sources = [ROOT / "tests" / "native" / "stress_checks.cc", *sorted((ROOT / "xla_ffi" / "common").glob("*.cc"))]

@@ -160,6 +160,7 @@ except jaxferry.HostMemoryError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_address_space_is_an_error_too():
     printed = run_python("-c", SCRIPT, JAX_PLATFORMS="cpu")
     assert "ulimit -v" in printed and "training needs 1.25 GiB" in printed
@@ -294,6 +295,7 @@ def batch(rows):
     return np.ones((rows, 32), np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_device
 def test_plans_let_no_more_activations_leave_than_host_memory_has_room_for(monkeypatch, tmp_path):
     training, rows = 12 * 32 * 32 * 4 * 3, 4096

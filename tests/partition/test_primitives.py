@@ -235,7 +235,9 @@ def loss_of_group(kind, used, number):
     return loss_of(lambda y, w: [each for case in cases for each in case(y, w)[USED[used]]])
 
 
-@pytest.mark.parametrize(("kind", "used", "number"), slow_but([x for x in GROUPS if x[1] == "all"], GROUPS))
+@pytest.mark.parametrize(
+    ("kind", "used", "number"), slow_but([x for x in GROUPS if x[1] == "all" and x[2] % 2 == 0], GROUPS)
+)
 def test_counts_are_finite_and_no_rule_falls(kind, used, number):
     loss_fn = loss_of_group(kind, used, number)
     closed = jax.make_jaxpr(jax.value_and_grad(loss_fn))(params(), X)
@@ -249,7 +251,8 @@ def test_counts_are_finite_and_no_rule_falls(kind, used, number):
 
 
 @pytest.mark.parametrize(
-    ("kind", "used", "number"), slow_but([x for x in GROUPS if x[0] != "several" or x[1] == "last"], GROUPS)
+    ("kind", "used", "number"),
+    slow_but([x for x in GROUPS if x[2] % 2 and (x[0] != "several" or x[1] == "last")], GROUPS),
 )
 def test_they_train_to_plain_jax_s_losses(kind, used, number):
     loss_fn = loss_of_group(kind, used, number)

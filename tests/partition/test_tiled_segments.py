@@ -57,7 +57,7 @@ LONG = {
     "one row of 16 bits": mixed_dtypes.linen_mixed_dtypes,
     "one row, one block four times": shared.linen_albert,
 }
-OFTEN = [*QUICK, "one row", "one row under a checkpoint", "one row with dropout"]
+OFTEN = ["dropout", "BatchNorm", "branches", "16 bits", "one row with dropout"]
 
 
 def cut(task, tiles, remat="none"):

@@ -139,6 +139,15 @@ def few_with_all_values(cases: Iterable[Case]) -> list[Case]:
     return chosen
 
 
+def with_most_pairs(cases: Iterable[Case], num: int) -> list[Case]:
+    """So many of these cases, each time the one that adds most pairs of values."""
+    given, chosen, seen = list(cases), list[Case](), set[frozenset[Item]]()
+    while len(chosen) < num:
+        chosen.append(max(given, key=lambda case: len(pairs_of([case]) - seen)))
+        seen |= pairs_of(chosen[-1:])
+    return chosen
+
+
 def _times_the_loss(updates: Any, state: Any, params: Any = None, *, value: Any, **_: Any) -> Any:
     # An eighth, as losses are about eight: an update of ten times the size has ten times the rounding of bf16.
     return jax.tree.map(lambda update: update * value / 8, updates), state
