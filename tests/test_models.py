@@ -56,13 +56,12 @@ EXPECTED = {
 }
 
 # Segments that run whole where tiles are asked for: queries learned for all rows, counts over the batch, a loss of row
-# pairs, Pallas kernels, weights as an argument that look like a batch, nodes of a graph.
+# pairs, Pallas kernels, nodes of a graph.
 NOT_TILED = {
     "nnx_perceiver": {"latents"},
     "linen_routed_experts": {"block_0", "block_1"},
     "linen_multi_task": {"contrast_head"},
     "nnx_pallas": {"blocks/0", "blocks/1", "blocks/2"},
-    "nnx_lora": {"layers/1", "layers/2"},
     "graph_attention": {*(f"convs/{i}" for i in range(4)), *(f"norms/{i}" for i in range(3))},
 }
 
