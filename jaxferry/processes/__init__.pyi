@@ -1,5 +1,6 @@
 from .all_processes import PROGRESS as PROGRESS
 from .all_processes import Messages as Messages
+from .all_processes import agreeing as agreeing
 from .all_processes import check_same as check_same
 from .all_processes import check_same_values as check_same_values
 from .all_processes import coordination_client as coordination_client

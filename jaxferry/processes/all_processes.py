@@ -105,6 +105,29 @@ class Messages:
         return f"jaxferry/{self._purpose}/{what}/{process}"
 
 
+@contextlib.contextmanager
+def agreeing(messages: Messages | None) -> Iterator[dict[str, str]]:
+    """Gives the block a dictionary; where it fails in one process, or they store other texts in it, all raise.
+
+    Raises:
+      CheckpointError: if the block has failed in another process.
+      InputError: if the texts differ. It names the processes, and the key of what differs.
+    """
+    said = dict[str, str]()
+    if messages is None:
+        yield said
+        return
+    with messages.reporting("agreed", "said"):
+        yield said
+        digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in said.items()}
+        messages.send("said", json.dumps(digests))
+    found = [json.loads(messages.receive("said", process)) for process in range(messages.num_processes)]
+    for name in said:
+        other = [number for number, digests in enumerate(found) if digests[name] != found[0][name]]
+        if other:
+            raise InputError(f"the processes differ in {name}: {', '.join(map(str, other))} from process 0")
+
+
 def messages_of(purpose: str, process: int, num_processes: int) -> Messages | None:
     """Returns messages for the next purpose of this name; None for one process.
 

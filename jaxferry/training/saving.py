@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import hashlib
 import os
 import sys
 import threading
@@ -17,7 +18,7 @@ import numpy as np
 
 from jaxferry import checkpoint
 from jaxferry.engine import LossScale, Owner, TrainState
-from jaxferry.errors import described, internal_errors
+from jaxferry.errors import InputError, described, internal_errors
 from jaxferry.optimizer import path_names
 from jaxferry.partition import Layer, stored_struct
 from jaxferry.processes import is_key
@@ -56,6 +57,20 @@ def content(
         metric=metric,
     )
     return made, copied
+
+
+def keep_of(keep_last: int | None, keep_best: int) -> checkpoint.Keep | None:
+    """Which earlier checkpoints a save keeps; None if it is alone. Raises `InputError` if the numbers are wrong."""
+    if keep_last is None and keep_best:
+        raise InputError(f"keep_best needs keep_last, the number of checkpoints to keep anyway, got {keep_best}")
+    return None if keep_last is None else checkpoint.Keep(keep_last, keep_best)
+
+
+def content_of(extra: Mapping[str, Any]) -> str:
+    """The names, dtypes and values of arrays and keys as a text."""
+    arrays = {name: np.asarray(jax.random.key_data(a) if is_key(a) else a) for name, a in extra.items()}
+    digests = {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in arrays.items()}
+    return str([(name, str(extra[name].dtype), array.shape, digests[name]) for name, array in sorted(arrays.items())])
 
 
 def restored(saved: checkpoint.Checkpoint, model: Model, layers: Sequence[Layer], owner: Owner) -> TrainState:

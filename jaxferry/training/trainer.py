@@ -15,9 +15,9 @@ import optax
 from jaxferry import checkpoint
 from jaxferry.costs import Profile
 from jaxferry.engine import Owner, TrainState
-from jaxferry.errors import InputError, JaxFerryError, StateError
+from jaxferry.errors import JaxFerryError, StateError
 from jaxferry.optimizer import initial_shapes, taken_extra_args
-from jaxferry.processes import PROGRESS, check_same_values, global_shape, messages_of
+from jaxferry.processes import PROGRESS, agreeing, check_same_values, global_shape, messages_of
 from jaxferry.settings import own_settings
 from jaxferry.step import Run
 from jaxferry.training.compiler import Compiler, Shared
@@ -25,7 +25,7 @@ from jaxferry.training.cuts import Call, weighted
 from jaxferry.training.disk import DiskOptions
 from jaxferry.training.model import Model, abstract
 from jaxferry.training.options import Options, metrics_of
-from jaxferry.training.saving import BackgroundSaves, content, restored
+from jaxferry.training.saving import BackgroundSaves, content, content_of, keep_of, restored
 from jaxferry.training.step import Prepared
 from jaxferry.transport import Placement, choose_transport
 
@@ -342,24 +342,24 @@ class TrainStep:
           CheckpointError: if `path` is remote, exists and is not a checkpoint, or cannot be written; or if the last
             save with `wait=False` failed, in which case this one has not begun.
           HostMemoryError: if layers are updated on the device and host memory cannot hold a copy of their state.
-          ScratchError, InputError: if the scratch file cannot be read; if another argument is invalid.
+          ScratchError, InputError: if the scratch file cannot be read; if another argument is invalid, or processes
+            differ in `path` or `extra`. What fails in one process fails in all.
 
         Warns:
           UserWarning: if `wait=False` waits, since host memory cannot hold a copy of the state.
         """
         with self.owner.using("TrainStep.save", state):
-            self._check(state)
-            self.wait_for_saves()
-            if keep_last is None and keep_best:
-                raise InputError(
-                    f"keep_best needs keep_last, the number of checkpoints to keep anyway, got {keep_best}"
-                )
-            keep = None if keep_last is None else checkpoint.Keep(keep_last, keep_best)
-            # The working folder may be another one while a thread writes.
-            target = checkpoint.local_path(path)
-            own = checkpoint.check_extra({} if extra is None else extra)
-            metric = checkpoint.check_metric(metric)
             messages = messages_of("save", self._placement.process, self._placement.num_processes)
+            with agreeing(messages) as said:
+                self._check(state)
+                self.wait_for_saves()
+                # The working folder may be another one while a thread writes.
+                target = checkpoint.local_path(path)
+                keep = keep_of(keep_last, keep_best)
+                own = checkpoint.check_extra({} if extra is None else extra)
+                metric = checkpoint.check_metric(metric)
+                if messages is not None:
+                    said |= {"the paths of their checkpoints": os.fspath(path), "their extra arrays": content_of(own)}
             if not wait and messages is None:
                 checkpoint.check_target(target, state.updated_step, keep)
             saved, is_copied = content(state, self.compiler.model.params, own, metric, copied=not wait)

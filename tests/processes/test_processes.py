@@ -151,9 +151,18 @@ def test_what_fails_in_one_process_is_an_error_in_all(trained):
         assert re.match("CheckpointError: .*cannot write to /proc/nowhere/state", found["errors"]["unwritable"])
 
 
+def test_a_save_that_differs_or_fails_in_one_process_is_refused_in_all_and_writes_nothing(trained):
+    for number, found in enumerate(trained[0]):
+        assert found["refused saves"] == []
+        expected = "InputError: extra" if number else "CheckpointError: process 1: extra"
+        assert found["errors"]["extra of one"].startswith(expected)
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [
+        ("paths", "the paths of their checkpoints"),
+        ("extra", "their extra arrays"),
         ("shapes", "the shapes of their batches"),
         ("code", "their programs"),
         ("plan", "their pro"),

@@ -6,6 +6,7 @@ Prints what it found as JSON.
 """
 
 import faulthandler
+import functools
 import json
 import math
 import os
@@ -174,6 +175,13 @@ class Member(Starts, Disks):
         step.save(state, self.folder / "later", wait=False)
         found["later"] = step.restore(self.folder / "later").step
         found["errors"] = {"unwritable": _error(lambda: step.save(state, "/proc/nowhere/state"))}
+        for name, path, extra in (
+            ("paths", f"differs {self.number}", {}),
+            ("extra", "extra", {"a": np.full(2, self.number)}),
+            ("extra of one", "extra", {"a": "text" if self.number else np.ones(2)}),
+        ):
+            found["errors"][name] = _error(functools.partial(step.save, state, self.folder / path, extra=extra))
+        found["refused saves"] = [name.name for name in self.folder.iterdir() if "di" in name.name or "ex" in name.name]
         (self.folder / "state" / "save_0").rename(self.folder / "gone") if self.number == 0 else None
 
         def twice(*given):
