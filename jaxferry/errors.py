@@ -33,6 +33,7 @@ _LIBRARIES = {
 _OF_DEVICES = ("JaxRuntimeError", "XlaRuntimeError")
 """Names of the error of a device or the compiler, often for want of memory."""
 
+_OF_PEERS = re.compile(r"Gloo \w+ failed.*(Connection (reset|closed)|[Tt]imed out)", re.DOTALL)
 _OF_LEAKS = "UnexpectedTracerError"
 """The name of JAX's error for a tracer that a function of the user's has kept, wherever JAX meets it."""
 
@@ -192,7 +193,8 @@ def is_internal(error: BaseException) -> bool:
     """Whether an error is JaxFerry's own mistake: not raised deliberately, not the user's, not the machine's."""
     if isinstance(error, (JaxFerryError, OSError, MemoryError, Warning)) or not isinstance(error, Exception):
         return False
-    return type(error).__name__ not in (*_OF_DEVICES, _OF_LEAKS) and not origin_of(error).is_users
+    is_known = type(error).__name__ in (*_OF_DEVICES, _OF_LEAKS) or _OF_PEERS.search(str(error)) is not None
+    return not is_known and not origin_of(error).is_users
 
 
 def described(error: BaseException) -> str:
@@ -200,6 +202,8 @@ def described(error: BaseException) -> str:
     if isinstance(error, JaxFerryError):
         return str(error)
     origin, name = origin_of(error), type(error).__name__
+    if _OF_PEERS.search(str(error)):
+        return f"another process has ended, or cannot be reached: {str(error).strip().splitlines()[0]}"
     if is_internal(error):
         what = f"internal error of JaxFerry in {origin.place}, stage {origin.stage}: {name}: {error}"
         return f"{what}; please report it{_issues()} with its traceback, {_TRACEBACK}"

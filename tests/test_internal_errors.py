@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jaxferry
+from jaxferry import errors
 from jaxferry.engine import executor
 from jaxferry.step import Operation
 from jaxferry.training import TrainedShapes
@@ -300,3 +301,11 @@ def test_an_operation_without_a_derivative_is_refused_as_by_jax():
     with pytest.raises(ValueError, match=re.escape(str(expected.value))):
         step(state, X)
     assert state.step == 0
+
+
+@pytest.mark.parametrize("end", ["Connection reset by peer", "Connection closed by peer", "Timed out waiting 30000ms"])
+def test_the_end_of_another_process_is_not_told_as_an_error_of_the_package(end):
+    error = ValueError(f"UNKNOWN: Gloo AllGather failed: [external/gloo/pair.cc:534] {end} [127.0.0.1]:5\nmore")
+    assert not errors.is_internal(error)
+    told = errors.described(error)
+    assert told.startswith("another process has ended, or cannot be reached: UNKNOWN: Gloo") and "\n" not in told

@@ -248,7 +248,10 @@ def _too_small(
 ) -> BudgetError:
     largest = max(profile.layers, key=lambda layer: layer.param_bytes)
     size = format_bytes(largest.param_bytes)
-    how = f", with {num_recomputing} segments that recompute their activations" if num_recomputing else ""
+    kept = (
+        "1 segment that recomputes its" if num_recomputing == 1 else f"{num_recomputing} segments that recompute their"
+    )
+    how = f", with {kept} activations" if num_recomputing else ""
     remedies = " or ".join(["a smaller batch", *["tiles='auto'"] * is_whole, *["remat='auto'"] * (not how)])
     share = f"; of a card, JAX takes the share {JAX_SHARE_VARIABLE}, by default {JAX_SHARE}" if is_devices else ""
     return BudgetError(

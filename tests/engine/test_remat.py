@@ -61,7 +61,7 @@ def test_auto_recomputes_only_what_a_budget_asks_for_and_none_stays_none(gpt, mo
     assert with_it < 0.8 * without
     with pytest.raises(jaxferry.BudgetError, match="remat='auto' needs less"):
         prepared(gpt, ADAMW, memory_budget=without - 1)
-    with pytest.raises(jaxferry.BudgetError, match=r"with \d segments that recompute") as caught:
+    with pytest.raises(jaxferry.BudgetError, match=r"with \d segments? that recomputes? ") as caught:
         prepared(gpt, ADAMW, memory_budget=with_it - 1, remat="auto")
     assert caught.value.smallest_bytes == with_it
     assert set(prepared(gpt, ADAMW, memory_budget=without, remat="auto").remat) == {"none"}
