@@ -25,6 +25,13 @@ OFTEN = matrix.few_with_all_values(EMULATED) if IS_DEFAULT else matrix.with_most
 HALF_RTOL, NORM_HALF_RTOL = 2e-2, 2e-2
 
 
+def slow_but_often(cases, often):
+    """Cases as dictionaries; all but the ones that run often are slow."""
+    ids = ("-".join(value for _, value in case) for case in cases)
+    marks = ([] if case in often else [pytest.mark.slow] for case in cases)
+    return [pytest.param(dict(case), id=own, marks=mark) for case, own, mark in zip(cases, ids, marks, strict=True)]
+
+
 def test_the_cases_cover_every_pair_of_values_that_is_possible():
     assert matrix.pairs_of(CASES) == matrix.all_pairs(matrix.AXES)
     assert matrix.pairs_of(filter(matrix.only_moves, CASES)) == matrix.all_pairs(matrix.MOVES)
@@ -34,15 +41,8 @@ def test_the_cases_cover_every_pair_of_values_that_is_possible():
 
 
 @pytest.mark.cpu_device
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id="-".join(value for _, value in case), marks=[] if case in OFTEN else [pytest.mark.slow])
-        for case in (EMULATED if IS_DEFAULT else CASES)
-    ],
-)
+@pytest.mark.parametrize("case", slow_but_often(EMULATED if IS_DEFAULT else CASES, OFTEN))
 def test_losses_and_parameters_are_those_of_plain_optax(case, monkeypatch):
-    case = dict(case)
     expected, expected_norms, expected_params = matrix.plain_optax(*(case[name] for name in matrix.PLAIN))
     known, accelerator = matrix.reference(case), None
     if case["device"] in matrix.EMULATED:
@@ -96,17 +96,7 @@ WATCHED_OFTEN = [case for case in WATCHED if case in OFTEN][::2]
 
 
 @pytest.mark.cpu_device
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            dict(case),
-            id="-".join(value for _, value in case),
-            marks=[] if case in WATCHED_OFTEN else [pytest.mark.slow],
-        )
-        for case in WATCHED
-    ],
-)
+@pytest.mark.parametrize("case", slow_but_often(WATCHED, WATCHED_OFTEN))
 def test_live_bytes_stay_under_the_predicted_peak(case, monkeypatch):
     with matrix.small_sizes():
         options = matrix.all_options_of(case) | {"transport": "ferry", "record_steps": 0}

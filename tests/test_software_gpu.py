@@ -8,7 +8,7 @@ import re
 import pytest
 
 import software_gpu
-from slowly import slow, slow_but, slow_cases
+from slowly import slow, slow_but
 
 pytestmark = [software_gpu.needed, pytest.mark.timeout(900)]
 
@@ -43,7 +43,8 @@ def check_budgets(seed, count, transport, preallocate):
     assert sum(row["refused"] is None for row in found) > count / 2
 
 
-@pytest.mark.parametrize(("transport", "preallocate"), slow_cases(KINDS[0], KINDS[3]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "preallocate"), [KINDS[0], KINDS[3]])
 def test_the_allocator_reports_no_more_than_the_budget(transport, preallocate):
     check_budgets(0, 3, transport, preallocate)
 

@@ -56,8 +56,8 @@ def _takes_a_path(function: Callable[..., Any]) -> bool:
         inspect.signature(function).bind("")
     except TypeError:
         return False
-    except ValueError:  # no signature is known
-        return True
+    except ValueError:
+        pass  # no signature is known
     return True
 
 

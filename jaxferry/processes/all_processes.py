@@ -92,14 +92,15 @@ class Messages:
 
     @contextlib.contextmanager
     def reporting(self, *what: str) -> Iterator[None]:
-        """Sends the end of the block under the first name; an error under all names that have not been sent."""
+        """Sends the end of the block under the first name; an error under all names. What has been sent stays."""
         try:
             yield
         except BaseException as error:
             for name in set(what) - self._sent:
                 self.send(name, f"{error}" if isinstance(error, JaxFerryError) else repr(error), is_error=True)
             raise
-        self.send(what[0], "")
+        if what[0] not in self._sent:
+            self.send(what[0], "")
 
     def _key(self, what: str, process: int) -> str:
         return f"jaxferry/{self._purpose}/{what}/{process}"
@@ -117,7 +118,7 @@ def agreeing(messages: Messages | None) -> Iterator[dict[str, str]]:
     if messages is None:
         yield said
         return
-    with messages.reporting("agreed", "said"):
+    with messages.reporting("said"):
         yield said
         digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in said.items()}
         messages.send("said", json.dumps(digests))

@@ -181,7 +181,7 @@ class Member(Starts, Disks):
             ("extra of one", "extra", {"a": "text" if self.number else np.ones(2)}),
         ):
             found["errors"][name] = _error(functools.partial(step.save, state, self.folder / path, extra=extra))
-        found["refused saves"] = [name.name for name in self.folder.iterdir() if "di" in name.name or "ex" in name.name]
+        found["refused saves"] = [path.name for path in (*self.folder.glob("differs *"), *self.folder.glob("extra*"))]
         (self.folder / "state" / "save_0").rename(self.folder / "gone") if self.number == 0 else None
 
         def twice(*given):
